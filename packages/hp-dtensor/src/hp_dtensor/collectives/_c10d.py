@@ -420,7 +420,11 @@ class TorchCollectives:
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive point to point; see `Collectives.send_recv`."""
+        """Send and receive point to point; see `Collectives.send_recv`.
+
+        With NCCL, all ranks of the group must take part in the group's first call. gloo sends and
+        receives tensors on other devices through CPU memory.
+        """
         group, me = _group(axis) if axis.size > 1 else None, axis.index  # alone, a rank only copies
         if fault := own_fault(axis, sends, receives):
             raise ValueError(fault)

@@ -205,9 +205,17 @@ class Collectives(Protocol):
         """Send and receive whole tensors point to point; keys are coordinates on the axis.
 
         A peer may get several tensors at once, and receives as many, of the same shapes. Returns
-        the filled ``receives`` in the order of their keys. A rank may take no part, but under
-        ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: torch then raises in the next collective over a gloo
-        group unless all of its ranks have sent and received as many messages.
+        the filled ``receives`` in the order of their keys.
+
+        A rank with nothing to send and nothing to receive may leave the call out, with two
+        exceptions:
+
+        - NCCL connects all ranks of a group in the group's first call. If that call is a
+          ``send_recv``, every rank of the group must send or receive in it, or the other ranks may
+          wait forever. If some ranks take no part, let all ranks of the group make another call
+          over it before, such as ``all_reduce`` of one element. Once per group is enough.
+        - Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch raises in the next collective over a gloo
+          group unless all of its ranks have sent and received the same number of messages.
         """
         ...
 
