@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -295,7 +296,7 @@ def test_a_hook_on_the_reduction_can_be_taken_back(ranks: Ranks) -> None:
         assert worst(found, reference(2)) < 1e-12
 
 
-def hooked(rank: int, shape: tuple[int, ...]) -> tuple[Gradients, list[int], int]:
+def hooked(rank: int, shape: tuple[int, ...], kind: Any) -> tuple[Gradients, list[int], int]:
     """Double the gradients of the root in a hook."""
     model: Any = shard(make(Net), mesh_of(shape, NAMES[len(shape)]))
     seen: list[int] = []
@@ -305,23 +306,59 @@ def hooked(rank: int, shape: tuple[int, ...]) -> tuple[Gradients, list[int], int
         reduced.mul_(2)
 
     # A CPU has no streams to choose from; torch takes one there too.
-    stream = torch.Stream("cpu") if len(shape) == 1 else None
+    stream = kind() if len(shape) == 1 else None
     model.set_all_reduce_hook(double, stream=stream)
     loss_of(model, tokens(rank)).backward()
     rows = [p.to_local().numel() for p in (model.head.weight, model.head.bias)]
     return gradients(model), seen, sum(rows)
 
 
+@pytest.mark.parametrize("kind", [partial(torch.Stream, "cpu"), torch.cpu.Stream])
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 1), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_a_hook_on_the_reduction_edits_the_gradients(ranks: Ranks, shape: tuple[int, ...]) -> None:
+def test_a_hook_on_the_reduction_edits_the_gradients(
+    ranks: Ranks, shape: tuple[int, ...], kind: Any
+) -> None:
     world = torch.Size(shape).numel()
     expected = reference(world)
     for name in ("embedding.weight", "head.weight", "head.bias"):
         expected[name] = 2 * expected[name]
-    for found, seen, least in ranks(world).run(hooked, shape):
+    for found, seen, least in ranks(world).run(hooked, shape, kind):
         assert worst(found, expected) < 1e-12
         assert len(seen) == 1
         assert seen[0] >= least
+
+
+class Waited(torch.cpu.Event):
+    """An event that counts the waits for it."""
+
+    count = 0
+
+    def wait(self, stream: object = None) -> None:
+        """Count."""
+        self.count += 1
+
+
+def with_events(rank: int) -> tuple[list[int], list[Gradients]]:
+    """Set events of torch.cpu between steps; return the waits for each and the gradients."""
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    model.set_post_optim_event(None)  # also before the first forward
+    given, dropped = Waited(), Waited()
+    found = []
+    cpu: Any = torch.cpu
+    for events in ([cpu.current_stream().record_event()], [dropped, None], [given], []):
+        model.zero_grad()
+        loss_of(model, tokens(rank)).backward()
+        found.append(gradients(model))
+        for event in events:
+            model.set_post_optim_event(event)
+    return [given.count, dropped.count], found
+
+
+def test_events_of_a_cpu_are_accepted_and_none_removes_one(ranks: Ranks) -> None:
+    for counts, found in ranks(2).run(with_events):
+        assert counts == [1, 0]
+        for each in found:
+            assert worst(each, reference(2)) < 1e-12
 
 
 def summed(rank: int, shape: tuple[int, ...]) -> list[Gradients]:

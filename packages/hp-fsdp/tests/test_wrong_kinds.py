@@ -112,7 +112,8 @@ def test_a_value_without_meaning_is_refused_on_one_rank_too(ranks: Ranks) -> Non
 
 def streamed(rank: int) -> str:
     kept: Any = fully_shard(nn.Linear(4, 4), mesh_of((1,), ("fsdp",)), min_shard_numel=10**6)
-    kept.set_all_reduce_hook(print, stream=torch.Stream("cpu"))  # over one rank nothing is summed
+    for stream in (torch.Stream("cpu"), torch.cpu.Stream()):
+        kept.set_all_reduce_hook(print, stream=stream)  # over one rank nothing is summed
     return "taken"
 
 

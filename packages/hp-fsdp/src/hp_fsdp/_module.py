@@ -411,14 +411,18 @@ class FSDPModule:
         _edit(self, False, force_sum=enable)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[Tensor], Any] | None, *, stream: torch.Stream | None = None
+        self,
+        hook: Callable[[Tensor], Any] | None,
+        *,
+        stream: torch.Stream | torch.cpu.Stream | None = None,
     ) -> None:
         """Call ``hook`` once per group and reduction with the flat reduced gradient; None: nothing.
 
         That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
         what the hook writes to it ends in the gradients. With ``stream`` it runs there, otherwise
-        on an accelerator on the stream of the reduction, while backward goes on. Raises
-        `ShardingError` for a stream where this package reduces over replicas itself.
+        on an accelerator on the stream of the reduction, while backward goes on. A CPU runs the
+        hook in order, whatever ``stream`` is. Raises `ShardingError` for a stream where this
+        package reduces over replicas itself.
         """
         unit = _unit(self)
         if hook is None:
@@ -434,10 +438,16 @@ class FSDPModule:
                 "a stream for the hook is legal only where this package sums nothing over "
                 "replicas: on a mesh of one axis, with no parameter kept whole (min_shard_numel)"
             )
+        on_cpu = all(group.config.device.type == "cpu" for group in unit.groups)
+        if on_cpu and isinstance(stream, torch.cpu.Stream):
+            stream = None
         asked: object = stream
         if not isinstance(asked, torch.Stream | None):
-            raise ArgumentTypeError(f"stream is {shown(asked)}; legal are a torch.Stream and None")
-        _edit(self, False, hook=ReductionHook(function=hook, stream=stream))
+            also = ", a torch.cpu.Stream" if on_cpu else ""
+            raise ArgumentTypeError(
+                f"stream is {shown(asked)}; legal are a torch.Stream{also} and None"
+            )
+        _edit(self, False, hook=ReductionHook(function=hook, stream=asked))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Start the gathers of ``modules`` when this module's forward begins, instead of the next.
@@ -498,17 +508,22 @@ class FSDPModule:
                 group.own_axis = made[axis.ranks]
                 group.reduce_axes = replace(group.axes, shard=group.own_axis)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | torch.cpu.Event | None) -> None:
         """Let the next pass begin on its device only after ``event``; for one pass.
 
-        Raises `StateError` before the first forward.
+        With None the next pass waits for no event. ``torch.cpu.current_stream().record_event()``
+        returns None. Raises `StateError` for an event before the first forward.
         """
         schedule = _unit(self).schedule
+        if event is None:
+            if schedule is not None:
+                schedule.starts_after = None
+            return
         if schedule is None:
             raise StateError("an event after an optimizer step needs a forward before it")
         given: object = event
         if not callable(getattr(given, "wait", None)):
-            raise ArgumentTypeError(f"event is {shown(given)}; legal is a torch.Event")
+            raise ArgumentTypeError(f"event is {shown(given)}; legal are a torch.Event and None")
         schedule.starts_after = event
 
     def set_custom_all_gather(self, comm: Communication) -> None:

@@ -54,7 +54,7 @@ class Schedule:
         self.device = self.units[0].device
         # The host writes to memory that copies from the CPU read.
         self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)
-        self.starts_after: torch.Event | None = None
+        self.starts_after: torch.Event | torch.cpu.Event | None = None
         self._pass_root: Unit | None = None
         self._checked = False
         self._begun: list[Unit] = []
