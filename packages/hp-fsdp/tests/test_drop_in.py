@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,24 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import _fully_shard
 
 from hp_fsdp import fully_shard
 
 from .models import Gradients, full
 
 Ranks = Callable[[int], RankPool]
+NAMES = (  # what both modules have
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
 
 
 class Model(nn.Module):
@@ -64,7 +77,7 @@ def script(fsdp: ModuleType, rank: int, folder: str) -> dict[str, Any]:
 
     def build() -> tuple[Any, torch.optim.Optimizer]:
         with torch.device("meta"):
-            model: Any = Model()
+            model: Any = type("Own", (Model,), {})()  # a class that was never sharded before
         blocks = list(model.blocks)
         for position, block in enumerate(blocks):
             last = position == len(blocks) - 1
@@ -134,17 +147,29 @@ def script(fsdp: ModuleType, rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-def run_script(rank: int, ours: bool, folder: str) -> dict[str, Any]:
-    # The package by whatever name it is imported: copies live under other roots.
-    package = sys.modules[fully_shard.__module__.rpartition(".")[0]]
-    return script(package if ours else torch.distributed.fsdp, rank, folder)
+def package() -> ModuleType:
+    """Return the package by whatever name it is imported: copies live under other roots."""
+    return sys.modules[fully_shard.__module__.rpartition(".")[0]]
+
+
+def run_script(rank: int, names: str, folder: str) -> dict[str, Any]:
+    """Run the script with the names of "ours", of "theirs", or with ours in place of theirs."""
+    theirs = torch.distributed.fsdp
+    if names == "ours":
+        return script(package(), rank, folder)
+    if names == "theirs":
+        return script(theirs, rank, folder)
+    ours = {name: getattr(package(), name) for name in NAMES}
+    with mock.patch.multiple(theirs, **ours), mock.patch.multiple(_fully_shard, **ours):
+        return script(theirs, rank, folder)
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_script_for_torch_gives_the_same_bits(ranks: Ranks) -> None:
+@pytest.mark.parametrize("names", ["ours", "replaced"])
+def test_a_script_for_torch_gives_the_same_bits(ranks: Ranks, names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ours = ranks(2).run(run_script, True, str(Path(folder) / "ours"))
-        theirs = ranks(2).run(run_script, False, str(Path(folder) / "theirs"))
+        ours = ranks(2).run(run_script, names, str(Path(folder) / "ours"))
+        theirs = ranks(2).run(run_script, "theirs", str(Path(folder) / "theirs"))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["resumed"]
         assert other["resumed"]

@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ import torch.distributed.fsdp as theirs
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import schedules, stage
 
-from hp_fsdp import UnsupportedError, fully_shard
+from hp_fsdp import FSDPModule, UnsupportedError, fully_shard
 
 from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
 
@@ -176,6 +178,24 @@ def test_a_schedule_reduces_the_gradients_of_its_stages(
             assert worst(found, {key: wanted[key] for key in found}) < 1e-12
             seen |= found.keys()
     assert seen == expected[0].keys()
+
+
+def with_replaced_names(rank: int, name: str) -> list[Gradients]:
+    """Run a schedule as if its modules had imported this package's names from torch's module."""
+    with ExitStack() as stack:
+        for module in (theirs, stage, schedules):
+            for ours in (FSDPModule, fully_shard):
+                if hasattr(module, ours.__name__):
+                    stack.enter_context(mock.patch.object(module, ours.__name__, ours))
+        return run_stages(rank, name, {}, by_hand=False)
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_schedules_take_this_packages_names_in_place_of_torchs(ranks: Ranks, name: str) -> None:
+    expected = [expected_of(DEPTH * SCHEDULES[name][0], step) for step in range(2)]
+    for steps in ranks(DEPTH * REPLICAS).run(with_replaced_names, name):
+        for found, wanted in zip(steps, expected, strict=True):
+            assert worst(found, {key: wanted[key] for key in found}) < 1e-12
 
 
 def read_by_torch(rank: int) -> tuple[bool, bool, list[str], list[str], Gradients]:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.utils.hooks import RemovableHandle
 
 from ._custom import Communication, CustomAllGather, CustomReduceScatter
@@ -34,6 +33,7 @@ from ._options import ReductionHook, check_bool
 from ._schedule import Schedule, drop_gradients, release_gradients
 from ._torch import (
     GROUP_MEMORY,
+    TORCH_MODULE,
     TorchState,
     note_state,
     noted_state,
@@ -628,7 +628,7 @@ def show_to_torch(module: FSDPModule) -> None:
 def hidden_names(module: nn.Module) -> list[str]:
     """Return the names of `FSDPModule` that a module or its class has of its own."""
     own: list[Container[str]] = [
-        vars(each) for each in type(module).__mro__ if each not in (nn.Module, fsdp.FSDPModule)
+        vars(each) for each in type(module).__mro__ if each not in (nn.Module, TORCH_MODULE)
     ]
     registered = (module.named_children(), module.named_buffers(recurse=False))
     own += [vars(module), parameters_of(module), *map(dict, registered)]
@@ -649,7 +649,7 @@ def sharded_class(own: type) -> type:
     trainers. All that it does is overridden.
     """
     members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
-    return type(f"FSDP{own.__name__}", (FSDPModule, own, fsdp.FSDPModule), members)
+    return type(f"FSDP{own.__name__}", (FSDPModule, own, TORCH_MODULE), members)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -327,8 +327,9 @@ class TorchState:
         )
 
 
-# Torch's own, also where a program has put this package's in its place.
+# torch's own, also after a program has put this package's names in their place.
 _fully_shard: Any = fsdp.fully_shard
+TORCH_MODULE: type[fsdp.FSDPModule] = fsdp.FSDPModule
 
 
 class _ForeignState(UnsupportedError, AttributeError):
