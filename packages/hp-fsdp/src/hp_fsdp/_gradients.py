@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hp_dtensor import Collectives
@@ -15,7 +14,7 @@ from hp_dtensor import Collectives
 from ._errors import StateError
 from ._offsets import GradientRows, ShardSpec
 from ._param import ShardedParameter
-from ._torch import accumulates, inside_transform
+from ._torch import accumulates, inside_forward_ad, inside_transform
 
 
 class GradientBucket:
@@ -132,7 +131,6 @@ class _FusedLinear(torch.autograd.Function):
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -144,9 +142,9 @@ class _FusedLinear(torch.autograd.Function):
         to_weight = None
         if ctx.needs_input_grad[1]:
             rows = x.reshape(-1, x.shape[-1])
-            if accumulates(ctx, 1):
+            if not torch.is_grad_enabled() and accumulates(ctx, 1):
                 ctx.add_product(flat, rows)
-            else:  # a backward for other tensors than parameters, or one that returns gradients
+            else:  # a backward that does not accumulate gradients, or one with create_graph=True
                 to_weight = flat.t() @ rows
         return to_input, to_weight, to_bias, None
 
@@ -165,16 +163,15 @@ class _FusedEmbedding(torch.autograd.Function):
         return functional.embedding(ids, weight, padding_idx)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
         ids = ctx.saved_tensors[0].flatten()
         rows = gradients[0].reshape(-1, ctx.weight_shape[1])
         if ctx.padding_idx is not None:  # a mask of rows to keep would wait for the device
             rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
-        if accumulates(ctx, 1):
+        if not torch.is_grad_enabled() and accumulates(ctx, 1):
             ctx.add_rows(ids, rows)
             return None, None, None, None
-        # a backward for other tensors than parameters, or one that returns gradients
+        # a backward that does not accumulate gradients, or one with create_graph=True
         return None, rows.new_zeros(ctx.weight_shape).index_add_(0, ids, rows), None, None
 
 
@@ -196,12 +193,13 @@ def fuse(module: nn.Module, is_own: Callable[[Tensor], bool], add: Add) -> None:
 
     That is both factors of a linear layer's, ids and rows of an embedding's. Where the weight that
     stands there is not ``is_own``, takes no gradient, or autocast changes a linear layer's dtype,
-    in compiled modules and in transforms of ``torch.func``, it computes as it always did.
+    in compiled modules, in transforms of ``torch.func`` and in forward-mode differentiation, it
+    computes as it always did.
     """
 
     def linear(self: nn.Linear, x: Tensor) -> Tensor:
         weight = self.weight
-        if torch.compiler.is_compiling() or inside_transform():
+        if torch.compiler.is_compiling() or inside_transform() or inside_forward_ad():
             return functional.linear(x, weight, self.bias)
         fused = torch.is_grad_enabled() and weight.requires_grad and is_own(weight)
         if not fused or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype:
@@ -211,7 +209,7 @@ def fuse(module: nn.Module, is_own: Callable[[Tensor], bool], add: Add) -> None:
 
     def embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
         weight = self.weight
-        fused = not (torch.compiler.is_compiling() or inside_transform())
+        fused = not (torch.compiler.is_compiling() or inside_transform() or inside_forward_ad())
         fused &= torch.is_grad_enabled()
         if not fused or not weight.requires_grad or not is_own(weight):
             return functional.embedding(ids, weight, self.padding_idx)

@@ -44,11 +44,13 @@ from ._streams import Streams, Waitable
 from ._torch import (
     gradient_of,
     graph_task,
+    inside_forward_ad,
     local_of,
     named_range,
     profiled,
     training,
     uncompiled,
+    without_tangents,
     writes_to,
 )
 
@@ -485,10 +487,11 @@ class ParameterGroup:
     def reduce(self, options: Options, chosen: list[int]) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen.
 
-        What no rank used gets no gradient. ``chosen`` is what `reduced` returns.
+        What no rank used gets no gradient. ``chosen`` is what `reduced` returns. Runs under
+        ``torch.no_grad``.
         """
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if inside_forward_ad():
+            with without_tangents():
                 return self.reduce(options, chosen)
         plan = self._plan
         if len(chosen) < len(self.parameters):

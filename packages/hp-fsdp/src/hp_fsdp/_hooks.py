@@ -246,14 +246,34 @@ def _before_backward(run: Run, gradient: Tensor) -> None:
     unit = run.unit
     if unit.schedule is None:
         raise StateError("a backward reached a unit that has not run forward")
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            "a backward with create_graph=True through a sharded unit is not supported: its "
-            "parameters are given up after backward, and a second one would read them"
-        )
+    if torch.is_grad_enabled():  # with create_graph=True
+        with torch.no_grad():
+            _expect_second_backward(run, unit.schedule)
+            _before_backward(run, gradient)
+        return
     unit.schedule.backward_reached(run)
     if unit.options.unshard_in_backward:
         unit.unshard()
+
+
+def _expect_second_backward(run: Run, schedule: Schedule) -> None:
+    """Prepare a unit for a backward through its backward.
+
+    The second backward enters the unit without passing its outputs, so hooks on the gradients of
+    the parameters report it. They stay as long as the graph can be alive.
+    """
+    unit = run.unit
+    if not unit.keeps_parameters(schedule.units[0] is unit):
+        raise UnsupportedError(
+            f"a backward with create_graph=True reached {schedule.path_of(unit)}, which frees its "
+            "parameters, but the second backward needs them. Either keep the parameters, with "
+            "fully_shard(..., reshard_after_forward=False) and set_reshard_after_backward(False), "
+            "or use torch.func.grad instead of create_graph=True, which works in every "
+            "configuration"
+        )
+    if unit.hook_gradients(partial(_gradient_came, unit, schedule)):
+        unit.hidden = True
+        unit.note_create_graph(run)
 
 
 def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -290,5 +310,11 @@ class _AfterBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.run.unit.schedule is not None:
-            ctx.run.unit.schedule.backward_left(ctx.run)
+            with torch.no_grad():  # gradients are enabled with create_graph=True
+                ctx.run.unit.schedule.backward_left(ctx.run)
         return None, *gradients
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        # The outputs are views of the inputs, so autograd requires views of the tangents.
+        return tuple(tangent.view_as(tangent) for tangent in tangents)

@@ -101,6 +101,10 @@ class Schedule:
                 found.setdefault(unit, path)
         return [found.get(unit, "(removed)") for unit in self.units]
 
+    def path_of(self, unit: Unit) -> str:
+        """Return where a unit is, under the root."""
+        return self.paths()[self.units.index(unit)]
+
     def _name_groups(self) -> None:
         """Tell groups their paths and, on accelerators, the streams that all of them share."""
         streams = Streams.on(self.device)
@@ -151,7 +155,7 @@ class Schedule:
         self._begun.append(unit)
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
-        if unit.hidden and unit.gradients is GradientState.EMPTY:
+        if unit.hidden and unit.gradients is GradientState.EMPTY and not unit.create_graph_runs:
             unit.forget_hidden()
         if unit.stays and unit.stale:
             unit.reshard()  # an optimizer stepped since
@@ -324,7 +328,7 @@ class Schedule:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
         if run.laid_out != run.unit.laid_out:
             raise StateError(
-                f"parameters of {self.paths()[self.units.index(run.unit)]} were converted or moved "
+                f"parameters of {self.path_of(run.unit)} were converted or moved "
                 "between its forward and its backward, which needs those of the forward; convert "
                 "them after backward"
             )
@@ -349,7 +353,7 @@ class Schedule:
     def check_hidden(self, unit: Unit) -> None:
         """Raise `StateError` where a backward came to a hidden unit that has ended its last one."""
         if not all([group.unsharded for group in unit.groups]):
-            path = self.paths()[self.units.index(unit)]
+            path = self.path_of(unit)
             raise StateError(
                 f"a backward came to {path}, whose parameters were given up: no tensor that it "
                 "returned can be hooked, so that it keeps them to the end of one backward only; "
@@ -475,6 +479,7 @@ class Schedule:
                 self._hooked[0].finish()
             self._reductions.remove(self._hooked.pop(0))
 
+    @torch.no_grad()
     def _finish_backward(self) -> None:
         last = self._last
         self._end_walk()
@@ -528,6 +533,7 @@ class Schedule:
         if self._reductions and not self.in_backward:
             self._finish_reductions()
 
+    @torch.no_grad()
     def reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce all gradients of ``units`` that wait, last unit first.
 

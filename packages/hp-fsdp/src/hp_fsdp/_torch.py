@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup, distributed_c10d, fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -156,6 +156,18 @@ def inside_backward() -> bool:
 
 # Whether a transform of ``torch.func`` runs; there is no public question.
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def inside_forward_ad() -> bool:
+    """Return whether tensors have tangents of ``torch.autograd.forward_ad``; no public name."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def without_tangents() -> AbstractContextManager[None]:
+    """Compute without forward-mode differentiation; the context has no public name."""
+    return cast("AbstractContextManager[None]", forward_ad._set_fwd_grad_enabled(False))
+
+
 # Which compiler looks at the frames that run, None where none does.
 compiler: Callable[[], object] = get_eval_frame_callback
 

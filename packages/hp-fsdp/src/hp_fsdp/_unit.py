@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor import Axis
@@ -152,6 +153,8 @@ class Unit:
         self._owner: object = None
         self.hidden = False
         self.gradient_hooks: list[RemovableHandle] = []
+        # Forwards whose backward ran with create_graph=True; None before the first one.
+        self.create_graph_runs: weakref.WeakSet[Run] | None = None
         # Also those inside, whose state may be asked for alone; the next gather sees what came.
         owners = [o.module for g in groups for p in g.parameters for o in p.owners]
         for module in dict.fromkeys([*self.modules, *owners]):
@@ -254,6 +257,8 @@ class Unit:
     def reshard(self) -> None:
         """Make the sharded parameters the modules' parameters, free the others."""
         self.in_pass = False
+        if self.create_graph_runs:
+            self._refuse_second_backwards()
         if len(self.groups) == 1:
             self.groups[0].reshard()
         elif (error := first_error([group.reshard for group in self.groups])) is not None:
@@ -297,6 +302,8 @@ class Unit:
 
     def reset(self) -> None:
         """Forget the step under way."""
+        if self.create_graph_runs:
+            self._refuse_second_backwards()
         self.gradients = AFTER[Event.RESET][self.gradients]
         self.in_pass = self.unreduced = False
         self.forget_forward()
@@ -385,6 +392,27 @@ class Unit:
             ]
             self._call_on_gradient(came if self.gradient_hooks else None)
         return bool(self.gradient_hooks)
+
+    def keeps_parameters(self, is_root: bool) -> bool:
+        """Return whether parameters stay unsharded after forward and after backward."""
+        if not self.groups:
+            return True
+        after_forward = self.options.reshard_after_forward
+        kept = after_forward is False or (after_forward is None and is_root)
+        return kept and not self.options.reshard_after_backward
+
+    def note_create_graph(self, run: Run) -> None:
+        """Note a forward whose backward can be differentiated, as long as its graph is alive."""
+        if self.create_graph_runs is None:
+            self.create_graph_runs = weakref.WeakSet()
+        self.create_graph_runs.add(run)
+
+    def _refuse_second_backwards(self) -> None:
+        """Let autograd raise if a second backward comes, because it would read freed memory."""
+        self.create_graph_runs = None
+        for group in self.groups:
+            for parameter in group.parameters:
+                increment_version(parameter.unsharded)
 
     def forget_hidden(self) -> None:
         """Forget what came out of the unit, and remove the hooks on gradients."""
