@@ -136,6 +136,73 @@ def contained(rank: int) -> str:
 def test_a_list_has_no_modules_that_are_in_one_another(ranks: Ranks) -> None:
     for said in ranks(2).run(contained):
         assert "module[1], a Linear, is in module[0], a Sequential" in said
+        assert "call fully_shard on module[1] first, alone" in said
+
+
+class Predictor(nn.Module):
+    """Predicts a second token with the head of the model."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the head's output of the projection."""
+        return self.head(torch.tanh(self.project(x)))
+
+
+class Multi(nn.Module):
+    """A norm, a head, and a predictor that contains the same head."""
+
+    def __init__(self, uses_head: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+        self.mtp = Predictor(self.head)
+        self.uses_head = uses_head
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the predictor's output, and with it the head's."""
+        x = self.norm(self.body(x))
+        second = self.mtp(x)
+        return self.head(x) + second if self.uses_head else second
+
+
+def advised(rank: int, uses_head: bool, layout: Any) -> tuple[str, list[Gradients]]:
+    """Give the head with the predictor, then do what the error says; train two steps."""
+    model, mesh = make(lambda: Multi(uses_head)), mesh_of((2,), ("fsdp",))
+    with pytest.raises(ModuleError) as caught:
+        fully_shard([model.norm, model.mtp, model.head], mesh)
+    fully_shard(model.head, mesh, layout=layout)
+    fully_shard([model.norm, model.mtp], mesh, layout=layout)
+    fully_shard(model, mesh, layout=layout)
+    return str(caught.value), two_steps(model, [rank])
+
+
+def two_steps(model: Any, ranks_: list[int]) -> list[Gradients]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for rank in ranks_:
+            (whole(model, rank) / len(ranks_)).backward()
+        found.append(gradients(model))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("uses_head", [True, False])
+def test_an_inner_module_of_a_list_is_sharded_first_as_the_error_says(
+    ranks: Ranks, uses_head: bool, layout: str
+) -> None:
+    expected_ = two_steps(make(lambda: Multi(uses_head)), [0, 1])
+    for said, found in ranks(2).run(advised, uses_head, layout):
+        assert "module[2], a Linear, is in module[1], a Predictor" in said
+        assert "call fully_shard on module[2] first, alone" in said
+        assert all(worst(a, b) < 1e-12 for a, b in zip(found, expected_, strict=True))
 
 
 class Body(nn.Module):

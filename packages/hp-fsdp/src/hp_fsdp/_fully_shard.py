@@ -132,8 +132,9 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
     for place, module in enumerate(modules):
         if module in holders:
             raise ModuleError(
-                f"{said[place]}, is in {said[holders[module]]}; one call takes modules that are "
-                "not in one another, so leave it out"
+                f"{said[place]}, is in {said[holders[module]]}; the modules of a list must not "
+                f"contain one another: call fully_shard on module[{place}] first, alone, and leave "
+                "it out of the list"
             )
     for module in modules:
         name = type(module).__name__
