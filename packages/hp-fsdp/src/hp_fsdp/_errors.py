@@ -73,6 +73,18 @@ def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
     return errors[0] if errors else None
 
 
+class Once:
+    """Tells the first call from later ones, for a warning that is given once."""
+
+    def __init__(self) -> None:
+        self._was_called = False
+
+    def first(self) -> bool:
+        """Return True the first time, then False."""
+        before, self._was_called = self._was_called, True
+        return not before
+
+
 def shown(value: object) -> str:
     """Return what a message says of a wrong argument; the same on every rank, so no addresses."""
     if isinstance(value, type):

@@ -1,14 +1,17 @@
 """One group: parameters of one dtype that are gathered and reduced in one collective each."""
 
 import itertools
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from operator import is_, or_
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -19,7 +22,7 @@ from hp_dtensor import Axis, Collectives, RaggedTensor
 
 from ._agreement import Tag, is_exact
 from ._buffers import Buffers, Resize
-from ._errors import DisagreementError, StateError
+from ._errors import DisagreementError, Once, StateError
 from ._gradients import BucketHooks, dtypes_apart, why_not_fused
 from ._layout import Layout
 from ._layout_exact import ExactPlan, plan_group
@@ -33,6 +36,7 @@ from ._param import (
     ShardedParameter,
     are_in_place,
     are_shown,
+    gradient_accumulator,
     mixture,
     no_memory,
 )
@@ -85,6 +89,8 @@ class ParameterGroup:
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
+        self.use_warning = Once()
+        self._accumulators: list[Node] = []  # held, because parameters do not hold theirs
         self.waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self._dropped = False  # their gradients, which are reduced all the same
         self._put_aside = False  # some of these gradients are in the dtype of the reduction
@@ -191,10 +197,25 @@ class ParameterGroup:
         layout = self.layout
         flat = layout.shard if self.flat else None
         self.table = ParameterTable(self.parameters, layout.shards, flat)
+        self._watch_sharded()
         self._in_order = [self.table.sharded[i] for i in self.order]
         self._plain = all(each.is_plain for each in self.parameters)
         self._training = []
         self._plan = None
+
+    def _watch_sharded(self) -> None:
+        """Warn if autograd accumulates into a sharded parameter.
+
+        Gradients of this package do not pass autograd's accumulators, so they do not warn.
+        """
+        known = set(self._accumulators)
+        self._accumulators = []
+        for parameter in self.parameters:
+            node = gradient_accumulator(parameter.sharded)
+            if node is not None:
+                if node not in known:
+                    node.register_hook(partial(_warn_of_use, weakref.ref(self), parameter.name))
+                self._accumulators.append(node)
 
     def _hook_gradients(self) -> None:
         """Pack large gradients as they come; others cost less when they are packed together."""
@@ -731,6 +752,23 @@ class RaggedGroup(ParameterGroup):
 
     def _plan_for(self, itemsize: int) -> RaggedPlan:
         return replace(self._shares, itemsize=itemsize)
+
+
+def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) -> None:
+    """Warn once that a loss used a sharded parameter itself."""
+    found = group()
+    if found is None or not found.use_warning.first():
+        return
+    path = f"{found.path}.{name}" if found.path else name
+    warnings.warn(
+        f"a loss used the sharded parameter {path} outside its module's forward, for example by "
+        f"full_tensor(). The gradient of this use is not reduced: each rank adds the gradient of "
+        "its own data. Compute this part of the loss in a forward: call the module that has the "
+        "parameter, or move the code to a method of it and call register_fsdp_forward_method on "
+        "that. Only a term that is the same on all ranks, such as a penalty on weights, is right "
+        "as it is; filter this warning then. It is given once",
+        stacklevel=2,
+    )
 
 
 @cache

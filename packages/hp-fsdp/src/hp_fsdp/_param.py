@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import Node, increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils.parametrize import is_parametrized
@@ -346,6 +346,34 @@ class RaggedParameter(ShardedParameter):
         self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
         self.wrap = cast(RaggedTensor, self.sharded).like
         self.local_view = self.part(self.sharded)
+
+
+class _Identity(torch.autograd.Function):
+    """Leads from a leaf to its gradient accumulator, for every tensor class."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def gradient_accumulator(parameter: nn.Parameter) -> Node | None:
+    """Return the autograd node that accumulates into a parameter, also into a frozen one.
+
+    Return None if the dtype has no gradients. The parameter loses the node, and hooks on it, if
+    nobody holds it.
+    """
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return None
+    trains = parameter.requires_grad
+    with torch.inference_mode(False), torch.enable_grad():
+        apply: Any = _Identity.apply
+        output: Tensor = apply(parameter.requires_grad_(True))
+    parameter.requires_grad_(trains)
+    return None if output.grad_fn is None else output.grad_fn.next_functions[0][0]
 
 
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:

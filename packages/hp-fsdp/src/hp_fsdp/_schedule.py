@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._agreement import TagLog
-from ._errors import StateError, first_error
+from ._errors import Once, StateError, first_error
 from ._extensions import attached
 from ._mesh import split_axis
 from ._options import Options
@@ -109,9 +109,11 @@ class Schedule:
         """Tell groups their paths and, on accelerators, the streams that all of them share."""
         streams = Streams.on(self.device)
         self._tag_log = None if streams is None else TagLog(streams.offload)
+        use_warning = Once()
         for unit, path in zip(self.units, self.paths(), strict=True):
             for group in unit.groups:
                 group.path = "" if path == "(root)" else path
+                group.use_warning = use_warning
                 group.streams = None if streams is None else streams.named(group.path)
                 group.tag.log = self._tag_log
 
