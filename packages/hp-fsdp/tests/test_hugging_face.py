@@ -17,9 +17,9 @@ import torch.distributed.fsdp as theirs
 from rank_pool import RankPool
 from torch import Tensor
 
-from hp_fsdp import fully_shard
+from hp_fsdp import UnsupportedError, fully_shard
 
-from .models import Gradients, gradients, parameters, worst
+from .models import Gradients, gradients, mesh_of, parameters, worst
 
 Ranks = Callable[[int], RankPool]
 transformers = pytest.importorskip("transformers")
@@ -145,3 +145,64 @@ def test_accelerate_trains_saves_and_loads_with_the_bits_of_torch(ranks: Ranks, 
         assert ours.first.keys() == torchs.first.keys()
         assert ours.last.keys() == torchs.last.keys()
         assert all(torch.equal(p, torchs.last[name]) for name, p in ours.last.items())
+
+
+def recipe_of(said: str) -> str:
+    """Return the lines of code in an error's text."""
+    return "\n".join(line.strip() for line in said.splitlines() if line.startswith("    "))
+
+
+def saved(rank: int, folder: str, layout: Any) -> tuple[str, list[str], bool]:
+    """Save without a state dict, then as the error says, and in another way."""
+    model, mesh = llama(tied=True), mesh_of((2,), ("fsdp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh, layout=layout)
+    fully_shard(model, mesh, layout=layout)
+    model(input_ids=batch(rank, 0), labels=batch(rank, 0)).loss.backward()
+    with pytest.raises(UnsupportedError) as caught:
+        model.save_pretrained(str(Path(folder) / "none"))
+    said = str(caught.value)
+    exec(recipe_of(said), {"model": model, "path": str(Path(folder) / "recipe")})
+    state = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+    model.save_pretrained(str(Path(folder) / "given"), rank == 0, state)
+    torch.distributed.barrier()
+    made = [
+        transformers.LlamaForCausalLM.from_pretrained(Path(folder) / name, dtype=torch.float64)
+        for name in ("recipe", "given")
+    ]
+    same = [worst(parameters(each), parameters(llama(tied=True))) == 0 for each in made]
+    return said, os.listdir(folder), all(same)
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_save_pretrained_needs_a_state_dict_and_says_how(ranks: Ranks, layout: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for said, names, same in ranks(2).run(saved, folder, layout):
+            assert "state_dict" in said
+            assert sorted(names) == ["given", "recipe"]
+            assert same
+
+
+class Saved(torch.nn.Module):
+    """A module of another library whose method does not take a state dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        return x
+
+    def save_pretrained(self, path: str) -> str:
+        """Return the argument."""
+        return path
+
+
+def unrelated(rank: int) -> str:
+    model: Any = fully_shard(Saved(), mesh_of((2,), ("fsdp",)))
+    made: str = model.save_pretrained("there")
+    return made
+
+
+def test_a_method_of_that_name_without_a_state_dict_is_left_alone(ranks: Ranks) -> None:
+    assert ranks(2).run(unrelated) == ["there", "there"]

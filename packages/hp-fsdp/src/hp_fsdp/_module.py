@@ -1,6 +1,7 @@
 """What a sharded module can do besides what it could before: setters, reports, and more."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -641,6 +642,33 @@ def _names() -> list[str]:
     return sorted(names.difference(dir(nn.Module)))
 
 
+_SAVE_RECIPE = """save_pretrained of a sharded module needs state_dict=, because the shards of one \
+rank cannot be saved alone. Gather the parameters first, on all ranks:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    model.save_pretrained(path, state_dict=state)"""
+
+
+def _checked_save(save: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return ``save_pretrained`` with a check of its state dict; None if it does not take one.
+
+    Without the check the rank that writes files raises alone, and the others go on.
+    """
+    signature = inspect.signature(save)
+    if "state_dict" not in signature.parameters:
+        return None
+
+    @functools.wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
+            raise UnsupportedError(_SAVE_RECIPE)
+        return save(*args, **kwargs)
+
+    return save_pretrained
+
+
 @cache
 def sharded_class(own: type) -> type:
     """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``.
@@ -649,6 +677,9 @@ def sharded_class(own: type) -> type:
     trainers. All that it does is overridden.
     """
     members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
+    save = getattr(own, "save_pretrained", None)  # of a model of transformers
+    if inspect.isfunction(save) and (checked := _checked_save(save)) is not None:
+        members["save_pretrained"] = checked
     return type(f"FSDP{own.__name__}", (FSDPModule, own, TORCH_MODULE), members)
 
 
