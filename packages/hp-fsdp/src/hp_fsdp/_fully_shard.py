@@ -3,7 +3,7 @@
 Nothing is communicated, but process groups are made where axes are folded or there is none yet.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args, overload
 
@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from hp_dtensor import Collectives, TorchCollectives
 
@@ -27,20 +33,27 @@ from ._errors import (
     shown,
 )
 from ._extensions import ExtendedGroup, ExtendedParameter
-from ._group import ParameterGroup, RaggedGroup
+from ._group import ParameterGroup, RaggedGroup, watch_optimizers
 from ._hooks import end_in_hook
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
 from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
 from ._offsets import direct_bytes_of
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
-from ._param import RaggedParameter, ShardedParameter, note_managed
+from ._param import RaggedParameter, ShardedParameter, named_modules, note_managed
 from ._select import (
     Granularity,
     ParameterSelection,
     ShardPlacement,
     select_parameters,
 )
-from ._torch import backend_of, composed_by, has_forward_hooks, note_composed, noted_state
+from ._torch import (
+    backend_of,
+    composed_by,
+    has_forward_hooks,
+    managed_by_torch,
+    note_composed,
+    noted_state,
+)
 from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 LayoutName = Literal["exact", "ragged"]
@@ -115,7 +128,7 @@ def config_of(
     )
 
 
-def check_modules(modules: Sequence[nn.Module]) -> None:
+def check_modules(modules: Sequence[nn.Module], ignored: Container[int]) -> None:
     """Raise `ModuleError` for modules that cannot be a unit."""
     if not modules:
         raise ModuleError("an empty list of modules; give at least one")
@@ -136,6 +149,8 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 f"contain one another: call fully_shard on module[{place}] first, alone, and leave "
                 "it out of the list"
             )
+    for path, inner in named_modules(modules):
+        check_unwrapped(path, inner, ignored)
     for module in modules:
         name = type(module).__name__
         if unit_of(module) is not None:
@@ -157,6 +172,29 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
                 "it one by one"
             )
+
+
+def check_unwrapped(path: str, module: nn.Module, ignored: Container[int]) -> None:
+    """Raise `ModuleError` if torch shards or replicates parameters that are not ``ignored``."""
+    wrapper = isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
+    if not wrapper:
+        by_torch = "fully_shard" in composed_by(module) or managed_by_torch(module)
+        if not by_torch or unit_of(module) is not None:
+            return
+    if all(id(parameter) in ignored for parameter in module.parameters()):
+        return
+    kind = type(module).__name__
+    if wrapper:
+        raise ModuleError(
+            f"{path or 'the module'} is a {kind}, which communicates for the parameters in it; "
+            "call fully_shard on the module that it wraps, without the wrapper, or ignore these "
+            "parameters (ignored_params)"
+        )
+    raise ModuleStateError(
+        f"{f'{path}, a {kind},' if path else kind} was given to torch's fully_shard before, or is "
+        "in a module that was; parameters can be sharded once: use the same fully_shard for all "
+        "modules of a model"
+    )
 
 
 def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
@@ -369,7 +407,7 @@ def fully_shard(
         ignored_params, shard_placement_fn, min_shard_numel, layout, granularity
     )
     modules = modules_of(module)
-    check_modules(modules)
+    check_modules(modules, selection.ignored)
     selection = replace(selection, ignored=selection.ignored | replicated_below(modules))
     if mesh is None:
         mesh = world_mesh()
@@ -399,12 +437,14 @@ def fully_shard(
     note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
     unit = Unit(modules, groups, options, device)
+    owners = [o.module for group in groups for p in group.parameters for o in p.owners]
+    note_composed(modules, owners)
+    watch_optimizers()
     sharded: list[FSDPModule] = []
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
         if has_forward_hooks(each):
             end_in_hook(unit, each)  # after those
-        note_composed(each)
         each.__class__ = own
         if isinstance(each, FSDPModule):
             show_to_torch(each)

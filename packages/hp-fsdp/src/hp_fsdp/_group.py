@@ -3,7 +3,7 @@
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import is_, or_
@@ -39,6 +39,7 @@ from ._param import (
     gradient_accumulator,
     mixture,
     no_memory,
+    sharded_from,
 )
 from ._precision import choose_dtypes
 from ._reduction import Reduction, StreamedReduction
@@ -771,21 +772,54 @@ def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) ->
     )
 
 
-@cache
-def _step_counter() -> Callable[[], int]:
-    """Return what reads the count; the first call registers the hooks that keep it."""
-    count = [0]
-    numbers = itertools.count(1)
+class _StepHooks:
+    """Hooks on the steps of all optimizers: they count steps, and check each optimizer once."""
 
-    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = itertools.count(1)
+        self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        register_optimizer_step_pre_hook(uncompiled(self._before))
+        register_optimizer_step_post_hook(uncompiled(self._count))
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._count(optimizer)
+        if optimizer not in self.checked:
+            self.checked.add(optimizer)
+            self._check(optimizer)
+
+    def _count(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = (p for group in optimizer.param_groups for p in group["params"])
         # One of other tensors may step on some ranks only, and what it steps is not gathered.
         if any(isinstance(p, DTensor | RaggedTensor) for p in held):
-            count[0] = next(numbers)
+            self.count = next(self._numbers)
 
-    register_optimizer_step_pre_hook(uncompiled(step))
-    register_optimizer_step_post_hook(uncompiled(step))
-    return lambda: count[0]
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if the optimizer holds parameters that `fully_shard` replaced."""
+        if optimizer in self._warned:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        # A gradient means that a module outside the unit still trains the parameter.
+        found = [sharded_from(p) for p in held if p.grad is None]
+        names = [parameter.name for parameter in found if parameter is not None]
+        if names:
+            self._warned.add(optimizer)
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            warnings.warn(
+                f"{type(optimizer).__name__} holds {', '.join(names[:2])}{more}, which fully_shard "
+                "has replaced: stepping them changes nothing in the model; make the optimizer "
+                "after fully_shard, from the parameters of the sharded module",
+                stacklevel=4,
+            )
+
+
+_step_hooks = cache(_StepHooks)
+
+
+def watch_optimizers() -> None:
+    """Check every optimizer at its next step, because parameters were replaced."""
+    _step_hooks().checked.clear()
 
 
 def optimizer_steps() -> int:
@@ -794,4 +828,4 @@ def optimizer_steps() -> int:
     Version counters of parameters do not tell of all steps: ``foreach=True`` on DTensors,
     ``fused=True`` and writes to ``Parameter.data`` leave them as they are.
     """
-    return _step_counter()()
+    return _step_hooks().count

@@ -3,11 +3,14 @@
 Tried with torch 2.13, in short with 2.11.
 """
 
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
+from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -22,6 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 from torch.distributed.tensor import DTensor, Placement
 
 # A shard of a dimension that later axes of the mesh shard already. No public name; without it the
@@ -30,7 +35,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import record_function
 from torch.utils import _pytree
 
-from ._errors import UnsupportedError
+from ._errors import ModuleStateError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -291,13 +296,61 @@ def composed_by(module: nn.Module) -> set[str]:
     return {"replicate", "fully_shard"}.intersection(module.__dict__.get(REGISTRY_KEY, ()))
 
 
-def note_composed(module: nn.Module) -> None:
-    """Let torch's composable functions know that a ``fully_shard`` has the module's parameters.
+def managed_by_torch(module: nn.Module) -> bool:
+    """Return whether a unit of torch's ``fully_shard`` has the module's parameters."""
+    return "_is_fsdp_managed_module" in module.__dict__
 
-    ``replicate`` on a module around it then leaves them alone, and torch's own ``fully_shard``
-    refuses it.
+
+def _refuse_torchs_call(module: nn.Module, frame: FrameType | None) -> None:
+    """Raise `ModuleStateError` if ``frame`` runs in a call of torch's ``fully_shard``.
+
+    Parameters that the call ignores may stay where they are.
     """
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    if frame is None or frame.f_code is not _is_composable_with_fsdp.__code__:
+        return
+    while frame is not None and frame.f_code is not _get_managed_modules.__code__:
+        frame = frame.f_back
+    ignored = (frame.f_locals.get("ignored_params") if frame is not None else None) or ()
+    if not all(parameter in ignored for parameter in module.parameters()):
+        raise ModuleStateError(
+            f"{type(module).__name__} was sharded by a fully_shard that is not torch's, and "
+            "torch's fully_shard was given it or a module around it; parameters can be sharded "
+            "once: use the same fully_shard for all modules of a model"
+        )
+
+
+class _Registry(dict[str, RegistryItem]):
+    """The notes of composable functions on a module, which torch's ``fully_shard`` reads.
+
+    Torch's ``fully_shard`` asks each module in the one that it is given for ``replicate``. It has
+    no other way to be refused, and would shard the sharded parameters again. Other callers ask the
+    same, so the function that asks is compared.
+    """
+
+    module: "weakref.ref[nn.Module] | None" = None
+
+    def __contains__(self, name: object) -> bool:
+        module = None if self.module is None else self.module()
+        if module is not None:
+            _refuse_torchs_call(module, sys._getframe(1))
+        return super().__contains__(name)
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy of the module is not sharded
+
+
+def note_composed(unit: Iterable[nn.Module], owners: Iterable[nn.Module]) -> None:
+    """Let torch's composable functions know that a ``fully_shard`` has the parameters.
+
+    ``unit`` are the modules of a unit, and ``owners`` those that register its parameters.
+    ``replicate`` on a module around them leaves them alone, torch's own ``fully_shard`` raises.
+    """
+    for module in dict.fromkeys([*unit, *owners]):
+        registry = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
+        registry.module = weakref.ref(module)
+        module.__dict__[REGISTRY_KEY] = registry
+    for module in unit:
+        module.__dict__[REGISTRY_KEY]["fully_shard"] = RegistryItem()
 
 
 class TorchState:
