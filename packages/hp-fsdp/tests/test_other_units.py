@@ -366,3 +366,27 @@ def test_summed_flags_say_whether_all_numbers_are_equal(
     zeros = total.tolist().count(0.0)
     assert (zeros == TAG_BITS) == (len(set(numbers)) == 1)
     assert zeros <= TAG_BITS
+
+
+def a_factor_for_each_step(rank: int) -> tuple[list[float], int]:
+    """Change the divide factor in each step on all ranks; count the extra collectives."""
+    record = RecordingCollectives()
+    model = sharded(collectives=record)
+    after_a_good_step(model)
+    found = []
+    record.reset()
+    with torch.profiler.profile() as profile:
+        for step in range(3):
+            model.zero_grad()
+            model.set_gradient_divide_factor(2.0 + step, recurse=True)
+            run(model, inputs(), ALL)
+            found.append(float(model.head.bias.grad.to_local()[0]) * (2.0 + step))
+    names = [event.name for event in profile.events() or ()]
+    started = sum(name.startswith("gloo:") for name in names)
+    return found, started - sum(traffic.calls for traffic in record.by_axis.values())
+
+
+def test_a_divide_factor_may_change_in_each_step_on_all_ranks(ranks: Ranks) -> None:
+    for found, extra in ranks(2).run(a_factor_for_each_step):
+        assert found == pytest.approx([4.0] * 3)  # two ranks with two rows each
+        assert extra == 0

@@ -3,10 +3,10 @@
 Ranks that gather or reduce different units in one collective would get wrong parameters or
 gradients without an error. Three checks find that:
 
-- *Comparison*: an all-to-all of 8 bytes per rank. It runs before a unit's first gather for forward,
+- *Comparison*: 8 bytes per rank are exchanged. It runs before a unit's first gather for forward,
   first gather for backward and first reduction. It also runs before a collective of another size
-  than the one that came next the last time. gloo ends the process if the sizes of an all-gather
-  differ; an all-gather that meets an all-to-all waits instead.
+  than the one that came next the last time. On gloo it is an all-to-all: gloo ends the process if
+  the sizes of an all-gather differ, but an all-gather that meets an all-to-all waits.
 - *Tags*: each rank adds the number of the unit to what it gathers and reduces. Every rank sees in
   the result whether all ranks meant the same unit. That costs no collective.
 - *Reports*: if a collective fails because a peer did not come, the ranks tell one another through
@@ -37,7 +37,7 @@ from hp_dtensor import (
 
 from ._errors import DisagreementError
 from ._streams import Begun, SideStream
-from ._torch import default_store
+from ._torch import backend_of, default_store
 
 # Tags hold the number of a unit modulo 2**TAG_BITS.
 TAG_BITS = 12
@@ -274,9 +274,10 @@ class CollectiveOrder:
     Units are numbered in the order of the `fully_shard` calls over the group.
     """
 
-    def __init__(self, ranks: tuple[int, ...], name: str) -> None:
+    def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
         self.gathers, self.reductions = History(), History()
-        self._ranks, self._name = ranks, name
+        self._ranks, self._name = axis.ranks, axis.name
+        self._prefix = f"hp_fsdp/{group.group_name}"
         self._made = 0
         self._units: WeakValueDictionary[int, NumberedUnit] = WeakValueDictionary()
 
@@ -339,14 +340,12 @@ class CollectiveOrder:
         except RuntimeError:  # the store is gone too
             return
         if told.count("waited to") > 1 or timed_out:
-            raise DisagreementError(
-                f"a collective over {self._name!r} did not end: {told}; {RULE}"
-            ) from error
+            raise DisagreementError(f"a collective did not end: {told}; {RULE}") from error
 
     def _exchange(self, topic: str, rank: int, text: str, seconds: float) -> str:
         """Return what the ranks of the group report, the same text on all of them."""
         store = default_store()
-        prefix = f"hp_fsdp/{topic}/{self._name}/{hash_of(self._ranks)}"
+        prefix = f"{self._prefix}/{topic}"
         turn = store.add(f"{prefix}/{rank}", 1)
         keys = [f"{prefix}/{turn}/{each}" for each in self._ranks]
         store.set(f"{prefix}/{turn}/{rank}", text)
@@ -374,7 +373,7 @@ def order_of(axis: Axis) -> CollectiveOrder | None:
     if axis.size == 1 or not isinstance(group, dist.ProcessGroup):
         return None
     if group not in _ORDERS:
-        _ORDERS[group] = CollectiveOrder(axis.ranks, axis.name)
+        _ORDERS[group] = CollectiveOrder(axis, group)
     return _ORDERS[group]
 
 
@@ -410,8 +409,11 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
     digest = int.from_bytes(hashed((own.key, own.facts)), "big", signed=True)
     found = torch.tensor([digest], device=device)
     for axis in axes:
-        sent = found.flatten().repeat(axis.size)
-        found = TorchCollectives().all_to_all(axis, sent, output=sent.clone()).wait()[0]
+        if backend_of(axis.group, device) == "gloo":
+            sent = found.flatten().repeat(axis.size)
+            found = TorchCollectives().all_to_all(axis, sent).wait()[0]
+        else:  # an all-to-all of NCCL would connect every rank with every other
+            found = TorchCollectives().all_gather(axis, [found]).wait()[0]
     if len(set(found.flatten().tolist())) == 1:
         return
     told = [own]
@@ -425,11 +427,6 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
 def hashed(value: object) -> bytes:
     """Return 8 bytes that differ between values with different representations."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-
-
-def hash_of(ranks: tuple[int, ...]) -> str:
-    """Return a short key for a list of ranks."""
-    return hashed(ranks).hex()
 
 
 def _difference(told: Sequence[Intent], hints: dict[str, str]) -> str:

@@ -148,7 +148,8 @@ class ParameterGroup:
     def use_divisor(self, divisor: float) -> None:
         """Let the tag say what the sum of the gradients is divided by."""
         self.tag.use_divisor(divisor)
-        self._plan = None
+        if self._plan is not None:
+            self._plan.use_tag()
 
     @property
     def checks_tags(self) -> bool:

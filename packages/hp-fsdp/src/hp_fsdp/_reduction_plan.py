@@ -241,8 +241,6 @@ class ReductionPlan:
         self.path = ""
         self.tag = tag
         self.offloaded = offloaded
-        with torch.inference_mode(False):
-            self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
         self.unsharded = [parameter.unsharded for parameter in parameters]
@@ -257,12 +255,18 @@ class ReductionPlan:
         self._gaps = rows.gaps[::-1]  # so that what is put there moves no other
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
         self._has_empty = any(not extent.spec.numel for extent in rows.extents)
-        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
+        self.use_tag()
         self.outputs: list[ReducedGradients] = []
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.all_used = [True] * len(self.parameters)
         self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
         self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
+
+    def use_tag(self) -> None:
+        """Write the flags of the tag, which have changed."""
+        with torch.inference_mode(False):
+            self.tag_flags = torch.tensor(self.tag.flags, dtype=self.dtype, device=self.device)
+        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
 
     def prepared(
         self, options: Options, axes: DataAxes, collectives: Collectives
