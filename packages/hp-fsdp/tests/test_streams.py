@@ -120,10 +120,10 @@ def test_a_step_on_several_streams_is_the_same_and_orders_all_it_shares(
 @pytest.mark.parametrize(
     "mode",
     [
-        *("copy", "mixed"),
+        *("copy", "mixed", "offload"),
         *(
             pytest.param(mode, marks=pytest.mark.long)
-            for mode in ("fused", "ragged", "reduced in another dtype")
+            for mode in ("fused", "ragged", "ragged, offload", "reduced in another dtype")
         ),
     ],
 )

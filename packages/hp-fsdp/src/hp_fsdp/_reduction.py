@@ -338,8 +338,9 @@ class StreamedReduction(Reduction):
             row = self._on_cpu(flat) if output is None else output.flat
             if output is not None:
                 row.copy_(flat, non_blocking=True)
-        for used_by in (side, out):
-            used_by.uses(flat)
+        for each in self._held:  # the reduced row, and the partial sum that was added to it
+            side.uses(each)
+        out.uses(flat)
         self._flat, self._held = row, []
         self._made = self._plan.rows.views(row) if output is None else output.locals_
         self._ended = out.begun()
