@@ -1,6 +1,6 @@
 """What is ordered between streams, and that results do not depend on which stream did what."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -146,6 +146,49 @@ def test_a_sum_over_replicas_follows_its_reduce_scatter_without_the_computation(
         first = log.index(pair[0])
         between = [stream for stream, _ in log[first : log.index(pair[1], first)]]
         assert "compute" not in between
+
+
+class Overlap(Device):
+    """Counts the matrix products that the compute stream runs during each reduce-scatter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.during: list[int] = []
+        self._ends: list[int] = []
+
+    def access(
+        self,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Count a product for each reduce-scatter that the compute stream has not waited for."""
+        super().access(what, reads, writes, made)
+        if what == "reduce_scatter":
+            self._ends.append(self.clocks["nccl"]["nccl"])
+            self.during.append(0)
+        elif what == "mm" and self.stack[-1].name == "compute":
+            for i, end in enumerate(self._ends):
+                self.during[i] += self.clocks["compute"]["nccl"] < end
+
+
+def overlapped(rank: int, options: dict[str, Any]) -> list[int]:
+    model = built((2,), options)
+    device = Overlap()
+    with watched(device, model):
+        loss_of(model, tokens(rank)).backward()
+    return device.during
+
+
+@pytest.mark.parametrize("mode", ["copy", "accumulate"])
+def test_the_whole_backward_of_a_block_runs_during_the_previous_reduce_scatter(
+    ranks: Ranks, mode: str
+) -> None:
+    products = 4  # two linear layers, each with the gradients of its input and of its weight
+    for last, middle, first, root in ranks(2).run(overlapped, MODES[mode]):
+        assert (last, middle) == (products, products)
+        assert (first, root) == (0, 0)  # the backward of the embedding has no product
 
 
 @contextmanager

@@ -482,9 +482,12 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Let so many packed gradients be alive at once, 1 by default; the largest number counts.
+        """Set how many buffers of packed gradients may be alive at once. The default is 1.
 
-        More overlap more of the reductions with backward, and take as much more memory.
+        The largest number of all units is used. A larger number lets more reduce-scatters run
+        during backward and needs more memory. On accelerators, the buffer that a unit fills during
+        its backward (``grads="accumulate"`` and ``"fused"``) does not count, so that its backward
+        runs during the reduce-scatter of the previous unit.
 
         Raises `ShardingError` for anything but 1, 2, ...
         """

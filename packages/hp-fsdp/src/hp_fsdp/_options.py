@@ -42,7 +42,8 @@ class Options:
     """How a unit computes and communicates.
 
     ``reshard_after_forward`` None: the schedule decides; an int is the number of ranks to reshard
-    to. ``divide`` None: what ``reduction`` says. ``in_flight``: packed gradients alive at once.
+    to. ``divide`` None: what ``reduction`` says. ``in_flight``: packed gradients alive at once,
+    on accelerators without those that a unit packs during its backward.
     Before the last backward of a step nothing is waited for.
     """
 

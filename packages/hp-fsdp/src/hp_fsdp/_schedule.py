@@ -413,8 +413,11 @@ class Schedule:
     def _reach(self, run: Run) -> None:
         unit = run.unit
         run.reached, run.backward = True, self._backwards
-        if unit.packs_early:
-            self._make_room()  # its gradients are packed from here on
+        # On a CPU, wait here so that one buffer of packed gradients is alive at a time. On an
+        # accelerator this wait would leave nothing to run during the reduce-scatter, so that only
+        # `_reduce` waits, after the backward of this unit.
+        if unit.packs_early and unit.groups[0].streams is None:
+            self._make_room()
         if unit is self._late:
             self._late = None
         if unit.options.unshard_in_backward:
