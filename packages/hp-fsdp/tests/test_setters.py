@@ -516,7 +516,7 @@ def test_another_method_may_be_a_forward(ranks: Ranks) -> None:
         assert worst(found, expected) < 1e-12
 
 
-def stepping_in_backward(rank: int) -> tuple[bool, Gradients]:
+def stepping_in_backward(rank: int, backwards: int) -> tuple[bool, Gradients]:
     """Step each parameter by a hook as soon as its gradient is there."""
     model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
     before = {name: full(p) for name, p in model.named_parameters()}
@@ -529,15 +529,23 @@ def stepping_in_backward(rank: int) -> tuple[bool, Gradients]:
     with ExitStack() as stack:
         for p in model.parameters():
             stack.callback(p.register_post_accumulate_grad_hook(step).remove)
-        loss_of(model, tokens(rank)).backward()
+        for part in range(backwards):
+            model.set_is_last_backward(part == backwards - 1)
+            loss_of(model, tokens(rank, part)).backward()
     found = {name: (before[name] - full(p)) / 0.5 for name, p in model.named_parameters()}
     return not gradients(model), found
 
 
 def test_hooks_after_gradients_run_on_the_sharded_parameters(ranks: Ranks) -> None:
-    for none_left, found in ranks(2).run(stepping_in_backward):
+    for none_left, found in ranks(2).run(stepping_in_backward, 1):
         assert none_left
         assert worst(found, reference(2)) < 1e-9  # a difference of parameters
+
+
+def test_hooks_step_no_parameter_that_the_last_backward_has_yet_to_gather(ranks: Ranks) -> None:
+    for none_left, found in ranks(2).run(stepping_in_backward, 2):
+        assert none_left
+        assert worst(found, reference(2, steps=(0, 1))) < 1e-9  # a difference of parameters
 
 
 def order_of_hooks(rank: int, shape: tuple[int, ...], layout: str) -> list[str]:

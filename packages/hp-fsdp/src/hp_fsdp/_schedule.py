@@ -470,7 +470,9 @@ class Schedule:
                 self._reductions.append(begun)
                 if begun.scattering:
                     self._scattering.append(begun)
-                if begun.ends_early:
+                # The hooks of earlier backwards run at the end of the last one. They may step an
+                # optimizer, and the last backward still gathers the parameters.
+                if begun.ends_early and self._last:
                     self._hooked.append(begun)
 
     def _make_room(self) -> None:
@@ -479,7 +481,7 @@ class Schedule:
             self._scattering[0].finish_scatter()  # nothing, where it was waited for before
             del self._scattering[0]
         # Its hooks may step an optimizer and free the gradients, while backward goes on.
-        while self._hooked and self._last and not self._hooked[0].scattering:
+        while self._hooked and not self._hooked[0].scattering:
             with torch.no_grad():
                 self._hooked[0].finish()
             self._reductions.remove(self._hooked.pop(0))
