@@ -173,8 +173,13 @@ class Overlap(Device):
                 self.during[i] += self.clocks["compute"]["nccl"] < end
 
 
-def overlapped(rank: int, options: dict[str, Any]) -> list[int]:
-    model = built((2,), options)
+def overlapped(rank: int, options: dict[str, Any], dtypes: int = 1) -> list[int]:
+    model = make(Net)
+    for block in model.blocks if dtypes == 2 else ():
+        block.table = torch.nn.Parameter(block.table.detach().float())
+    shard(model, mesh_of((2,), ("fsdp",)), **options)
+    loss_of(model, tokens(rank)).backward()
+    model.zero_grad()
     device = Overlap()
     with watched(device, model):
         loss_of(model, tokens(rank)).backward()
@@ -189,6 +194,12 @@ def test_the_whole_backward_of_a_block_runs_during_the_previous_reduce_scatter(
     for last, middle, first, root in ranks(2).run(overlapped, MODES[mode]):
         assert (last, middle) == (products, products)
         assert (first, root) == (0, 0)  # the backward of the embedding has no product
+
+
+def test_reduce_scatters_of_two_dtypes_run_during_the_same_backward(ranks: Ranks) -> None:
+    for during in ranks(2).run(overlapped, {}, 2):
+        last, middle = during[:2], during[2:4]
+        assert (last, middle) == ([4, 4], [4, 4])
 
 
 @contextmanager

@@ -487,7 +487,8 @@ class FSDPModule:
         The largest number of all units is used. A larger number lets more reduce-scatters run
         during backward and needs more memory. On accelerators, the buffer that a unit fills during
         its backward (``grads="accumulate"`` and ``"fused"``) does not count, so that its backward
-        runs during the reduce-scatter of the previous unit.
+        runs during the reduce-scatter of the previous unit. For the same reason, the buffers of a
+        unit with several dtypes or meshes are alive together there.
 
         Raises `ShardingError` for anything but 1, 2, ...
         """

@@ -462,8 +462,12 @@ class Schedule:
         chosen = [group.reduced() for group in unit.groups]
         unit.check_reduction(chosen, options)
         unit.unreduced = False
-        for group, own in zip(reversed(unit.groups), reversed(chosen), strict=True):
-            if self._scattering or self._hooked:
+        pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
+        for position, (group, own) in enumerate(pairs):
+            # On accelerators, nothing of the computation runs between the groups of one unit, so
+            # that only the first one waits, for the unit before.
+            waits = position == 0 or group.streams is None
+            if waits and (self._scattering or self._hooked):
                 self._make_room()
             begun = group.reduce(options, own)
             if begun is not None:
