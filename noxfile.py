@@ -274,6 +274,8 @@ def long(session: nox.Session) -> None:
     Of hp-fsdp: what torch's library does with the tests of both; an exception at every third call
     of steps in each mode (at every 29th); parameters that no rank used on other meshes in each mode
     (on one or two); steps on simulated streams on meshes of one axis in each mode (on two axes);
+    gradient accumulation on simulated streams in each mode, each way to accumulate and on each mesh
+    (five cases);
     each schedule of a pipeline in each mode (1F1B and one that splits backward); blocks compiled in
     a wrapper (in place); of checkpoints, optimizers, and weights that are kept while they are
     written to, the other half of the combinations. Of hp-ep: inductor in float64, in bfloat16 and
