@@ -183,19 +183,24 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("mode", "way", "zeroed", "in_backward"),
+    ("mode", "shape", "way", "zeroed", "in_backward"),
     [
-        ("accumulate", "no all-reduce, not last", "between steps", False),
-        ("offload", "no all-reduce", "never", True),
-        ("ragged, offload", "no_sync, then no all-reduce", "after the first microbatch", False),
-        ("two at once", "reduce_gradients", "between steps", False),
-        ("copy", "not last", "never", True),
+        ("copy", (2, 2), "not last", "never", True),
+        ("accumulate", (2, 2), "no all-reduce, not last", "between steps", False),
+        ("offload", (2, 1), "not last, then no all-reduce", "never", True),
+        ("ragged, offload", (2, 2), "no all-reduce", "after the first microbatch", False),
+        ("two at once", (2, 2), "reduce_gradients", "between steps", False),
     ],
 )
 def test_accumulated_gradients_are_those_of_one_process_without_races(
-    ranks: Ranks, mode: str, way: str, zeroed: Zeroed, in_backward: bool
+    ranks: Ranks,
+    mode: str,
+    shape: tuple[int, ...],
+    way: str,
+    zeroed: Zeroed,
+    in_backward: bool,
 ) -> None:
-    check(ranks(4), (2, 2), mode, way, zeroed, in_backward)
+    check(ranks(torch.Size(shape).numel()), shape, mode, way, zeroed, in_backward)
 
 
 @pytest.mark.long

@@ -509,8 +509,6 @@ class Schedule:
         if last:
             self._finish_reductions()
             self._drop_unused_gathers(self.units)
-            if self._pinned:
-                self._finish_copies()
             if self._tag_log is not None:
                 self._tag_log.send(f"the gradients of backward {self._backwards} are wrong: ")
             self._cursor = len(self._end_order)
@@ -526,6 +524,8 @@ class Schedule:
         After an exception those that are not finished are still known, for `reset` to wait for.
         """
         self._hooked, self._scattering = [], []
+        if self._pinned:
+            self._finish_copies()  # hooks on gradients may step an optimizer
         with torch.no_grad():
             while self._reductions:
                 self._reductions[0].finish()
@@ -557,8 +557,6 @@ class Schedule:
                 self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
         self.in_backward = False
-        if self._pinned:
-            self._finish_copies()
 
     def _drop_unused_gathers(self, units: Iterable[Unit]) -> None:
         for unit in units:
