@@ -320,8 +320,8 @@ class CollectiveOrder:
         told = self._exchange("reductions", rank, did, REPORT_SECONDS)
         self.forget()
         return DisagreementError(
-            f"{when}{told}, in one collective over {self._name!r}; the gradients of this backward "
-            f"are wrong and were not put on the parameters; {RULE}"
+            f"{when}{told}, in one collective over {self._name!r}; these gradients are wrong; "
+            f"{RULE}"
         )
 
     def report(self, error: Exception, rank: int, doing: str) -> None:

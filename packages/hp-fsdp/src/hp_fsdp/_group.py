@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from hp_dtensor import Axis, Collectives, RaggedTensor
 
-from ._agreement import Tag, is_exact
+from ._agreement import Tag, TagLog, is_exact
 from ._buffers import Buffers, Resize
 from ._errors import DisagreementError, Once, StateError
 from ._gradients import BucketHooks, dtypes_apart, why_not_fused
@@ -85,7 +85,7 @@ class ParameterGroup:
         self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
-        self.tag, self._exact = Tag(), False
+        self.tag, self._reads_tags = Tag(), False
         self.path = ""  # from the root of the step to the unit, once there is one
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
@@ -140,10 +140,16 @@ class ParameterGroup:
 
     def use_tag(self, tag: Tag) -> None:
         """Take the tag of the unit that the group belongs to."""
-        tag.log = self.tag.log
-        self.tag = tag
         self.layout.write_tag(tag.number)
-        self._plan, self._exact = None, is_exact(self.gathers)
+        self._plan, log = None, self.tag.log
+        self.tag = tag
+        self.use_tag_log(log)
+
+    def use_tag_log(self, log: TagLog | None) -> None:
+        """Take the log of tags on an accelerator; without one tags are not checked there."""
+        self.tag.log = log
+        readable = log is not None or self.config.device.type == "cpu"
+        self._reads_tags = readable and is_exact(self.gathers)
 
     def use_divisor(self, divisor: float) -> None:
         """Let the tag say what the sum of the gradients is divided by."""
@@ -157,7 +163,7 @@ class ParameterGroup:
 
         Collectives of a user may change what they gather: compress it, for example.
         """
-        return self.layout.tags is not None and self._exact
+        return self.layout.tags is not None and is_exact(self.gathers)
 
     @property
     def gather_size(self) -> object:
@@ -377,7 +383,7 @@ class ParameterGroup:
             raise
 
     def _show_unsharded(self) -> None:
-        if self._exact:
+        if self._reads_tags:
             self._check_tags()
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective

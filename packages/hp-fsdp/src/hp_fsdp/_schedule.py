@@ -115,7 +115,7 @@ class Schedule:
                 group.path = "" if path == "(root)" else path
                 group.use_warning = use_warning
                 group.streams = None if streams is None else streams.named(group.path)
-                group.tag.log = self._tag_log
+                group.use_tag_log(self._tag_log)
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks.
