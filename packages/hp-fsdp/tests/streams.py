@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hp_dtensor import Axis, TorchCollectives, Work
-from hp_fsdp import _reduction
+from hp_fsdp import _layout, _reduction, _reduction_plan
 from hp_fsdp._agreement import TagLog
 from hp_fsdp._buffers import ResizeBuffer
 from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
@@ -289,7 +289,7 @@ def watched(
     schedule._tag_log = log = TagLog(device.streams.offload)
     for group in (group for each in schedule.units for group in each.groups):
         group.streams = device.streams.named(group.path)
-        group.use_tag_log(log)
+        group.tag.log = log
         group.collectives = group.gathers = group.scatters = Nccl(device)
         if own:
             given = Given(device, group.axes.shard)
@@ -305,13 +305,13 @@ def watched(
             device.on_host(group.layout.shard)
     schedule._pinned = offloaded
     with ExitStack() as stack:
-        for patch in _patches(device, offloaded):
+        for patch in _patches(device, offloaded, own):
             stack.enter_context(patch)
         stack.enter_context(device)
         yield
 
 
-def _patches(device: Device, offloaded: bool) -> list[Any]:
+def _patches(device: Device, offloaded: bool, own: bool) -> list[Any]:
     allocate, free = ResizeBuffer.allocate, ResizeBuffer.free
     on_cpu, made = StreamedReduction._on_cpu, ReducedGradients.__init__
 
@@ -353,6 +353,8 @@ def _patches(device: Device, offloaded: bool) -> list[Any]:
     ]
     if offloaded:  # gradients that rest elsewhere are not what a reduction writes to
         changes.append((_reduction, "_is_alike", lambda one, other: False))
+    if not own:  # `Nccl` is taken for the collectives of torch
+        changes += [(module, "is_exact", lambda _: True) for module in (_layout, _reduction_plan)]
     return [mock.patch.object(*change) for change in changes]
 
 

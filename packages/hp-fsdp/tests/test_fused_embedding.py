@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_fsdp import fully_shard
-from hp_fsdp._agreement import tag_flags
 from hp_fsdp._gradients import GradientBucket, can_fuse
 from hp_fsdp._offsets import ShardSpec, rows_by_rank
+from hp_fsdp._tags import tag_flags
 
 from .models import Gradients, full, gradients, make, mesh_of, worst
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hp_fsdp._agreement import tag_flags
 from hp_fsdp._gradients import GradientBucket, why_not_fused
 from hp_fsdp._offsets import ShardSpec, rows_by_rank
+from hp_fsdp._tags import tag_flags
 
 TAG = torch.tensor(tag_flags(5), dtype=torch.float64)
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_fsdp._agreement import TAG_FLAGS, tag_flags
 from hp_fsdp._gradients import GradientBucket
 from hp_fsdp._layout_ragged import plan_ragged
 from hp_fsdp._offsets import ALIGNMENT, GradientRows, ShardSpec, rows_by_rank
+from hp_fsdp._tags import TAG_FLAGS, tag_flags
 from hp_fsdp._torch import pack_rank_major
 
 TAG = torch.tensor(tag_flags(5), dtype=torch.float64)

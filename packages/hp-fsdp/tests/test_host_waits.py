@@ -97,7 +97,7 @@ def check_tags_as_on_an_accelerator(model: Any) -> None:
     unit: Any = unit_of(model)
     unit.schedule._tag_log = log = TagLog(Beside())
     for group in (group for each in unit.schedule.units for group in each.groups):
-        group.use_tag_log(log)
+        group.tag.log = log
 
 
 def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]) -> Counter[str]:

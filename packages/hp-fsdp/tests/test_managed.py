@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hp_dtensor import RecordingCollectives
 from hp_fsdp import StateError, fully_shard
-from hp_fsdp._agreement import TAG_FLAGS
+from hp_fsdp._tags import TAG_FLAGS
 
 from .models import (
     Block,

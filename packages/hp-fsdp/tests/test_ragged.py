@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from hp_dtensor import RaggedTensor, RecordingCollectives, clip_grad_norm_
 from hp_fsdp import ParameterError, Ring, ShardingError, fully_shard, sharded_optimizer
-from hp_fsdp._agreement import TAG_FLAGS
+from hp_fsdp._tags import TAG_FLAGS
 
 from .models import Gradients, Net, loss_of, make, mesh_of, reference, shard, tokens, worst
 from .test_step import Odd

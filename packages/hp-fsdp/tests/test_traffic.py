@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import Axis, RecordingCollectives, Work
 from hp_fsdp import GroupReport, PlanReport
-from hp_fsdp._agreement import TAG_FLAGS
+from hp_fsdp._tags import TAG_FLAGS
 
 from .models import Net, loss_of, make, mesh_of, shard, tokens
 

@@ -3,23 +3,24 @@
 Ranks that gather or reduce different units in one collective would get wrong parameters or
 gradients without an error. Three checks find that:
 
-- *Comparison*: 8 bytes per rank are exchanged. It runs before a unit's first gather for forward,
-  first gather for backward and first reduction. It also runs before a collective of another size
-  than the one that came next the last time. On gloo it is an all-to-all: gloo ends the process if
-  the sizes of an all-gather differ, but an all-gather that meets an all-to-all waits.
-- *Tags*: each rank adds the number of the unit to what it gathers and reduces. Every rank sees in
-  the result whether all ranks meant the same unit. That costs no collective.
-- *Reports*: if a collective fails because a peer did not come, the ranks tell one another through
-  the store which collective each of them was in.
+- *Comparison*: 8 bytes per rank are exchanged before a unit's first gather for forward, first
+  gather for backward and first reduction. They are exchanged again before a collective that was not
+  expected and has another size than the expected one. On gloo the exchange is an all-to-all: gloo
+  ends the process if the sizes of an all-gather differ, but an all-gather that meets an all-to-all
+  waits.
+- *Tags* (`_tags`): each rank adds the number of the unit to what it gathers and reduces. Every rank
+  sees in the result whether all ranks meant the same unit.
+- *Reports*: if a collective fails because a peer did not join it, the ranks exchange through the
+  store which collective each of them was in.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Protocol, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -37,60 +38,24 @@ from hp_dtensor import (
 
 from ._errors import DisagreementError
 from ._streams import Begun, SideStream
+from ._tags import TAG_BITS, flags_agree, number_of, tag_flags, tag_width
 from ._torch import backend_of, default_store
 
-# Tags hold the number of a unit modulo 2**TAG_BITS.
-TAG_BITS = 12
-TAG_FLAGS = 2 * TAG_BITS
 # Seconds that a rank waits for the reports of others: after a timeout, and after a lost connection.
 REPORT_SECONDS = 10.0
 LOST_SECONDS = 2.0
-# What reads tags: it takes their values and the beginning of a message.
-TagCheck = Callable[[list[float], str], DisagreementError | None]
+# How many collectives a history keeps at least.
+KEPT = 2**12
 RULE = "all ranks must run the same units in the same order"
-
-
-def tag_base(itemsize: int) -> int:
-    """Return a base whose digits are exact in every floating-point dtype of ``itemsize`` bytes.
-
-    float8_e5m2 has 3 significant bits, bfloat16 has 8, float32 has 24.
-    """
-    return {1: 8, 2: 256}.get(itemsize, 2**24)
-
-
-def tag_width(itemsize: int) -> int:
-    """Return the number of digits of a tag in a gather."""
-    return next(n for n in range(1, TAG_BITS + 1) if tag_base(itemsize) ** n >= 2**TAG_BITS)
-
-
-def tag_digits(number: int, itemsize: int) -> list[int]:
-    """Return the tag of a unit in gathers: the digits of its number, the lowest first."""
-    base, number = tag_base(itemsize), number % 2**TAG_BITS
-    return [number // base**place % base for place in range(tag_width(itemsize))]
-
-
-def number_of(digits: Sequence[float], itemsize: int) -> int:
-    """Return the unit number that `tag_digits` was called with, modulo 2**TAG_BITS."""
-    base = tag_base(itemsize)
-    return sum(int(digit.real) * base**place for place, digit in enumerate(digits))
-
-
-@cache
-def tag_flags(number: int) -> tuple[bool, ...]:
-    """Return the tag of a unit in reductions: the bits of its number, then the inverted bits.
-
-    In the sum over ranks exactly half of these flags are zero if all ranks have the same number,
-    and fewer if not. That holds in every dtype and for averages, because only zero counts.
-    """
-    bits = [bool(number >> place & 1) for place in range(TAG_BITS)]
-    return (*bits, *(not bit for bit in bits))
+# Reads the values of tags. The second argument begins the message of the error.
+TagCheck = Callable[[list[float], str], DisagreementError | None]
 
 
 class TagLog:
-    """Tags on an accelerator, read without a wait of the host.
+    """Reads tags on an accelerator without a host wait.
 
-    They are copied to the CPU on a side stream at the end of a backward or of a forward without
-    backward, and checked when a later forward begins and the copy has arrived.
+    Tags are copied to the CPU on a side stream at the end of a backward, or of a forward without
+    backward. They are checked when a later forward begins.
     """
 
     def __init__(self, stream: SideStream) -> None:
@@ -98,31 +63,31 @@ class TagLog:
         self._tags: list[tuple[Tensor, TagCheck]] = []
         self._sent: list[tuple[str, list[tuple[int, TagCheck]], Tensor, Begun]] = []
 
-    def add(self, tags: Tensor, check: "TagCheck") -> None:
-        """Keep a copy of what a collective left on the device, for ``check``."""
+    def add(self, tags: Tensor, check: TagCheck) -> None:
+        """Copy the tags of a finished collective on the device, to pass them to ``check`` later."""
         real = tags.real if tags.is_complex() else tags
         self._tags.append((real.to(torch.float32, copy=True).flatten(), check))
 
     def send(self, when: str) -> None:
-        """Start to copy what was added to the CPU; ``when`` begins the error."""
+        """Start to copy all new tags to the CPU. ``when`` begins the message of an error."""
         if not self._tags:
             return
         flat = torch.cat([tags for tags, _ in self._tags])
         pieces = [(len(tags), check) for tags, check in self._tags]
         self._tags = []
         with self._stream.after_current():
-            host = torch.empty(flat.shape, pin_memory=flat.device.type != "cpu")
+            host = torch.empty(flat.shape, device="cpu", pin_memory=flat.device.type != "cpu")
             host.copy_(flat, non_blocking=True)
         self._stream.uses(flat)
         self._sent.append((when, pieces, host, self._stream.begun()))
 
-    def check(self) -> None:
-        """Raise `DisagreementError` for copies that have arrived.
+    def check(self, wait: bool = False) -> None:
+        """Raise `DisagreementError` for a mix-up in the copies that have arrived.
 
-        The third copy under way is waited for. The device has finished it by then: accelerators
-        limit how far the host may be ahead.
+        The last copy is waited for only with ``wait``. Earlier copies are always waited for, so
+        that all ranks raise in the same pass; they come from a whole pass before this one.
         """
-        while self._sent and (len(self._sent) > 2 or self._sent[0][3].done):
+        while self._sent and (wait or len(self._sent) > 1 or self._sent[0][3].done):
             when, pieces, host, copied = self._sent.pop(0)
             copied.synchronize()
             values = iter(host.tolist())
@@ -132,55 +97,55 @@ class TagLog:
                     self._sent = []
                     raise error
 
+    def take(self, other: "TagLog") -> None:
+        """Take over the unread tags of another log."""
+        self._tags += other._tags
+        self._sent += other._sent
+
     def drop(self) -> None:
-        """Forget the tags of a step that is given up."""
+        """Forget tags that were not sent, of a step that is given up."""
         self._tags = []
 
 
 class Tag:
-    """The number of a unit in what one group of its parameters communicates.
+    """The tag of a unit in what one of its parameter groups communicates.
 
     Args:
-        order: That of the process group; None if there is only one rank.
-        number: The number of the unit there.
-        rank: This rank.
+        orders: Those of the process groups that the parameter group communicates over; the number
+            counts units of the first one. Empty if there is only one rank.
+        number: The number of the unit.
+        rank: This global rank.
     """
 
     def __init__(
-        self, order: "CollectiveOrder | None" = None, number: int = 0, rank: int = 0
+        self, orders: "Sequence[CollectiveOrder]" = (), number: int = 0, rank: int = 0
     ) -> None:
-        self.order, self.number, self._rank = order, number, rank
+        self.orders, self.number, self._rank = tuple(orders), number, rank
+        self.flags = tag_flags(number % 2**TAG_BITS)
         self.log: TagLog | None = None  # on accelerators
-        self.use_divisor(1.0)
 
-    def use_divisor(self, divisor: float) -> None:
-        """Let the tag in reductions also say what the sum of the gradients is divided by."""
-        self._divisor = divisor
-        mixed = int.from_bytes(hashed(divisor), "big") % 2**TAG_BITS
-        self.flags = tag_flags(self.number % 2**TAG_BITS ^ mixed)
-
-    def check_gather(self, tags: Tensor, itemsize: int) -> None:
-        """Raise `DisagreementError` if ranks gathered different units; later on accelerators.
+    def check_gathered(self, tags: Tensor, itemsize: int) -> DisagreementError | None:
+        """Return the error if ranks gathered different units. Accelerators raise it later.
 
         Args:
-            tags: What arrived, ``[ranks, digits]`` or ``[ranks]``.
-            itemsize: Bytes per element of the plan, as for `tag_digits`.
+            tags: The tags of all ranks, ``[ranks, digits]`` or ``[ranks]``.
+            itemsize: Bytes per element, as for `tag_digits`.
         """
         width = tag_width(itemsize)
 
         def check(values: list[float], when: str = "") -> DisagreementError | None:
             rows = [values[i : i + width] for i in range(0, len(values), width)]
-            if all(row == rows[0] for row in rows) or self.order is None:
+            if all(row == rows[0] for row in rows) or not self.orders:
                 return None
-            return self.order.mixed_up([number_of(row, itemsize) for row in rows], when)
+            return self.orders[0].mixed_up([number_of(row, itemsize) for row in rows], when)
 
-        if self.log is not None:
-            self.log.add(tags, check)
-        elif (error := check(tags.flatten().tolist())) is not None:
-            raise error
+        if self.log is None:
+            return check(tags.flatten().tolist())
+        self.log.add(tags, check)
+        return None
 
-    def check_reduction(self, flags: Tensor, on_host: bool) -> None:
-        """Raise `DisagreementError` if ranks reduced different units; later on accelerators.
+    def check_reduced(self, flags: Tensor, on_host: bool) -> DisagreementError | None:
+        """Return the error if ranks reduced different units. Accelerators raise it later.
 
         Args:
             flags: The reduced flags of the tag, ``[TAG_FLAGS]``.
@@ -188,72 +153,116 @@ class Tag:
         """
 
         def check(values: list[float], when: str = "") -> DisagreementError | None:
-            if values.count(0.0) == TAG_BITS or self.order is None:
-                return None
-            did = f"reduced {self.order.name(self.number)}, divided by {self._divisor:g}"
-            return self.order.mixed_up_reduction(did, self._rank, when)
+            return None if flags_agree(values) or not self.orders else self._mixed_up(when)
 
-        if self.log is not None and not on_host:
-            self.log.add(flags, check)
-        elif (error := check(flags.tolist())) is not None:
-            raise error
+        if self.log is None or on_host:
+            return check(flags.tolist())
+        self.log.add(flags, check)
+        return None
+
+    def _mixed_up(self, when: str) -> DisagreementError:
+        """Return the error for ranks that reduced different units in one collective.
+
+        The sum shows that units differ, but not which, so ranks report it through the store.
+        """
+        own = f"reduced {self.orders[0].name(self.number)}"
+        for order in self.orders:
+            reports, where = order.exchange("reductions", self._rank, own, REPORT_SECONDS), order
+            if len(reports) > 1:
+                break
+        for order in self.orders:
+            order.forget()
+        return DisagreementError(
+            f"{when}{listed(reports)}, in one collective over {where.axis_name!r}; these gradients "
+            f"are wrong; {RULE}"
+        )
 
     def report(self, error: Exception, doing: str) -> None:
-        """Raise `DisagreementError` if ``error`` says that peers did not come; ``doing {unit}``."""
-        if self.order is not None:
-            self.order.report(error, self._rank, doing.format(self.order.name(self.number)))
+        """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
+
+        ``doing`` describes this rank's collective, with ``{}`` for the unit.
+        """
+        if self.orders:
+            doing = doing.format(self.orders[0].name(self.number))
+            self.orders[0].report(error, self._rank, doing)
 
 
 class Collective:
-    """One collective that a unit repeats, and the collective that came next the last time.
+    """One collective that a unit repeats.
 
     Attributes:
-        size: Two collectives with equal sizes are carried out as one if ranks mix them up. None if
-            the size is unknown.
-        tagged: Whether its result shows if ranks mixed up units.
-        compared: Whether the ranks have compared the facts of the unit.
-        following: The collective that came next the last time.
-        restart: The collective that comes next if none has come next so far: the first one of the
-            same schedule.
+        signature: Sizes and dtypes. If two ranks start different collectives of equal signatures,
+            the backend runs them as one. None if it is unknown.
+        tagged: Whether tags in the result show a mix-up.
+        compared: Whether the ranks have compared it.
+        owner: Stands for the schedule that it last ran under.
     """
 
-    __slots__ = ("compared", "following", "owner", "restart", "size", "tagged")
+    __slots__ = ("compared", "owner", "signature", "tagged")
 
-    def __init__(self, size: object = None, tagged: bool = False) -> None:
-        self.size, self.tagged, self.compared = size, tagged, False
-        self.following: Collective | None = None
-        self.restart: Collective | None = None
+    def __init__(self, signature: tuple[object, ...] | None = None, tagged: bool = False) -> None:
+        self.signature, self.tagged, self.compared = signature, tagged, False
         self.owner: object = None
 
     def is_like(self, other: "Collective | None") -> bool:
-        """Return whether ranks that mix up the two see it in the result, and nothing worse."""
-        if other is None or self.size is None or self.size != other.size:
+        """Return whether tags show it if ranks mix up the two, and the backend runs them as one."""
+        if other is None or self.signature is None or self.signature != other.signature:
             return False
         return self.tagged and other.tagged and self.compared
 
 
 class History:
-    """Which collective of one kind followed which over a process group; ``last`` ran last."""
+    """Collectives of one kind over one process group, in the order in which they ran.
+
+    Programs repeat themselves: the collective that ran ``_lag`` collectives ago is expected next.
+    All ranks of a right program have equal histories, so they expect the same collective.
+    """
 
     def __init__(self) -> None:
-        self.last = Collective()
+        self._past: list[Collective] = []
+        self._lag = 0  # 0 if nothing is known
+        self._first: Collective | None = None  # of the schedule that began last
+
+    def repeats(self, collective: Collective) -> bool:
+        """Record the collective and return True if it is the expected one."""
+        past, lag = self._past, self._lag
+        if not lag or past[-lag] is not collective:
+            return False
+        past.append(collective)
+        if len(past) > 2 * KEPT:
+            del past[:-KEPT]
+        return True
 
     def needs_comparison(self, collective: Collective) -> bool:
-        """Return whether ranks compare before a collective that did not come next last time."""
-        last = self.last
-        expected = last.following or last.restart
+        """Return whether ranks must compare before a collective that does not repeat."""
+        expected = self._past[-self._lag] if self._lag else self._first
         if expected is collective and collective.compared:
             return False
         return not collective.is_like(expected)
 
     def add(self, collective: Collective, owner: object) -> None:
-        """Note that ``collective``, of the schedule ``owner``, comes next."""
-        last = self.last
-        if collective.restart is None or collective.owner is not owner:
-            same = last.owner is owner and last.restart is not None
-            collective.restart = last.restart if same else collective
+        """Record a collective of the schedule ``owner`` that does not repeat."""
+        if collective.owner is not owner:
             collective.owner = owner
-        last.following = self.last = collective
+            if self._first is None or self._first.owner is not owner:
+                self._first = collective
+        self._past.append(collective)
+        self._align()
+
+    def _align(self) -> None:
+        """Set the lag to the earlier run of the last collective with the longest equal past."""
+        past = self._past
+        end, best = len(past) - 1, 0
+        self._lag = 0
+        for place in range(end - 1, max(-1, end - KEPT), -1):
+            if past[place] is past[end]:
+                length = 1
+                while length <= place and past[place - length] is past[end - length]:
+                    length += 1
+                if length > best:
+                    best, self._lag = length, end - place
+                if length >= KEPT // 8:
+                    break
 
 
 class NumberedUnit(Protocol):
@@ -264,7 +273,7 @@ class NumberedUnit(Protocol):
         ...
 
     def forget_comparisons(self) -> None:
-        """Compare everything again."""
+        """Compare with other ranks again what the unit gathers and reduces."""
         ...
 
 
@@ -276,8 +285,8 @@ class CollectiveOrder:
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
         self.gathers, self.reductions = History(), History()
-        self._ranks, self._name = axis.ranks, axis.name
-        self._prefix = f"hp_fsdp/{group.group_name}"
+        self.axis_name = axis.name
+        self._ranks, self._prefix = axis.ranks, f"hp_fsdp/{group.group_name}"
         self._made = 0
         self._units: WeakValueDictionary[int, NumberedUnit] = WeakValueDictionary()
 
@@ -288,86 +297,78 @@ class CollectiveOrder:
         return number
 
     def name(self, number: int) -> str:
-        """Return how messages call the unit with this number."""
-        return str(self._units.get(number, f"unit {number}"))
+        """Return the name of the unit with this number, which may be modulo 2**TAG_BITS."""
+        found = [str(u) for n, u in self._units.items() if (n - number) % 2**TAG_BITS == 0]
+        return found[-1] if found else f"unit {number}"
 
     def forget(self) -> None:
-        """Start again, after ranks have run different collectives."""
+        """Start again after ranks have run different collectives."""
         self.gathers, self.reductions = History(), History()
         for unit in list(self._units.values()):
             unit.forget_comparisons()
 
     def mixed_up(self, numbers: Sequence[int], when: str = "") -> DisagreementError:
         """Return the error for ranks that gathered units of different ``numbers`` at once."""
-        found: dict[int, list[int]] = {}
+        found: dict[str, list[int]] = {}
         for rank, number in zip(self._ranks, numbers, strict=True):
-            found.setdefault(number, []).append(rank)
-        said = ", ".join(
-            f"{ranks_text(ranks)} gathered {self.name(number)}" for number, ranks in found.items()
-        )
+            found.setdefault(f"gathered {self.name(number)}", []).append(rank)
         self.forget()
         return DisagreementError(
-            f"{when}{said}, in one collective over {self._name!r}; parameters that were gathered "
-            f"since then are wrong; {RULE}"
-        )
-
-    def mixed_up_reduction(self, did: str, rank: int, when: str = "") -> DisagreementError:
-        """Return the error for ranks that reduced different units at once.
-
-        The sum shows that units differ, but not which: the ranks exchange through the store what
-        each of them ``did``.
-        """
-        told = self._exchange("reductions", rank, did, REPORT_SECONDS)
-        self.forget()
-        return DisagreementError(
-            f"{when}{told}, in one collective over {self._name!r}; these gradients are wrong; "
-            f"{RULE}"
+            f"{when}{listed(found)}, in one collective over {self.axis_name!r}; these parameters "
+            f"are wrong, and all that are gathered later; {RULE}"
         )
 
     def report(self, error: Exception, rank: int, doing: str) -> None:
-        """Raise `DisagreementError` if ``error`` says that a peer did not come to a collective.
+        """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
 
-        Returns without an exception if it says something else, or if the connection to a peer was
-        lost that was in the same collective.
+        Returns if ``error`` is neither a timeout nor a lost connection, and if all ranks that
+        report were in the same collective. A note then says which ranks did not report.
         """
         timed_out = re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE) is not None
         lost = re.search(r"(closed|reset) by peer|broken pipe|pair closure", str(error), re.I)
         if not (timed_out or lost):
             return
         seconds = REPORT_SECONDS if timed_out else LOST_SECONDS
+        found = self.exchange("lost", rank, f"waited to {doing}", seconds)
+        text = f"a collective did not end: {listed(found)}"
+        if len([said for said in found if said != _SILENT]) > 1:
+            raise DisagreementError(f"{text}; {RULE}") from error
+        error.add_note(f"{text}. A rank that does not report is slow, has ended or runs other code")
+
+    def exchange(self, topic: str, rank: int, report: str, seconds: float) -> dict[str, list[int]]:
+        """Return the reports of all ranks of the group and who gave them, the same on all ranks.
+
+        Waits ``seconds`` for reports. If the store is gone, only the own report is returned.
+        """
+        own = {report: [rank]}
         try:
-            told = self._exchange("lost", rank, f"waited to {doing}", seconds)
-        except RuntimeError:  # the store is gone too
-            return
-        if told.count("waited to") > 1 or timed_out:
-            raise DisagreementError(f"a collective did not end: {told}; {RULE}") from error
-
-    def _exchange(self, topic: str, rank: int, text: str, seconds: float) -> str:
-        """Return what the ranks of the group report, the same text on all of them."""
-        store = default_store()
-        prefix = f"{self._prefix}/{topic}"
-        turn = store.add(f"{prefix}/{rank}", 1)
-        keys = [f"{prefix}/{turn}/{each}" for each in self._ranks]
-        store.set(f"{prefix}/{turn}/{rank}", text)
-        with suppress(RuntimeError):  # some may not report in time
-            store.wait(keys, timedelta(seconds=seconds))
-        found: dict[str, list[int]] = {}
-        for each, key in zip(self._ranks, keys, strict=True):
-            said = store.get(key).decode() if store.check([key]) else "did not report"
-            found.setdefault(said, []).append(each)
-        lines = ", ".join(f"{ranks_text(ranks)} {said}" for said, ranks in found.items())
-        # The first rank to finish decides for all.
-        outcome: bytes = store.compare_set(f"{prefix}/{turn}/outcome", "", lines)
-        return outcome.decode()
+            store = default_store()
+            turn = store.add(f"{self._prefix}/{topic}/{rank}", 1)
+            prefix = f"{self._prefix}/{topic}/{turn}"
+            keys = [f"{prefix}/{each}" for each in self._ranks]
+            store.set(f"{prefix}/{rank}", report)
+            with suppress(RuntimeError):  # some may not report in time
+                store.wait(keys, timedelta(seconds=seconds))
+            found: dict[str, list[int]] = {}
+            for each, key in zip(self._ranks, keys, strict=True):
+                said = store.get(key).decode() if store.check([key]) else _SILENT
+                found.setdefault(said, []).append(each)
+            # The first rank to finish decides for all.
+            outcome = store.compare_set(f"{prefix}/outcome", "", json.dumps(found))
+            agreed: dict[str, list[int]] = json.loads(outcome)
+        except RuntimeError:
+            return own
+        return agreed
 
 
+_SILENT = "did not report"
 _ORDERS: WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = WeakKeyDictionary()
 
 
 def order_of(axis: Axis) -> CollectiveOrder | None:
-    """Return the order of collectives over an axis; None for one rank, and for simulated axes.
+    """Return the order of collectives over an axis; None for one rank and for simulated axes.
 
-    It is kept as long as the process group exists.
+    It lives as long as the process group.
     """
     group = axis.group
     if axis.size == 1 or not isinstance(group, dist.ProcessGroup):
@@ -377,23 +378,40 @@ def order_of(axis: Axis) -> CollectiveOrder | None:
     return _ORDERS[group]
 
 
-def checking(collectives: Collectives) -> CheckedCollectives | None:
-    """Return the `CheckedCollectives` among nested collectives, if there is one."""
+def unwrapped(collectives: Collectives) -> Collectives:
+    """Return the collectives inside `RecordingCollectives`."""
     while isinstance(collectives, RecordingCollectives):
         collectives = collectives.inner
-    return collectives if isinstance(collectives, CheckedCollectives) else None
+    return collectives
+
+
+def checking(collectives: Collectives) -> CheckedCollectives | None:
+    """Return the `CheckedCollectives` inside `RecordingCollectives`, if there are any."""
+    found = unwrapped(collectives)
+    return found if isinstance(found, CheckedCollectives) else None
 
 
 def is_exact(collectives: Collectives) -> bool:
-    """Return whether collectives move every element as it is, which those of a user may not."""
-    while isinstance(collectives, RecordingCollectives):
-        collectives = collectives.inner
-    return isinstance(collectives, TorchCollectives | CheckedCollectives)
+    """Return whether collectives are known to copy every element unchanged.
+
+    Collectives of a user may compress.
+    """
+    found = unwrapped(collectives)
+    while isinstance(found, CheckedCollectives):
+        found = unwrapped(found.inner)
+    return type(found) is TorchCollectives
 
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What one rank is about to do: an act of a unit, as a key and in words, and its facts."""
+    """What one rank is about to do.
+
+    Attributes:
+        rank: The global rank.
+        key: The act, and the position of the unit under its root.
+        doing: The same in words.
+        facts: Settings that must be equal on all ranks, by names for messages.
+    """
 
     rank: int
     key: tuple[str, int]
@@ -404,7 +422,11 @@ class Intent:
 def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: torch.device) -> None:
     """Raise `DisagreementError`, the same on all ranks of ``axes``, if their intents differ.
 
-    ``hints`` has advice by the beginnings of facts' names.
+    Args:
+        axes: The axes over which ranks must agree.
+        own: What this rank is about to do.
+        hints: Advice for the error, by the first words of a fact's name.
+        device: Where the exchanged bytes are.
     """
     digest = int.from_bytes(hashed((own.key, own.facts)), "big", signed=True)
     found = torch.tensor([digest], device=device)
@@ -416,12 +438,12 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
             found = TorchCollectives().all_gather(axis, [found]).wait()[0]
     if len(set(found.flatten().tolist())) == 1:
         return
-    told = [own]
+    intents = [own]
     for axis in axes:
         parts: list[list[Intent]] = [[]] * axis.size
-        dist.all_gather_object(parts, told, group=cast(dist.ProcessGroup, axis.group))
-        told = [each for part in parts for each in part]
-    raise DisagreementError(_difference(sorted(told, key=lambda each: each.rank), hints))
+        dist.all_gather_object(parts, intents, group=cast(dist.ProcessGroup, axis.group))
+        intents = [each for part in parts for each in part]
+    raise DisagreementError(_difference(sorted(intents, key=lambda each: each.rank), hints))
 
 
 def hashed(value: object) -> bytes:
@@ -429,21 +451,21 @@ def hashed(value: object) -> bytes:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
 
 
-def _difference(told: Sequence[Intent], hints: dict[str, str]) -> str:
+def _difference(intents: Sequence[Intent], hints: dict[str, str]) -> str:
     doing: dict[tuple[str, str], list[int]] = {}
-    for each in told:
+    for each in intents:
         doing.setdefault((each.doing, str(each.facts)), []).append(each.rank)
     lines = [
         f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} to {what}"
         for (what, _), ranks in doing.items()
     ]
-    if len({each.key for each in told}) > 1:
+    if len({each.key for each in intents}) > 1:
         same = "and gather, reshard and reduce them by the same options"
         return f"{', '.join(lines)}; {RULE}, {same}"
-    names = dict.fromkeys(name for each in told for name in each.facts)
-    differ = [name for name in names if len({each.facts.get(name) for each in told}) > 1]
+    names = dict.fromkeys(name for each in intents for name in each.facts)
+    differ = [name for name in names if len({each.facts.get(name) for each in intents}) > 1]
     said: dict[str, list[int]] = {}
-    for each in told:
+    for each in intents:
         said.setdefault(each.facts.get(differ[0], "nothing"), []).append(each.rank)
     values = ", ".join(
         f"{_around(value, list(said))} on {ranks_text(ranks)}" for value, ranks in said.items()
@@ -451,6 +473,11 @@ def _difference(told: Sequence[Intent], hints: dict[str, str]) -> str:
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
     hint = next((f"; {text}" for name, text in hints.items() if differ[0].startswith(name)), "")
     return f"{', '.join(lines)}; its parameters there differ in {differ[0]}: {values}{more}{hint}"
+
+
+def listed(reports: dict[str, list[int]]) -> str:
+    """Return how messages list reports: the ranks, and what they say."""
+    return ", ".join(f"{ranks_text(ranks)} {said}" for said, ranks in reports.items())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -20,9 +20,9 @@ from torch.optim.optimizer import (
 
 from hp_dtensor import Axis, Collectives, RaggedTensor
 
-from ._agreement import Tag, TagLog, is_exact
+from ._agreement import Tag, is_exact
 from ._buffers import Buffers, Resize
-from ._errors import DisagreementError, Once, StateError
+from ._errors import Once, StateError
 from ._gradients import BucketHooks, dtypes_apart, why_not_fused
 from ._layout import Layout
 from ._layout_exact import ExactPlan, plan_group
@@ -85,7 +85,7 @@ class ParameterGroup:
         self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
-        self.tag, self._reads_tags = Tag(), False
+        self.tag = Tag()
         self.path = ""  # from the root of the step to the unit, once there is one
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
@@ -141,40 +141,23 @@ class ParameterGroup:
     def use_tag(self, tag: Tag) -> None:
         """Take the tag of the unit that the group belongs to."""
         self.layout.write_tag(tag.number)
-        self._plan, log = None, self.tag.log
-        self.tag = tag
-        self.use_tag_log(log)
-
-    def use_tag_log(self, log: TagLog | None) -> None:
-        """Take the log of tags on an accelerator; without one tags are not checked there."""
-        self.tag.log = log
-        readable = log is not None or self.config.device.type == "cpu"
-        self._reads_tags = readable and is_exact(self.gathers)
-
-    def use_divisor(self, divisor: float) -> None:
-        """Let the tag say what the sum of the gradients is divided by."""
-        self.tag.use_divisor(divisor)
-        if self._plan is not None:
-            self._plan.use_tag()
+        tag.log, self.tag, self._plan = self.tag.log, tag, None
 
     @property
-    def checks_tags(self) -> bool:
-        """Return whether a gather shows which unit each rank gathered.
-
-        Collectives of a user may change what they gather: compress it, for example.
-        """
+    def tagged(self) -> bool:
+        """Return whether the result of a gather shows which unit each rank gathered."""
         return self.layout.tags is not None and is_exact(self.gathers)
 
     @property
-    def gather_size(self) -> object:
-        """Return what must be equal for two gathers to be carried out as one; None if unknown."""
+    def gather_signature(self) -> tuple[object, ...] | None:
+        """Return the sizes of a gather; None if tensors with all-gather hooks choose them."""
         if not self.flat:
             return None
         return self.layout.plan.segments, self.dtypes.compute.itemsize
 
-    def reduction_size(self, chosen: Sequence[int]) -> object:
-        """Return the same for reductions of the parameters at ``chosen``."""
-        return (self._rows_of(chosen).numel, self.dtypes.reduce) if chosen else None
+    def reduction_signature(self, chosen: Sequence[int]) -> tuple[object, ...]:
+        """Return the size and the dtype of a reduction of the parameters at ``chosen``."""
+        return (self._rows_of(chosen).numel, self.dtypes.reduce) if chosen else ()
 
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
         config = self.config
@@ -212,13 +195,13 @@ class ParameterGroup:
         self._plan = None
 
     def _watch_sharded(self) -> None:
-        """Warn if autograd accumulates into a sharded parameter.
+        """Warn if autograd accumulates into a sharded parameter, unless there is only one rank.
 
         Gradients of this package do not pass autograd's accumulators, so they do not warn.
         """
         known = set(self._accumulators)
         self._accumulators = []
-        for parameter in self.parameters:
+        for parameter in self.parameters if self.axes.size > 1 else ():
             node = gradient_accumulator(parameter.sharded)
             if node is not None:
                 if node not in known:
@@ -366,25 +349,26 @@ class ParameterGroup:
         if self._work is not None:
             try:
                 self.layout.wait(self._work)
-            except Exception as error:  # after an interrupt the gather can be awaited again
+            except Exception as error:  # not an interrupt: the gather can be awaited again then
                 self._return_to_sharded()
                 self.tag.report(error, "gather {}")
                 raise
 
-    def _check_tags(self) -> None:
+    def _check_tags(self, tags: Tensor) -> None:
         """Raise `DisagreementError` if other ranks gathered other units."""
-        tags, tag = self.layout.tags, self.tag
-        if tags is None or (tag.log is None and tags.tolist() == self.layout.expected_tags):
+        layout, tag = self.layout, self.tag
+        # An accelerator has no log before the first forward, and reading would wait for it.
+        readable = self.config.device.type == "cpu"
+        if tag.log is None and not (readable and tags.tolist() != layout.expected_tags):
             return
-        try:
-            tag.check_gather(tags, self.layout.plan.itemsize)
-        except DisagreementError:
+        error = tag.check_gathered(tags, layout.plan.itemsize)
+        if error is not None:
             self._return_to_sharded()
-            raise
+            raise error
 
     def _show_unsharded(self) -> None:
-        if self._reads_tags:
-            self._check_tags()
+        if self.layout.tags is not None and self.layout.is_exact:
+            self._check_tags(self.layout.tags)
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
             for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):

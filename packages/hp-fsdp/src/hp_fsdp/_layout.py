@@ -8,11 +8,12 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
-from ._agreement import tag_digits
+from ._agreement import is_exact
 from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
 from ._layout_exact import ExactPlan
 from ._layout_ragged import RaggedPlan
 from ._streams import Streams, Waitable
+from ._tags import tag_digits
 
 
 class Layout:
@@ -73,6 +74,8 @@ class Layout:
         # Those of all ranks in the output: one digit or a list of digits per rank.
         self.tags: Tensor | None = None
         self.expected_tags: list[float | list[float]] = []
+        self._gathered_by: Collectives | None = None
+        self.is_exact = False  # whether gathers copy every element unchanged
         self._copy_out: Callable[[], object] | None = None
         self._block: list[Tensor] = []
         if self._output is not None:
@@ -122,6 +125,8 @@ class Layout:
         output = self._output
         if output is None or not self._inputs:
             return None
+        if self._gathered_by is not collectives:
+            self._gathered_by, self.is_exact = collectives, is_exact(collectives)
         output.allocate()
         if output.tensor is not self._memory:
             self._renew(output)

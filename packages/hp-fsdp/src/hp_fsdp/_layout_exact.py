@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ._agreement import tag_width
 from ._buffers import as_bytes
 from ._offsets import (
     ALIGNMENT,
@@ -20,6 +19,7 @@ from ._offsets import (
     round_up,
     rows_by_rank,
 )
+from ._tags import tag_width
 
 # Up to so many packed elements one indexed copy costs less than a copy for each parameter.
 PERMUTED_NUMEL = 2**14
@@ -143,8 +143,9 @@ def plan_group(
     rank all are direct: flat shard and output are the same. What is sharded along another dimension
     does not arrive in its order, so it is packed, last.
 
-    Several pieces have room for a tag. A single parameter that is gathered into place has none: its
-    all-gather would become two.
+    If there is a packed piece, the tag of the unit is appended to it. If several pieces are direct
+    and none is packed, the tag is a small piece of its own. A single direct piece has no tag: with
+    one, its all-gather would become two.
     """
     unit = elements_of(ALIGNMENT, itemsize)
     held = [spec.shard_numel for spec in specs]

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ._agreement import TAG_FLAGS
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
+from ._tags import TAG_FLAGS
 
 TRIES = 64  # shares of one step before the next step
 

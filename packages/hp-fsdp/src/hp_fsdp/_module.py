@@ -542,6 +542,7 @@ class FSDPModule:
             self, comm, "__call__(output_tensor, input_tensor, group, async_op)"
         ):
             group.gathers = CustomAllGather(comm)
+        _unit(self).forget_comparisons()
 
     def set_custom_reduce_scatter(self, comm: Communication) -> None:
         """Reduce-scatter by ``comm``: an object with torch's ``ReduceScatter`` interface.
@@ -552,6 +553,7 @@ class FSDPModule:
         call = "__call__(output_tensor, input_tensor, group, op, async_op)"
         for group in _groups_for(self, comm, call):
             group.scatters = CustomReduceScatter(comm, group.collectives)
+        _unit(self).forget_comparisons()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate in memory that the process group registers, where its backend has such.
@@ -576,6 +578,7 @@ class FSDPModule:
                 group.gathers = CustomAllGather(gather(group.axes.shard.group))
                 given = scatter(group.reduce_axes.shard.group)
                 group.scatters = CustomReduceScatter(given, group.collectives)
+        _unit(self).forget_comparisons()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
@@ -665,7 +668,10 @@ def _checked_save(save: Callable[..., Any]) -> Callable[..., Any] | None:
 
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return save(*args, **kwargs)  # which raises it with the name of the function
         if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
             raise UnsupportedError(_SAVE_RECIPE)
         return save(*args, **kwargs)

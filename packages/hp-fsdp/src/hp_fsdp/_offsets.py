@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._agreement import TAG_FLAGS
+from ._tags import TAG_FLAGS
 
 ALIGNMENT = 16  # bytes; what vectorised kernels and network transports like a start to be
 # Smaller shards are gathered packed, because each part of a gather has a fixed cost: on gloo as
@@ -142,15 +142,18 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRows:
-    """The packed gradients of some parameters: ``[degree, width]``, or one row of whole ones.
+    """Packed gradients of some parameters, ``[degree, width]``; row r goes to rank r.
 
-    A reduce-scatter leaves each rank one row, or of a single row its share; there the rank's part
-    of parameter ``i`` is at ``held[i]``, ``(start, shape)``. From column ``flags`` of the reduced
-    row on it has one flag per parameter, nonzero where a rank used it: summed like gradients, they
-    tell every rank which parameters no rank used. The flags of the unit's tag follow. All flags are
-    columns of the rows too, or, if ``flags_apart``, a second tensor that is reduced together with
-    the rows. ``gaps`` are the columns of no parameter: ``(i, start, end)`` comes before parameter
-    ``i``.
+    In the ragged layout there is one row, and each rank receives a part of it. Columns of the
+    reduced row, which is what one rank receives:
+
+    - ``held[i]``: start and shape of this rank's part of parameter i.
+    - ``flags``: start of the flags, one for each parameter. A flag is nonzero if a rank has a
+      gradient of the parameter. The flags of the unit's tag follow.
+
+    ``gaps``: columns of the packed rows without a parameter, as ``(i, start, end)`` before
+    parameter i. ``flags_apart``: flags are not columns of the rows. They are a second tensor, which
+    is reduced in the same call.
     """
 
     degree: int
@@ -195,6 +198,11 @@ class GradientRows:
     def reduced_numel(self) -> int:
         """Return the elements that a rank has after the reduction, flags included."""
         return self.flags + self.flag_count if self.flags_apart else self.width
+
+    @property
+    def tag_start(self) -> int:
+        """Return the offset of the tag's flags in the reduced row."""
+        return self.flags + len(self.extents)
 
     @property
     def flag_count(self) -> int:

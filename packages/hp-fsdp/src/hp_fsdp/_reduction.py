@@ -7,12 +7,11 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives
 
-from ._agreement import TAG_BITS, TAG_FLAGS
-from ._errors import DisagreementError
 from ._mesh import DataAxes
 from ._options import Options
 from ._reduction_plan import ReducedGradients, ReductionPlan, StartScatter
 from ._streams import Begun, SideStream, Streams, Waitable
+from ._tags import TAG_FLAGS, flags_agree
 from ._torch import any_hooks_after_gradient, give_gradients, named_range, profiled
 
 
@@ -140,7 +139,7 @@ class Reduction:
             except Exception as error:  # it has ended with this error, unlike after an interrupt
                 self.scattering, self._ready = None, False
                 self._lose_output()
-                self._plan.tag.report(error, "reduce the gradients of {}")
+                self._plan.report(error, "reduce the gradients of {}")
                 raise
             self.scattering = None
             self._give_back()
@@ -162,7 +161,7 @@ class Reduction:
             except Exception as error:
                 self._summing = None
                 self._lose_output()
-                self._plan.tag.report(error, "sum the gradients of {} over replicas")
+                self._plan.report(error, "sum the gradients of {} over replicas")
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
 
@@ -186,7 +185,7 @@ class Reduction:
     def finish(self) -> None:
         """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
         self.wait()
-        if self._flat is not None:
+        if self._flat is not None and self._plan.is_exact:
             self._check_tag(self._flat)
         if self._ready:
             self._put_gradients()
@@ -198,15 +197,13 @@ class Reduction:
         if output is not None and flat is output.flat:
             flags = output.tag_flags
         else:
-            start = plan.rows.flags + len(plan.parameters)
-            flags = flat[start : start + TAG_FLAGS]
-        if plan.tag.log is None and flags.tolist().count(0.0) == TAG_BITS:
+            flags = flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
+        if plan.tag.log is None and flags_agree(flags.tolist()):
             return
-        try:
-            plan.tag.check_reduction(flags, on_host=plan.offloaded and self._ready)
-        except DisagreementError:
+        error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
+        if error is not None:
             self._release_output()
-            raise
+            raise error
 
     def _release_output(self) -> None:
         if self._output is not None:

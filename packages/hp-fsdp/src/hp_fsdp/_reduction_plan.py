@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
-from ._agreement import TAG_FLAGS, Tag
+from ._agreement import Tag, is_exact
 from ._buffers import Buffers, ResizeBuffer
 from ._errors import StateError
 from ._mesh import DataAxes
@@ -19,6 +19,7 @@ from ._offsets import GradientRows
 from ._options import Options
 from ._param import ShardedParameter
 from ._streams import Waitable
+from ._tags import TAG_FLAGS
 from ._torch import (
     averages,
     have_no_gradients,
@@ -160,8 +161,7 @@ class ReducedGradients:
         self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device, pinned)
         self.flat = flat = self._buffer.tensor
         self.values = flat[: rows.flags]
-        start = rows.flags + len(rows.extents)
-        self.tag_flags = flat[start : start + TAG_FLAGS]
+        self.tag_flags = flat[rows.tag_start : rows.tag_start + TAG_FLAGS]
         self.gradients = [
             parameter.wrap(view)
             for parameter, view in zip(parameters, rows.views(flat), strict=True)
@@ -255,18 +255,15 @@ class ReductionPlan:
         self._gaps = rows.gaps[::-1]  # so that what is put there moves no other
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
         self._has_empty = any(not extent.spec.numel for extent in rows.extents)
-        self.use_tag()
+        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
+        with torch.inference_mode(False):
+            self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
+        self.is_exact = False  # whether the reduce-scatter sums every element as it is
         self.outputs: list[ReducedGradients] = []
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.all_used = [True] * len(self.parameters)
         self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
         self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
-
-    def use_tag(self) -> None:
-        """Write the flags of the tag, which have changed."""
-        with torch.inference_mode(False):
-            self.tag_flags = torch.tensor(self.tag.flags, dtype=self.dtype, device=self.device)
-        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
 
     def prepared(
         self, options: Options, axes: DataAxes, collectives: Collectives
@@ -285,6 +282,7 @@ class ReductionPlan:
             division = Division.of(options, axes, self.dtype, self.device)
             start = _prepared_scatter(collectives, axes.shard, division.op, self.device)
             known = self._prepared = options, axes, collectives, division, start
+            self.is_exact = is_exact(collectives)
         return known[3], known[4]
 
     def pack(self, gradients: list[Tensor], used: Sequence[bool]) -> Tensor:
@@ -326,9 +324,9 @@ class ReductionPlan:
         used: Sequence[bool],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return zeros with the flags of what was ``used``, and the tag, from column ``first`` on.
+        """Return zeros, and from column ``first`` on 1 for each ``used`` parameter, then the tag.
 
-        What all steps that use everything need is made once.
+        Without ``used`` there are only zeros. The tensor is cached if all parameters are used.
         """
         known = self._known.get((what, dtype)) if all(used) else None
         if known is not None:
@@ -344,6 +342,10 @@ class ReductionPlan:
         if all(used) and made.numel() <= COPIED_NUMEL:
             self._known[what, dtype] = made
         return made
+
+    def report(self, error: Exception, doing: str) -> None:
+        """Raise `DisagreementError` if ``error`` means that ranks were in different collectives."""
+        self.tag.report(error, f"{doing} ({len(self.parameters)} parameters)")
 
     @property
     def names(self) -> tuple[str, ...]:

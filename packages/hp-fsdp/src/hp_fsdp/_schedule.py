@@ -108,14 +108,31 @@ class Schedule:
     def _name_groups(self) -> None:
         """Tell groups their paths and, on accelerators, the streams that all of them share."""
         streams = Streams.on(self.device)
-        self._tag_log = None if streams is None else TagLog(streams.offload)
+        self._tag_log = self._new_tag_log(streams)
         use_warning = Once()
         for unit, path in zip(self.units, self.paths(), strict=True):
             for group in unit.groups:
                 group.path = "" if path == "(root)" else path
                 group.use_warning = use_warning
                 group.streams = None if streams is None else streams.named(group.path)
-                group.use_tag_log(self._tag_log)
+                group.tag.log = self._tag_log
+
+    def _new_tag_log(self, streams: Streams | None) -> TagLog | None:
+        """Return a log for tags on an accelerator, with those that parts have not read yet."""
+        if streams is None:
+            return None
+        log = TagLog(streams.offload)
+        groups = [group for unit in self.units for group in unit.groups]
+        for known in dict.fromkeys(group.tag.log for group in groups):
+            if known is not None:
+                log.take(known)
+        return log
+
+    def check_tags(self) -> None:
+        """Raise `DisagreementError` for mix-ups until now; the host waits on accelerators."""
+        if self._tag_log is not None:
+            self._tag_log.send("in the last step: ")
+            self._tag_log.check(wait=True)
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks.
@@ -187,6 +204,7 @@ class Schedule:
             self._warn_of_added()
         self.wait_for_optimizer()
         if self._tag_log is not None:
+            self._tag_log.send("in a forward whose backward did not come: ")
             self._tag_log.check()
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
@@ -460,7 +478,7 @@ class Schedule:
     def _reduce(self, unit: Unit, options: Options) -> None:
         """Start a unit's reductions; earlier ones are waited for so that few are in flight."""
         chosen = [group.reduced() for group in unit.groups]
-        unit.check_reduction(chosen, options)
+        unit.before_reduction(chosen, options)
         unit.unreduced = False
         pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
         for position, (group, own) in enumerate(pairs):

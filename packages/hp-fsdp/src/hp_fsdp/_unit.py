@@ -126,10 +126,8 @@ class Unit:
     ) -> None:
         self.modules = tuple(modules)
         self.options = options
-        # What the last reduction was planned for.
-        self._reduced: list[list[int]]
-        self._divisors: list[float]
-        self._reduced_by: Options | None
+        # What the last reduction was planned for: parameters of each group, and options.
+        self._planned_for: tuple[list[list[int]], Options | None]
         self._reduction: Collective | None
         self._take_groups(groups)
         self.device = device
@@ -238,7 +236,7 @@ class Unit:
             self.check_parameters(act is Act.BACKWARD)
             if act is Act.FORWARD and self.packs_early:
                 self._check_unfrozen()  # what took the place of others
-        self.check_gather(act)
+        self.before_gather(act)
         self.in_pass, self.stays = in_pass, False
         for group in self.groups:
             group.gather()
@@ -362,6 +360,8 @@ class Unit:
         """Reshard, and wait for what uses the shards, which are read or written next."""
         self.reshard()
         self.finish_copies()
+        if self.schedule is not None:
+            self.schedule.check_tags()
 
     def finish_copies(self) -> None:
         """Wait, on the host, for copies from the CPU of all groups."""
@@ -470,65 +470,55 @@ class Unit:
         self.laid_out += 1
         self._take_groups([made for group in self.groups for made in split_attached(group)])
 
-    def check_gather(self, act: Act) -> None:
+    def before_gather(self, act: Act) -> None:
         """Raise `DisagreementError` if other ranks gather other units next.
 
-        Compares before a unit's first gather and if the order of gathers changes; see
-        `_agreement`. Otherwise the tags in what is gathered show a difference.
+        Compares with other ranks only if the gather is new or unexpected; see `_agreement`.
         """
         order = self.order
-        if order is not None and self._gathers:
+        if order is not None and self._shards:
             if self._checked is not None:
                 self._checked.check(self._axis, f"gather for {act.name.lower()}", str(self))
-            collective = self._collectives[act]
-            if order.gathers.last.following is collective:
-                order.gathers.last = collective
-            else:
-                self._continue(order.gathers, collective, act, self.options)
+            collective = self._gathers[act]
+            if not order.gathers.repeats(collective):
+                self._begin_unexpected(order.gathers, collective, act, self.options)
 
-    def check_reduction(self, chosen: list[list[int]], options: Options) -> None:
-        """Do as `check_gather` before a reduction of the parameters ``chosen`` of each group."""
+    def before_reduction(self, chosen: list[list[int]], options: Options) -> None:
+        """Do as `before_gather` for a reduction of the parameters ``chosen`` of each group."""
         order = self.order
-        if order is not None:
-            if options is not self._reduced_by or chosen != self._reduced:
-                self._plan_reduction(chosen, options)
-            if self._reduction is None:
-                return  # nothing is reduced
+        if order is None or not (self._shards or options.all_reduce):
+            return
+        if options is not self._planned_for[1] or chosen != self._planned_for[0]:
+            self._plan_reduction(chosen, options)
+        if self._reduction is not None:
             if self._checked is not None:
                 self._checked.check(self._axis, "reduce the gradients", str(self))
-            if order.reductions.last.following is self._reduction:
-                order.reductions.last = self._reduction
-            else:
-                self._continue(order.reductions, self._reduction, Act.REDUCTION, options)
+            if not order.reductions.repeats(self._reduction):
+                self._begin_unexpected(order.reductions, self._reduction, Act.REDUCTION, options)
 
     def _plan_reduction(self, chosen: list[list[int]], options: Options) -> None:
-        """Compare again if other parameters train; put a new divisor into the tags."""
-        divisors = [options.divisor(group.reduce_axes.size) for group in self.groups]
-        if divisors != self._divisors:
-            for group, divisor in zip(self.groups, divisors, strict=True):
-                group.use_divisor(divisor)
-        if chosen != self._reduced:
+        """Look up the `Collective` of these parameters; None if there are no parameters."""
+        key = (tuple(map(tuple, chosen)), options.all_reduce)
+        if key not in self._reductions:
             pairs = list(zip(self.groups, chosen, strict=True))
-            size = tuple(group.reduction_size(own) for group, own in pairs)
+            signature = tuple(group.reduction_signature(own) for group, own in pairs)
             tagged = all(is_exact(group.scatters) for group in self.groups)
-            self._reduction = Collective(size, tagged) if any(chosen) else None
-        self._reduced, self._divisors, self._reduced_by = chosen, divisors, options
+            self._reductions[key] = Collective(signature, tagged) if any(chosen) else None
+        self._planned_for, self._reduction = (chosen, options), self._reductions[key]
 
-    def _continue(
+    def _begin_unexpected(
         self, history: History, collective: Collective, act: Act, options: Options
     ) -> None:
-        """Go on with a collective that did not come next the last time."""
-        if self._paths is not None:
-            if history.needs_comparison(collective):
-                self._compare(act, options)
-                collective.compared = True
-            history.add(collective, self._owner)
+        """Compare if needed, then record the collective as the latest one."""
+        if history.needs_comparison(collective):
+            self._compare(act, options)
+            collective.compared = True
+        history.add(collective, self._owner)
 
     def _compare(self, act: Act, options: Options) -> None:
-        data = self._data
-        axes = [data.shard]
+        axes = [self._data.shard]
         if act is Act.REDUCTION and options.all_reduce:
-            axes += data.replicate
+            axes += self._data.replicate
         axes = [axis for axis in axes if order_of(axis) is not None]
         if not axes:
             return
@@ -541,37 +531,47 @@ class Unit:
             raise
         except RuntimeError as error:
             if self.order is not None:
-                self.order.report(error, rank, f"{doing} (compares first)")
+                said = f"compare before it is to {act.value.format(self)}{self._count(act)}"
+                self.order.report(error, rank, said)
             raise
+
+    def _count(self, act: Act) -> str:
+        if act is not Act.REDUCTION:
+            return ""
+        return f" ({sum(len(group.reduced()) for group in self.groups)} parameters)"
 
     def forget_comparisons(self) -> None:
         """Compare with other ranks again what the unit gathers and reduces."""
-        tagged = all(group.checks_tags for group in self.groups if group.axes.shard.size > 1)
-        sizes = [group.gather_size for group in self.groups if group.axes.shard.size > 1]
-        size = None if None in sizes else tuple(sizes)
-        # A gather over fewer ranks repeats the tags of the gather before it.
-        fewer = any(group.post_forward_axis is not None for group in self.groups)
-        self._collectives = {
-            Act.FORWARD: Collective(size, tagged),
-            Act.BACKWARD: Collective(size, tagged and not fewer),
+        sharded = [group for group in self.groups if group.axes.shard.size > 1]
+        tagged = all(group.tagged for group in sharded)
+        parts = [group.gather_signature for group in sharded]
+        signature = None if None in parts else tuple(parts)
+        # A gather over fewer ranks sends saved blocks with their old tags, which prove nothing.
+        fewer = any(group.post_forward_axis is not None for group in sharded)
+        self._gathers = {
+            Act.FORWARD: Collective(signature, tagged),
+            Act.BACKWARD: Collective(signature, tagged and not fewer),
         }
-        self._reduced, self._divisors, self._reduced_by = [], [], None
-        self._reduction = None
+        self._reductions: dict[object, Collective | None] = {}
+        self._planned_for, self._reduction = ([], None), None
 
     def _join_orders(self) -> None:
-        """Number the unit in the order of each process group that it communicates over."""
+        """Register the unit with the `CollectiveOrder` of each process group that it uses."""
         alone = DataAxes(Axis("alone", Alone(), (0,)))
-        self._data = max([alone, *(g.axes for g in self.groups)], key=lambda data: data.shard.size)
+        axes = [group.axes for group in self.groups]
+        self._data = max(axes, key=lambda data: (data.shard.size, data.size), default=alone)
         self._axis = _first_axis(self._data)
-        self._gathers = self._axis is self._data.shard
+        self._shards = self._axis is self._data.shard
         numbers: dict[CollectiveOrder, int] = {}
         for group in self.groups:
-            axis = _first_axis(group.axes)
-            order = order_of(axis)
-            if order is not None and order not in numbers:
-                numbers[order] = group.tag.number if group.tag.order is order else order.add(self)
-            rank = axis.ranks[axis.index]
-            group.use_tag(Tag() if order is None else Tag(order, numbers[order], rank))
+            first = _first_axis(group.axes)
+            own = [first, *(axis for axis in group.axes.replicate if axis is not first)]
+            orders = [order for order in map(order_of, own) if order is not None]
+            for order in orders[:1]:
+                if order not in numbers:
+                    known = order in group.tag.orders[:1]
+                    numbers[order] = group.tag.number if known else order.add(self)
+                group.use_tag(Tag(orders, numbers[order], first.ranks[first.index]))
         self.order = order_of(self._axis)
         self.number = numbers[self.order] if self.order is not None else 0
         found = [checking(group.collectives) for group in self.groups]

@@ -120,6 +120,11 @@ class CheckedCollectives:
         self._numbers: dict[str, int] = {}
         self._failure = ""
 
+    @property
+    def inner(self) -> Collectives:
+        """Return the collectives that carry the calls out."""
+        return self._inner
+
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
         """Compare ``operation`` and ``details`` over the ranks of ``axis``.
 
