@@ -519,3 +519,42 @@ def test_a_mix_up_in_the_last_step_is_not_saved(ranks: Ranks) -> None:
     said = ranks(2).run(saved_at_once)
     assert said[0] == said[1]
     assert "rank 0 reduced blocks.2" in said[0]
+
+
+def left_out(rank: int, options: dict[str, Any]) -> str:
+    """Leave blocks out on rank 1, so that a reduction of another size follows a mix-up."""
+    model = sharded(**options)
+    equal = (0, 1, 2)
+    for _ in range(2):
+        run(model, inputs(), equal)
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank), equal[: 3 - rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("kept", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
+def test_another_size_after_a_mix_up_does_not_end_the_process(
+    ranks: Ranks, layout: str, kept: dict[str, Any]
+) -> None:
+    said = ranks(2).run(left_out, {"layout": layout, **kept})
+    assert said[0] == said[1]
+    assert "rank 0 " in said[0]
+    assert "rank 1 " in said[0]
+
+
+def reversed_blocks(rank: int) -> str:
+    """Run blocks of the ragged layout in another order on rank 1."""
+    model = sharded(layout="ragged", reshard_after_forward=True)
+    for _ in range(2):
+        run(model, inputs(), (0, 1, 2, 3))
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank), (0, 1, 2, 3)[:: 1 - 2 * rank])
+    return str(caught.value)
+
+
+def test_reversed_ragged_blocks_end_with_an_error_at_the_timeout(ranks: Ranks) -> None:
+    said = ranks(2).run(reversed_blocks)
+    assert said[0] == said[1]
+    assert "rank 0 waited to " in said[0]
+    assert "rank 1 waited to " in said[0]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -183,8 +183,8 @@ class Tag:
         ``doing`` describes this rank's collective, with ``{}`` for the unit.
         """
         if self.orders:
-            doing = doing.format(self.orders[0].name(self.number))
-            self.orders[0].report(error, self._rank, doing)
+            order = self.orders[0]
+            order.report(error, self._rank, doing.format(order.name(self.number)))
 
 
 class Collective:
@@ -216,12 +216,21 @@ class History:
 
     Programs repeat themselves: the collective that ran ``_lag`` collectives ago is expected next.
     All ranks of a right program have equal histories, so they expect the same collective.
+
+    Attributes:
+        unsettled: The unit of an unexpected collective that ranks did not compare. Histories may
+            differ until its tags are read. Until then nothing is expected. None usually.
     """
 
     def __init__(self) -> None:
+        self.unsettled: NumberedUnit | None = None
         self._past: list[Collective] = []
+        self._dropped = 0
         self._lag = 0  # 0 if nothing is known
         self._first: Collective | None = None  # of the schedule that began last
+
+    def __len__(self) -> int:
+        return self._dropped + len(self._past)
 
     def repeats(self, collective: Collective) -> bool:
         """Record the collective and return True if it is the expected one."""
@@ -230,23 +239,38 @@ class History:
             return False
         past.append(collective)
         if len(past) > 2 * KEPT:
+            self._dropped += len(past) - KEPT
             del past[:-KEPT]
         return True
 
-    def needs_comparison(self, collective: Collective) -> bool:
-        """Return whether ranks must compare before a collective that does not repeat."""
+    def judge(self, collective: Collective) -> Literal["expected", "like", "other"]:
+        """Return what a collective is that does not repeat: if "other", ranks must compare.
+
+        "like": tags show it if other ranks start the expected collective instead.
+        """
+        if self.unsettled is not None:
+            return "other"
         expected = self._past[-self._lag] if self._lag else self._first
         if expected is collective and collective.compared:
-            return False
-        return not collective.is_like(expected)
+            return "expected"
+        return "like" if collective.is_like(expected) else "other"
 
-    def add(self, collective: Collective, owner: object) -> None:
+    def add(
+        self, collective: Collective, owner: object, unsettled: "NumberedUnit | None" = None
+    ) -> None:
         """Record a collective of the schedule ``owner`` that does not repeat."""
         if collective.owner is not owner:
             collective.owner = owner
             if self._first is None or self._first.owner is not owner:
                 self._first = collective
         self._past.append(collective)
+        self._lag, self.unsettled = 0, unsettled
+        if unsettled is None:
+            self._align()
+
+    def settle(self) -> None:
+        """Expect collectives again after the tags of an unexpected one were read."""
+        self.unsettled = None
         self._align()
 
     def _align(self) -> None:
@@ -270,6 +294,11 @@ class NumberedUnit(Protocol):
 
     def __str__(self) -> str:
         """Return a name for messages, the same on all ranks."""
+        ...
+
+    @property
+    def gathering(self) -> bool:
+        """Return whether a gather is under way."""
         ...
 
     def forget_comparisons(self) -> None:
@@ -329,7 +358,8 @@ class CollectiveOrder:
         if not (timed_out or lost):
             return
         seconds = REPORT_SECONDS if timed_out else LOST_SECONDS
-        found = self.exchange("lost", rank, f"waited to {doing}", seconds)
+        begun = f"{len(self.gathers)} gathers and {len(self.reductions)} reductions"
+        found = self.exchange("lost", rank, f"waited to {doing} after {begun}", seconds)
         text = f"a collective did not end: {listed(found)}"
         if len([said for said in found if said != _SILENT]) > 1:
             raise DisagreementError(f"{text}; {RULE}") from error

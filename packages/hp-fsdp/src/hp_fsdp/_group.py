@@ -354,9 +354,11 @@ class ParameterGroup:
                 self.tag.report(error, "gather {}")
                 raise
 
-    def _check_tags(self, tags: Tensor) -> None:
+    def _check_tags(self) -> None:
         """Raise `DisagreementError` if other ranks gathered other units."""
-        layout, tag = self.layout, self.tag
+        layout, tag, tags = self.layout, self.tag, self.layout.tags
+        if tags is None or not layout.is_exact:
+            return
         # An accelerator has no log before the first forward, and reading would wait for it.
         readable = self.config.device.type == "cpu"
         if tag.log is None and not (readable and tags.tolist() != layout.expected_tags):
@@ -367,8 +369,7 @@ class ParameterGroup:
             raise error
 
     def _show_unsharded(self) -> None:
-        if self.layout.tags is not None and self.layout.is_exact:
-            self._check_tags(self.layout.tags)
+        self._check_tags()
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
             for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
@@ -381,7 +382,9 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
         if self.state is ParameterState.GATHERING:
-            self._stop_gather()
+            self._wait()
+            self._check_tags()
+            self._return_to_sharded()
         elif self.state is ParameterState.POST_FORWARD:
             self.state = AFTER[Event.RESHARD][self.state]
             self.layout.drop_block()

@@ -25,6 +25,8 @@ class Reduction:
     As long as ``scattering`` is there, the packed gradients are alive.
     """
 
+    _reads_tags_early = True  # as soon as a sum has ended
+
     def __init__(
         self,
         plan: ReductionPlan,
@@ -143,6 +145,8 @@ class Reduction:
                 raise
             self.scattering = None
             self._give_back()
+            if self._reads_tags_early:
+                self._check_tags()
             if self._sums and self._flat is not None:
                 self._begin_sum(self._flat)
 
@@ -164,6 +168,8 @@ class Reduction:
                 self._plan.report(error, "sum the gradients of {} over replicas")
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
+            if self._summing is None and self._reads_tags_early:
+                self._check_tags()
 
     def _lose_output(self) -> None:
         """Leave the memory of the result to a collective that failed, and may still write to it."""
@@ -185,15 +191,15 @@ class Reduction:
     def finish(self) -> None:
         """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
         self.wait()
-        if self._flat is not None and self._plan.is_exact:
-            self._check_tag(self._flat)
         if self._ready:
             self._put_gradients()
         self._release_output()
 
-    def _check_tag(self, flat: Tensor) -> None:
+    def _check_tags(self) -> None:
         """Raise `DisagreementError` if other ranks reduced other units."""
-        output, plan = self._output, self._plan
+        flat, output, plan = self._flat, self._output, self._plan
+        if flat is None or not plan.is_exact:
+            return
         if output is not None and flat is output.flat:
             flags = output.tag_flags
         else:
@@ -262,6 +268,8 @@ class StreamedReduction(Reduction):
     the packed gradients' memory (`finish_scatter`), and in `wait` for the end; the host waits only
     there, and only for what was copied to the CPU.
     """
+
+    _reads_tags_early = False
 
     def __init__(
         self,
@@ -362,6 +370,12 @@ class StreamedReduction(Reduction):
                 if self._plan.offloaded:
                     self._ended.synchronize()
             self._ended, self._held = None, []
+
+    def finish(self) -> None:
+        """Wait, note the tags, and put the results on the parameters' ``grad``."""
+        self.wait()
+        self._check_tags()
+        super().finish()
 
     def drop(self) -> None:
         """Wait for what is under way: it was begun to its end."""

@@ -477,6 +477,10 @@ class Schedule:
 
     def _reduce(self, unit: Unit, options: Options) -> None:
         """Start a unit's reductions; earlier ones are waited for so that few are in flight."""
+        if unit.order is not None and unit.order.reductions.unsettled is not None:
+            for begun in self._reductions:
+                begun.wait()
+            unit.order.reductions.settle()
         chosen = [group.reduced() for group in unit.groups]
         unit.before_reduction(chosen, options)
         unit.unreduced = False
@@ -487,15 +491,15 @@ class Schedule:
             waits = position == 0 or group.streams is None
             if waits and (self._scattering or self._hooked):
                 self._make_room()
-            begun = group.reduce(options, own)
-            if begun is not None:
-                self._reductions.append(begun)
-                if begun.scattering:
-                    self._scattering.append(begun)
+            reduction = group.reduce(options, own)
+            if reduction is not None:
+                self._reductions.append(reduction)
+                if reduction.scattering:
+                    self._scattering.append(reduction)
                 # The hooks of earlier backwards run at the end of the last one. They may step an
                 # optimizer, and the last backward still gathers the parameters.
-                if begun.ends_early and self._last:
-                    self._hooked.append(begun)
+                if reduction.ends_early and self._last:
+                    self._hooked.append(reduction)
 
     def _make_room(self) -> None:
         """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""

@@ -232,6 +232,11 @@ class Unit:
             return
         if ahead and self.in_ring and self.lacks_memory():
             return
+        if self.order is not None and (other := self.order.gathers.unsettled) is not None:
+            if not other.gathering:
+                self.order.gathers.settle()
+            elif ahead:
+                return
         if turn is None or self.checked != turn:
             self.check_parameters(act is Act.BACKWARD)
             if act is Act.FORWARD and self.packs_early:
@@ -510,10 +515,13 @@ class Unit:
         self, history: History, collective: Collective, act: Act, options: Options
     ) -> None:
         """Compare if needed, then record the collective as the latest one."""
-        if history.needs_comparison(collective):
+        found = history.judge(collective)
+        if found == "other":
             self._compare(act, options)
             collective.compared = True
-        history.add(collective, self._owner)
+        # On an accelerator tags are read too late to wait for them.
+        waits = found == "like" and self.groups[0].streams is None
+        history.add(collective, self._owner, self if waits else None)
 
     def _compare(self, act: Act, options: Options) -> None:
         axes = [self._data.shard]
