@@ -289,7 +289,7 @@ def watched(
     schedule._tag_log = log = TagLog(device.streams.offload)
     for group in (group for each in schedule.units for group in each.groups):
         group.streams = device.streams.named(group.path)
-        group.tag.log = log
+        group.tag.log, group.reads_tags = log, True
         group.collectives = group.gathers = group.scatters = Nccl(device)
         if own:
             given = Given(device, group.axes.shard)

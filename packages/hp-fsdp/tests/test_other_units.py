@@ -23,7 +23,7 @@ from hp_dtensor import (
     Work,
 )
 from hp_fsdp import DisagreementError, fully_shard
-from hp_fsdp._tags import TAG_BITS, number_of, tag_digits, tag_flags
+from hp_fsdp._tags import FLAG_BITS, TAG_BITS, number_of, tag_digits, tag_flags
 
 from .streams import Device, watched
 
@@ -245,7 +245,8 @@ def test_replicas_that_sum_different_units_raise(ranks: Ranks) -> None:
 def dropped_alike(rank: int, options: dict[str, Any]) -> tuple[list[float], int]:
     """Leave blocks out by a seed that all ranks share; count the extra collectives."""
     record = RecordingCollectives()
-    model = sharded(collectives=record, reshard_after_forward=True, **options)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    model = sharded(mesh, collectives=record, reshard_after_forward=True, **options)
     plain = Blocks().double()
     after_a_good_step(model)
     generator = torch.Generator().manual_seed(1)
@@ -341,7 +342,7 @@ def test_the_digits_of_a_tag_are_exact_in_every_dtype(number: int, itemsize: int
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 2**TAG_BITS - 1), min_size=2, max_size=600),
+    st.lists(st.integers(0, 2**FLAG_BITS - 1), min_size=2, max_size=600),
     st.booleans(),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     st.booleans(),
@@ -351,13 +352,13 @@ def test_summed_flags_say_whether_all_numbers_are_equal(
 ) -> None:
     if equal:
         numbers = numbers[:1] * len(numbers)
-    total = torch.zeros(2 * TAG_BITS, dtype=dtype)
+    total = torch.zeros(2 * FLAG_BITS, dtype=dtype)
     for number in numbers:  # one after the other, as a ring adds, with all its rounding
         own = torch.tensor(tag_flags(number), dtype=dtype)
         total += own / len(numbers) if averaged else own
     zeros = total.tolist().count(0.0)
-    assert (zeros == TAG_BITS) == (len(set(numbers)) == 1)
-    assert zeros <= TAG_BITS
+    assert (zeros == FLAG_BITS) == (len(set(numbers)) == 1)
+    assert zeros <= FLAG_BITS
 
 
 # What all ranks do in each step of a program that repeats itself.
@@ -404,7 +405,8 @@ def change_the_divide_factor(model: Any, step: int) -> None:
 def extra_collectives(rank: int, name: str) -> int:
     """Run a program twelve times; return the collectives of the last four that nobody asked for."""
     record = RecordingCollectives()
-    model = sharded(collectives=record)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    model = sharded(mesh, collectives=record)
     for step in range(8):
         PROGRAMS[name](model, step)
     record.reset()
@@ -492,7 +494,8 @@ class Compressed(TorchCollectives):
 
 def compressed(rank: int, checked: bool) -> bool:
     inner: Any = Compressed()
-    model = sharded(collectives=CheckedCollectives(inner) if checked else inner)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    model = sharded(mesh, collectives=CheckedCollectives(inner) if checked else inner)
     after_a_good_step(model)
     run(model, inputs(rank), ALL)
     return all(p.grad is not None for p in model.parameters())

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Literal, Protocol, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -38,7 +39,7 @@ from hp_dtensor import (
 
 from ._errors import DisagreementError
 from ._streams import Begun, SideStream
-from ._tags import TAG_BITS, flags_agree, number_of, tag_flags, tag_width
+from ._tags import FLAG_BITS, TAG_BITS, flags_agree, number_of, tag_flags, tag_width
 from ._torch import backend_of, default_store
 
 # Seconds that a rank waits for the reports of others: after a timeout, and after a lost connection.
@@ -121,7 +122,7 @@ class Tag:
         self, orders: "Sequence[CollectiveOrder]" = (), number: int = 0, rank: int = 0
     ) -> None:
         self.orders, self.number, self._rank = tuple(orders), number, rank
-        self.flags = tag_flags(number % 2**TAG_BITS)
+        self.flags = tag_flags(number % 2**FLAG_BITS)
         self.log: TagLog | None = None  # on accelerators
 
     def check_gathered(self, tags: Tensor, itemsize: int) -> DisagreementError | None:
@@ -172,7 +173,7 @@ class Tag:
                 break
         for order in self.orders:
             order.forget()
-        return DisagreementError(
+        return where.conclude(
             f"{when}{listed(reports)}, in one collective over {where.axis_name!r}; these gradients "
             f"are wrong; {RULE}"
         )
@@ -211,36 +212,59 @@ class Collective:
         return self.tagged and other.tagged and self.compared
 
 
+class Turn:
+    """One place in the cycle of collectives that a program repeats."""
+
+    __slots__ = ("collective", "following", "place")
+
+    def __init__(self, collective: Collective, place: int) -> None:
+        self.collective, self.place = collective, place
+        self.following: Turn | None = None  # None at the end of the cycle
+
+
 class History:
     """Collectives of one kind over one process group, in the order in which they ran.
 
-    Programs repeat themselves: the collective that ran ``_lag`` collectives ago is expected next.
-    All ranks of a right program have equal histories, so they expect the same collective.
+    Programs repeat themselves, so the collectives of the last cycle are expected to run again. All
+    ranks of a right program have equal histories, so they expect the same collective.
 
     Attributes:
+        turn: The expected collective; None at the end of a cycle, and if nothing is expected.
         unsettled: The unit of an unexpected collective that ranks did not compare. Histories may
             differ until its tags are read. Until then nothing is expected. None usually.
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.turn: Turn | None = None
         self.unsettled: NumberedUnit | None = None
         self._past: list[Collective] = []
         self._dropped = 0
-        self._lag = 0  # 0 if nothing is known
+        self._cycle: list[Turn] = []
         self._first: Collective | None = None  # of the schedule that began last
 
     def __len__(self) -> int:
-        return self._dropped + len(self._past)
+        return self._dropped + len(self._past) + self._done
+
+    @property
+    def _done(self) -> int:
+        """Return how many collectives of the cycle have run since it began last."""
+        return len(self._cycle) if self.turn is None else self.turn.place
 
     def repeats(self, collective: Collective) -> bool:
-        """Record the collective and return True if it is the expected one."""
-        past, lag = self._past, self._lag
-        if not lag or past[-lag] is not collective:
+        """Pass the expected collective and return True if it is this one.
+
+        Callers test ``turn`` themselves before, because that is faster.
+        """
+        if self.turn is None and self._cycle:
+            self._keep()
+            self.turn = self._cycle[0]
+        if self.turn is None or self.turn.collective is not collective:
             return False
-        past.append(collective)
-        if len(past) > 2 * KEPT:
-            self._dropped += len(past) - KEPT
-            del past[:-KEPT]
+        self.turn = self.turn.following
         return True
 
     def judge(self, collective: Collective) -> Literal["expected", "like", "other"]:
@@ -250,7 +274,7 @@ class History:
         """
         if self.unsettled is not None:
             return "other"
-        expected = self._past[-self._lag] if self._lag else self._first
+        expected = self._first if self.turn is None else self.turn.collective
         if expected is collective and collective.compared:
             return "expected"
         return "like" if collective.is_like(expected) else "other"
@@ -263,8 +287,9 @@ class History:
             collective.owner = owner
             if self._first is None or self._first.owner is not owner:
                 self._first = collective
+        self._keep()
         self._past.append(collective)
-        self._lag, self.unsettled = 0, unsettled
+        self.turn, self._cycle, self.unsettled = None, [], unsettled
         if unsettled is None:
             self._align()
 
@@ -273,20 +298,30 @@ class History:
         self.unsettled = None
         self._align()
 
+    def _keep(self) -> None:
+        """Move what has run of the cycle to the past."""
+        self._past += [turn.collective for turn in self._cycle[: self._done]]
+        if len(self._past) > 2 * KEPT:
+            self._dropped += len(self._past) - KEPT
+            del self._past[:-KEPT]
+
     def _align(self) -> None:
-        """Set the lag to the earlier run of the last collective with the longest equal past."""
+        """Expect what followed the last collective earlier, after the longest equal past."""
         past = self._past
-        end, best = len(past) - 1, 0
-        self._lag = 0
+        end, best, lag = len(past) - 1, 0, 0
         for place in range(end - 1, max(-1, end - KEPT), -1):
             if past[place] is past[end]:
                 length = 1
                 while length <= place and past[place - length] is past[end - length]:
                     length += 1
                 if length > best:
-                    best, self._lag = length, end - place
+                    best, lag = length, end - place
                 if length >= KEPT // 8:
                     break
+        self._cycle = [Turn(past[end + 1 - lag + place], place) for place in range(lag)]
+        for turn, following in pairwise(self._cycle):
+            turn.following = following
+        self.turn = self._cycle[0] if self._cycle else None
 
 
 class NumberedUnit(Protocol):
@@ -332,7 +367,8 @@ class CollectiveOrder:
 
     def forget(self) -> None:
         """Start again after ranks have run different collectives."""
-        self.gathers, self.reductions = History(), History()
+        self.gathers.reset()
+        self.reductions.reset()
         for unit in list(self._units.values()):
             unit.forget_comparisons()
 
@@ -342,10 +378,25 @@ class CollectiveOrder:
         for rank, number in zip(self._ranks, numbers, strict=True):
             found.setdefault(f"gathered {self.name(number)}", []).append(rank)
         self.forget()
-        return DisagreementError(
+        return self.conclude(
             f"{when}{listed(found)}, in one collective over {self.axis_name!r}; these parameters "
             f"are wrong, and all that are gathered later; {RULE}"
         )
+
+    def conclude(self, text: str) -> DisagreementError:
+        """Return the error with this text, or with that of the first rank of the group."""
+        with suppress(RuntimeError):  # the store is gone
+            text = default_store().compare_set(f"{self._prefix}/mixed_up", "", text).decode()
+        return DisagreementError(text)
+
+    def _concluded(self) -> str:
+        """Return the text of the rank that found a mix-up; "" if none has."""
+        with suppress(RuntimeError):
+            store, key = default_store(), f"{self._prefix}/mixed_up"
+            if store.check([key]):
+                text: str = store.get(key).decode()
+                return text
+        return ""
 
     def report(self, error: Exception, rank: int, doing: str) -> None:
         """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
@@ -357,6 +408,8 @@ class CollectiveOrder:
         lost = re.search(r"(closed|reset) by peer|broken pipe|pair closure", str(error), re.I)
         if not (timed_out or lost):
             return
+        if text := self._concluded():
+            raise DisagreementError(text) from error
         seconds = REPORT_SECONDS if timed_out else LOST_SECONDS
         begun = f"{len(self.gathers)} gathers and {len(self.reductions)} reductions"
         found = self.exchange("lost", rank, f"waited to {doing} after {begun}", seconds)

@@ -86,6 +86,7 @@ class ParameterGroup:
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
         self.tag = Tag()
+        self.reads_tags = False  # when the gather under way has ended
         self.path = ""  # from the root of the step to the unit, once there is one
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
@@ -357,6 +358,7 @@ class ParameterGroup:
     def _check_tags(self) -> None:
         """Raise `DisagreementError` if other ranks gathered other units."""
         layout, tag, tags = self.layout, self.tag, self.layout.tags
+        self.reads_tags = tag.log is not None
         if tags is None or not layout.is_exact:
             return
         # An accelerator has no log before the first forward, and reading would wait for it.
@@ -369,7 +371,8 @@ class ParameterGroup:
             raise error
 
     def _show_unsharded(self) -> None:
-        self._check_tags()
+        if self.reads_tags:
+            self._check_tags()
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
             for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
@@ -383,7 +386,8 @@ class ParameterGroup:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
         if self.state is ParameterState.GATHERING:
             self._wait()
-            self._check_tags()
+            if self.reads_tags:
+                self._check_tags()
             self._return_to_sharded()
         elif self.state is ParameterState.POST_FORWARD:
             self.state = AFTER[Event.RESHARD][self.state]

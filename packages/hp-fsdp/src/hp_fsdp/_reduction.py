@@ -11,7 +11,7 @@ from ._mesh import DataAxes
 from ._options import Options
 from ._reduction_plan import ReducedGradients, ReductionPlan, StartScatter
 from ._streams import Begun, SideStream, Streams, Waitable
-from ._tags import TAG_FLAGS, flags_agree
+from ._tags import FLAG_BITS, TAG_FLAGS, flags_agree
 from ._torch import any_hooks_after_gradient, give_gradients, named_range, profiled
 
 
@@ -145,7 +145,12 @@ class Reduction:
                 raise
             self.scattering = None
             self._give_back()
-            if self._reads_tags_early:
+            output = self._output
+            if self._reads_tags_early and (
+                output is None
+                or self._flat is not output.flat
+                or output.read_tag().count(0.0) != FLAG_BITS
+            ):
                 self._check_tags()
             if self._sums and self._flat is not None:
                 self._begin_sum(self._flat)

@@ -162,6 +162,7 @@ class ReducedGradients:
         self.flat = flat = self._buffer.tensor
         self.values = flat[: rows.flags]
         self.tag_flags = flat[rows.tag_start : rows.tag_start + TAG_FLAGS]
+        self.read_tag = self.tag_flags.tolist
         self.gradients = [
             parameter.wrap(view)
             for parameter, view in zip(parameters, rows.views(flat), strict=True)

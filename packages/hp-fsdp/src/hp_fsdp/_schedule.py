@@ -116,6 +116,7 @@ class Schedule:
                 group.use_warning = use_warning
                 group.streams = None if streams is None else streams.named(group.path)
                 group.tag.log = self._tag_log
+                group.reads_tags = self._tag_log is not None
 
     def _new_tag_log(self, streams: Streams | None) -> TagLog | None:
         """Return a log for tags on an accelerator, with those that parts have not read yet."""

@@ -7,9 +7,10 @@ meant the same unit. Pure functions of integers.
 from collections.abc import Sequence
 from functools import cache
 
-# Tags hold the number of a unit modulo 2**TAG_BITS.
+# Tags hold the number of a unit modulo 2**TAG_BITS in gathers, and 2**FLAG_BITS in reductions.
 TAG_BITS = 16
-TAG_FLAGS = 2 * TAG_BITS
+FLAG_BITS = 12
+TAG_FLAGS = 2 * FLAG_BITS
 
 
 def tag_base(itemsize: int) -> int:
@@ -45,10 +46,10 @@ def tag_flags(number: int) -> tuple[bool, ...]:
     In the sum over ranks, exactly half of these flags are zero if all ranks have the same number,
     and fewer if not. That holds in every dtype and for averages, because only zero counts.
     """
-    bits = [bool(number >> place & 1) for place in range(TAG_BITS)]
+    bits = [bool(number >> place & 1) for place in range(FLAG_BITS)]
     return (*bits, *(not bit for bit in bits))
 
 
 def flags_agree(values: list[float]) -> bool:
     """Return whether reduced flags are the tag of a single unit."""
-    return values.count(0.0) == TAG_BITS
+    return values.count(0.0) == FLAG_BITS

@@ -232,21 +232,37 @@ class Unit:
             return
         if ahead and self.in_ring and self.lacks_memory():
             return
-        if self.order is not None and (other := self.order.gathers.unsettled) is not None:
-            if not other.gathering:
-                self.order.gathers.settle()
-            elif ahead:
-                return
         if turn is None or self.checked != turn:
             self.check_parameters(act is Act.BACKWARD)
             if act is Act.FORWARD and self.packs_early:
                 self._check_unfrozen()  # what took the place of others
-        self.before_gather(act)
+        history = self._history
+        if history is not None:
+            expected = history.turn if self._checked is None else None
+            if expected is not None and expected.collective is self._gathers[act]:
+                history.turn = expected.following
+            elif history.unsettled is not None and history.unsettled.gathering and ahead:
+                return  # its tags were not read yet
+            else:
+                self._before_gather(act)
         self.in_pass, self.stays = in_pass, False
         for group in self.groups:
             group.gather()
         if act is Act.FORWARD and not torch.is_grad_enabled():
             self.note_writes()
+            self._read_tags()
+        elif history is not None and history.unsettled is self:
+            self._read_tags()
+
+    def _read_tags(self) -> None:
+        """Read the tags of the gathers under way.
+
+        Ranks mix up gathers only if one of them starts an unexpected gather. That rank reads the
+        tags and raises. Others raise when they miss it in a later collective, before they have
+        gradients. Without a backward there may be no later collective, so all ranks read.
+        """
+        for group in self.groups:
+            group.reads_tags = True
 
     def _check_unfrozen(self) -> None:
         for group in self.groups:
@@ -475,18 +491,18 @@ class Unit:
         self.laid_out += 1
         self._take_groups([made for group in self.groups for made in split_attached(group)])
 
-    def before_gather(self, act: Act) -> None:
+    def _before_gather(self, act: Act) -> None:
         """Raise `DisagreementError` if other ranks gather other units next.
 
         Compares with other ranks only if the gather is new or unexpected; see `_agreement`.
         """
         order = self.order
-        if order is not None and self._shards:
+        if order is not None:
+            if order.gathers.unsettled is not None and not order.gathers.unsettled.gathering:
+                order.gathers.settle()
             if self._checked is not None:
                 self._checked.check(self._axis, f"gather for {act.name.lower()}", str(self))
-            collective = self._gathers[act]
-            if not order.gathers.repeats(collective):
-                self._begin_unexpected(order.gathers, collective, act, self.options)
+            self._begin_unexpected(order.gathers, self._gathers[act], act, self.options)
 
     def before_reduction(self, chosen: list[list[int]], options: Options) -> None:
         """Do as `before_gather` for a reduction of the parameters ``chosen`` of each group."""
@@ -498,7 +514,10 @@ class Unit:
         if self._reduction is not None:
             if self._checked is not None:
                 self._checked.check(self._axis, "reduce the gradients", str(self))
-            if not order.reductions.repeats(self._reduction):
+            turn = order.reductions.turn
+            if turn is not None and turn.collective is self._reduction:
+                order.reductions.turn = turn.following
+            else:
                 self._begin_unexpected(order.reductions, self._reduction, Act.REDUCTION, options)
 
     def _plan_reduction(self, chosen: list[list[int]], options: Options) -> None:
@@ -515,6 +534,8 @@ class Unit:
         self, history: History, collective: Collective, act: Act, options: Options
     ) -> None:
         """Compare if needed, then record the collective as the latest one."""
+        if history.repeats(collective):
+            return
         found = history.judge(collective)
         if found == "other":
             self._compare(act, options)
@@ -570,6 +591,8 @@ class Unit:
         self._data = max(axes, key=lambda data: (data.shard.size, data.size), default=alone)
         self._axis = _first_axis(self._data)
         self._shards = self._axis is self._data.shard
+        shard_order = order_of(self._axis) if self._shards else None
+        self._history = None if shard_order is None else shard_order.gathers
         numbers: dict[CollectiveOrder, int] = {}
         for group in self.groups:
             first = _first_axis(group.axes)
