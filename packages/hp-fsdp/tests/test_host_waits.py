@@ -112,7 +112,8 @@ def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]
 
     step()
     check_tags_as_on_an_accelerator(model)
-    step()
+    with mock.patch.object(Reduction, "_reads_tags_early", False):
+        step()
     with Reads() as counted, ExitStack() as stack:
         stack.enter_context(mock.patch.object(Reduction, "_reads_tags_early", False))
         for name in METHODS:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ WIDTH = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 SECONDS = 3.0
+_meshes = count()
 ALL = (0, 1, 2, 3, 4)
 
 
@@ -56,10 +58,11 @@ class Blocks(nn.Module):
 def new_mesh() -> DeviceMesh:
     """Return a mesh of two ranks whose process group is new, and gives up soon.
 
-    Ranks that disagree may leave collectives that others never start.
+    Ranks that disagree may leave collectives that others never start. The name is new, too: torch
+    caches what it does by meshes, and takes equal meshes for one.
     """
     group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"fsdp_{next(_meshes)}",))
 
 
 def sharded(mesh: DeviceMesh | None = None, **options: Any) -> Any:
@@ -245,7 +248,7 @@ def test_replicas_that_sum_different_units_raise(ranks: Ranks) -> None:
 def dropped_alike(rank: int, options: dict[str, Any]) -> tuple[list[float], int]:
     """Leave blocks out by a seed that all ranks share; count the extra collectives."""
     record = RecordingCollectives()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("legal",))
     model = sharded(mesh, collectives=record, reshard_after_forward=True, **options)
     plain = Blocks().double()
     after_a_good_step(model)
@@ -405,7 +408,7 @@ def change_the_divide_factor(model: Any, step: int) -> None:
 def extra_collectives(rank: int, name: str) -> int:
     """Run a program twelve times; return the collectives of the last four that nobody asked for."""
     record = RecordingCollectives()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("legal",))
     model = sharded(mesh, collectives=record)
     for step in range(8):
         PROGRAMS[name](model, step)
@@ -414,7 +417,7 @@ def extra_collectives(rank: int, name: str) -> int:
         for step in range(8, 12):
             PROGRAMS[name](model, step)
     names = [event.name for event in profile.events() or ()]
-    started = sum(name.startswith("gloo:") for name in names)
+    started: int = sum(name.startswith("gloo:") for name in names)
     recorded: int = sum(traffic.calls for traffic in record.by_axis.values())
     return started - recorded
 
@@ -494,7 +497,7 @@ class Compressed(TorchCollectives):
 
 def compressed(rank: int, checked: bool) -> bool:
     inner: Any = Compressed()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("legal",))
     model = sharded(mesh, collectives=CheckedCollectives(inner) if checked else inner)
     after_a_good_step(model)
     run(model, inputs(rank), ALL)
