@@ -176,6 +176,8 @@ def advised(rank: int, uses_head: bool, layout: Any) -> tuple[str, list[Gradient
     with pytest.raises(ModuleError) as caught:
         fully_shard([model.norm, model.mtp, model.head], mesh)
     fully_shard(model.head, mesh, layout=layout)
+    with pytest.raises(ModuleError, match="sharded already, so leave it out of the list"):
+        fully_shard([model.norm, model.mtp, model.head], mesh, layout=layout)
     fully_shard([model.norm, model.mtp], mesh, layout=layout)
     fully_shard(model, mesh, layout=layout)
     return str(caught.value), two_steps(model, [rank])

@@ -144,10 +144,14 @@ def check_modules(modules: Sequence[nn.Module], ignored: Container[int]) -> None
     }
     for place, module in enumerate(modules):
         if module in holders:
+            first = (
+                f"call fully_shard on module[{place}] first, alone, and leave it out of the list"
+            )
+            if unit_of(module) is not None:
+                first = f"module[{place}] is sharded already, so leave it out of the list"
             raise ModuleError(
                 f"{said[place]}, is in {said[holders[module]]}; the modules of a list must not "
-                f"contain one another: call fully_shard on module[{place}] first, alone, and leave "
-                "it out of the list"
+                f"contain one another: {first}"
             )
     for path, inner in named_modules(modules):
         check_unwrapped(path, inner, ignored)

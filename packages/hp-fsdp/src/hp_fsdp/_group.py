@@ -92,7 +92,8 @@ class ParameterGroup:
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
         self.use_warning = Once()
-        self._accumulators: list[Node] = []  # held, because parameters do not hold theirs
+        # Strong references: parameters refer to their accumulators weakly, and hooks die with them.
+        self._accumulators: list[Node] = []
         self.waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self._dropped = False  # their gradients, which are reduced all the same
         self._put_aside = False  # some of these gradients are in the dtype of the reduction
@@ -505,10 +506,10 @@ class ParameterGroup:
             self.parameters[i].drop_gradient()
 
     def reduce(self, options: Options, chosen: list[int]) -> Reduction | None:
-        """Start the reduction of the gradients, zeros where there are none; None if all frozen.
+        """Start the reduction of the parameters at ``chosen``, which `reduced` returned.
 
-        What no rank used gets no gradient. ``chosen`` is what `reduced` returns. Runs under
-        ``torch.no_grad``.
+        Missing gradients count as zeros. A parameter that no rank used gets no gradient. Returns
+        None if ``chosen`` is empty. Runs under ``torch.no_grad``.
         """
         if inside_forward_ad():
             with without_tangents():

@@ -257,10 +257,10 @@ def _before_backward(run: Run, gradient: Tensor) -> None:
 
 
 def _expect_second_backward(run: Run, schedule: Schedule) -> None:
-    """Prepare a unit for a backward through its backward.
+    """Prepare a unit for a second backward, through the graph that ``create_graph=True`` makes.
 
-    The second backward enters the unit without passing its outputs, so hooks on the gradients of
-    the parameters report it. They stay as long as the graph can be alive.
+    That backward does not reach the hooks on the unit's outputs, so hooks on the gradients of the
+    parameters signal it. They stay as long as the graph can be alive.
     """
     unit = run.unit
     if not unit.keeps_parameters(schedule.units[0] is unit):

@@ -169,7 +169,7 @@ def inside_forward_ad() -> bool:
 
 
 def without_tangents() -> AbstractContextManager[None]:
-    """Compute without forward-mode differentiation; the context has no public name."""
+    """Return a context in which forward-mode differentiation is disabled. It has no public name."""
     return cast("AbstractContextManager[None]", forward_ad._set_fwd_grad_enabled(False))
 
 
@@ -320,11 +320,11 @@ def _refuse_torchs_call(module: nn.Module, frame: FrameType | None) -> None:
 
 
 class _Registry(dict[str, RegistryItem]):
-    """The notes of composable functions on a module, which torch's ``fully_shard`` reads.
+    """A module's registry of composable functions. It raises if torch's ``fully_shard`` reads it.
 
-    Torch's ``fully_shard`` asks each module in the one that it is given for ``replicate``. It has
-    no other way to be refused, and would shard the sharded parameters again. Other callers ask the
-    same, so the function that asks is compared.
+    Torch's ``fully_shard`` looks for ``replicate`` in the registry of each submodule. There is no
+    other hook in it, and it would fail later with an error about meshes. Other callers look for
+    ``replicate`` too, so the code object of the caller is compared.
     """
 
     module: "weakref.ref[nn.Module] | None" = None

@@ -429,7 +429,10 @@ class Unit:
         self.create_graph_runs.add(run)
 
     def _refuse_second_backwards(self) -> None:
-        """Let autograd raise if a second backward comes, because it would read freed memory."""
+        """Increment the versions of the unsharded parameters.
+
+        Autograd then raises if a second backward reads them after they were freed.
+        """
         self.create_graph_runs = None
         for group in self.groups:
             for parameter in group.parameters:
