@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from hp_dtensor import (
     TorchCollectives,
     Work,
 )
-from hp_fsdp import DisagreementError, fully_shard
+from hp_fsdp import DisagreementError, _agreement, fully_shard
 from hp_fsdp._tags import FLAG_BITS, TAG_BITS, number_of, tag_digits, tag_flags
 
 from .streams import Device, watched
@@ -110,16 +111,21 @@ def run(model: Any, x: Tensor, used: Iterable[int], train: bool = True) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"mp_policy": BF16}, {"mp_policy": FP16}, {"grads": "accumulate"}],
-    ids=["float64", "bfloat16", "float16", "accumulate"],
-)
-@pytest.mark.parametrize("train", [True, False], ids=["training", "no_grad"])
+RUNS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "training": (True, {}),
+    "training in bfloat16": (True, {"mp_policy": BF16}),
+    "training, accumulate": (True, {"grads": "accumulate"}),
+    "no_grad": (False, {}),
+    "no_grad in float16": (False, {"mp_policy": FP16}),
+}
+
+
+@pytest.mark.parametrize("kind", list(RUNS))
 @pytest.mark.parametrize("case", [*LAYER_DROP][:-1])
 def test_blocks_that_only_some_ranks_run_are_named_on_all_ranks(
-    ranks: Ranks, case: str, train: bool, options: dict[str, Any]
+    ranks: Ranks, case: str, kind: str
 ) -> None:
+    train, options = RUNS[kind]
     assert_named(ranks, case, train, {"reshard_after_forward": True, **options})
 
 
@@ -215,7 +221,8 @@ def alone(rank: int) -> list[str]:
     after_a_good_step(model)
     if rank == 1:
         return []
-    with pytest.raises(RuntimeError, match="imed out") as caught, torch.no_grad():
+    soon = mock.patch.object(_agreement, "REPORT_SECONDS", 1.0)
+    with pytest.raises(RuntimeError, match="imed out") as caught, torch.no_grad(), soon:
         model(inputs(), ALL)
     return list(caught.value.__notes__)
 
