@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
+from rank_pool.threads import on_threads
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,8 +19,6 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from hp_dtensor import Axis, Layout, NonMember, TorchCollectives, redistribute
 from hp_dtensor import Shard as Rows
-
-from .threads import on_threads
 
 Ranks = Callable[[int], RankPool]
 # The new name of torch 2.13 and the older name of each method.

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_pool.threads import on_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from hp_fsdp import fully_shard
 
 from .models import Block, Gradients, gradients, make, worst
-from .threads import on_threads
 
 
 def input_of(rank: int) -> torch.Tensor:

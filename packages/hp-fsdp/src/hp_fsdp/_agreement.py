@@ -8,8 +8,8 @@ gradients without an error. Three checks find that:
   expected and has another size than the expected one. On gloo the exchange is an all-to-all: gloo
   ends the process if the sizes of an all-gather differ, but an all-gather that meets an all-to-all
   waits.
-- *Tags* (`_tags`): each rank adds the number of the unit to what it gathers and reduces. Every rank
-  sees in the result whether all ranks meant the same unit.
+- *Tags* (`_tags`): each rank sends the number of the unit with every gather and reduction. Every
+  rank sees in the result whether all ranks meant the same unit.
 - *Reports*: if a collective fails because a peer did not join it, the ranks exchange through the
   store which collective each of them was in.
 """
@@ -112,8 +112,8 @@ class Tag:
     """The tag of a unit in what one of its parameter groups communicates.
 
     Args:
-        orders: Those of the process groups that the parameter group communicates over; the number
-            counts units of the first one. Empty if there is only one rank.
+        orders: One for each process group that the parameter group communicates over. The first
+            one gave the number. Empty if there is only one rank.
         number: The number of the unit.
         rank: This global rank.
     """
@@ -299,7 +299,7 @@ class History:
         self._align()
 
     def _keep(self) -> None:
-        """Move what has run of the cycle to the past."""
+        """Append the part of the cycle that has run to the past."""
         self._past += [turn.collective for turn in self._cycle[: self._done]]
         if len(self._past) > 2 * KEPT:
             self._dropped += len(self._past) - KEPT
@@ -414,7 +414,7 @@ class CollectiveOrder:
         begun = f"{len(self.gathers)} gathers and {len(self.reductions)} reductions"
         found = self.exchange("lost", rank, f"waited to {doing} after {begun}", seconds)
         text = f"a collective did not end: {listed(found)}"
-        if len([said for said in found if said != _SILENT]) > 1:
+        if len([report for report in found if report != _SILENT]) > 1:
             raise DisagreementError(f"{text}; {RULE}") from error
         error.add_note(f"{text}. A rank that does not report is slow, has ended or runs other code")
 
@@ -434,8 +434,8 @@ class CollectiveOrder:
                 store.wait(keys, timedelta(seconds=seconds))
             found: dict[str, list[int]] = {}
             for each, key in zip(self._ranks, keys, strict=True):
-                said = store.get(key).decode() if store.check([key]) else _SILENT
-                found.setdefault(said, []).append(each)
+                text = store.get(key).decode() if store.check([key]) else _SILENT
+                found.setdefault(text, []).append(each)
             # The first rank to finish decides for all.
             outcome = store.compare_set(f"{prefix}/outcome", "", json.dumps(found))
             agreed: dict[str, list[int]] = json.loads(outcome)
@@ -547,11 +547,11 @@ def _difference(intents: Sequence[Intent], hints: dict[str, str]) -> str:
         return f"{', '.join(lines)}; {RULE}, {same}"
     names = dict.fromkeys(name for each in intents for name in each.facts)
     differ = [name for name in names if len({each.facts.get(name) for each in intents}) > 1]
-    said: dict[str, list[int]] = {}
+    held: dict[str, list[int]] = {}
     for each in intents:
-        said.setdefault(each.facts.get(differ[0], "nothing"), []).append(each.rank)
+        held.setdefault(each.facts.get(differ[0], "nothing"), []).append(each.rank)
     values = ", ".join(
-        f"{_around(value, list(said))} on {ranks_text(ranks)}" for value, ranks in said.items()
+        f"{_around(value, list(held))} on {ranks_text(ranks)}" for value, ranks in held.items()
     )
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
     hint = next((f"; {text}" for name, text in hints.items() if differ[0].startswith(name)), "")
@@ -559,8 +559,8 @@ def _difference(intents: Sequence[Intent], hints: dict[str, str]) -> str:
 
 
 def listed(reports: dict[str, list[int]]) -> str:
-    """Return how messages list reports: the ranks, and what they say."""
-    return ", ".join(f"{ranks_text(ranks)} {said}" for said, ranks in reports.items())
+    """Return reports as messages list them: the ranks, then their report."""
+    return ", ".join(f"{ranks_text(ranks)} {report}" for report, ranks in reports.items())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

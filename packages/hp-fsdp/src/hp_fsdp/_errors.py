@@ -74,7 +74,7 @@ def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
 
 
 class Once:
-    """Tells the first call from later ones, for a warning that is given once."""
+    """Lets a warning be given only once."""
 
     def __init__(self) -> None:
         self._was_called = False

@@ -84,9 +84,10 @@ class GradientBucket:
         return first
 
     def finish(self, tag_flags: Tensor) -> Tensor:
-        """Return all rows, flat: zero where no gradient came, with the flags of what came.
+        """Return the packed rows, flat. Parameters without a gradient have zeros.
 
-        ``tag_flags`` follow them, ``[TAG_FLAGS]``.
+        In each row a flag per parameter says whether it has a gradient; then come ``tag_flags``,
+        of shape ``[TAG_FLAGS]``.
         """
         rows = self._flat.view(self._rows.degree, self._rows.width)
         for extent, written in zip(self._rows.extents, self.written, strict=True):

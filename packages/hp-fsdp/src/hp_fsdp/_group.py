@@ -49,13 +49,11 @@ from ._streams import Streams, Waitable
 from ._torch import (
     gradient_of,
     graph_task,
-    inside_forward_ad,
     local_of,
     named_range,
     profiled,
     training,
     uncompiled,
-    without_tangents,
     writes_to,
 )
 
@@ -511,9 +509,6 @@ class ParameterGroup:
         Missing gradients count as zeros. A parameter that no rank used gets no gradient. Returns
         None if ``chosen`` is empty. Runs under ``torch.no_grad``.
         """
-        if inside_forward_ad():
-            with without_tangents():
-                return self.reduce(options, chosen)
         plan = self._plan
         if len(chosen) < len(self.parameters):
             self._drop_frozen(chosen)

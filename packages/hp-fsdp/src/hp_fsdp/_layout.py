@@ -71,7 +71,7 @@ class Layout:
             self._sent = Resize().buffer(plan.shard_numel, dtype, device)
         self._send_from(self.shard if self._sent is None else self._sent.tensor)
         self._outputs: list[Tensor] = []
-        # Those of all ranks in the output: one digit or a list of digits per rank.
+        # The tags of all ranks, views of the output: one digit or a list of digits per rank.
         self.tags: Tensor | None = None
         self.expected_tags: list[float | list[float]] = []
         self._gathered_by: Collectives | None = None

@@ -11,7 +11,7 @@ from ._mesh import DataAxes
 from ._options import Options
 from ._reduction_plan import ReducedGradients, ReductionPlan, StartScatter
 from ._streams import Begun, SideStream, Streams, Waitable
-from ._tags import FLAG_BITS, TAG_FLAGS, flags_agree
+from ._tags import TAG_FLAGS, flags_agree
 from ._torch import any_hooks_after_gradient, give_gradients, named_range, profiled
 
 
@@ -149,7 +149,7 @@ class Reduction:
             if self._reads_tags_early and (
                 output is None
                 or self._flat is not output.flat
-                or output.read_tag().count(0.0) != FLAG_BITS
+                or output.read_tag() != output.checked_tag
             ):
                 self._check_tags()
             if self._sums and self._flat is not None:
@@ -208,8 +208,10 @@ class Reduction:
         if output is not None and flat is output.flat:
             flags = output.tag_flags
         else:
-            flags = flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
-        if plan.tag.log is None and flags_agree(flags.tolist()):
+            output, flags = None, flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
+        if plan.tag.log is None and flags_agree(values := flags.tolist()):
+            if output is not None:
+                output.checked_tag = values
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
         if error is not None:

@@ -163,6 +163,7 @@ class ReducedGradients:
         self.values = flat[: rows.flags]
         self.tag_flags = flat[rows.tag_start : rows.tag_start + TAG_FLAGS]
         self.read_tag = self.tag_flags.tolist
+        self.checked_tag: list[float] | None = None  # what the last right reduction left there
         self.gradients = [
             parameter.wrap(view)
             for parameter, view in zip(parameters, rows.views(flat), strict=True)
@@ -253,6 +254,7 @@ class ReductionPlan:
         self.buffers = buffers
         self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
         self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
+        self._flags_shape = self._ranks, rows.flag_count
         self._gaps = rows.gaps[::-1]  # so that what is put there moves no other
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
         self._has_empty = any(not extent.spec.numel for extent in rows.extents)
@@ -308,7 +310,7 @@ class ReductionPlan:
 
     def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
         """Return ``[ranks, flags]``: in each row 1 for what this rank ``used``, then the tag."""
-        return self._made("flags", (self._ranks, self.rows.flag_count), 0, used, dtype)
+        return self._made("flags", self._flags_shape, 0, used, dtype)
 
     def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
         """Return the columns of no parameter from ``start`` to ``end``: zeros, or flags in them."""

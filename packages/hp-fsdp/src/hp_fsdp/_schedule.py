@@ -10,13 +10,14 @@ from torch import nn
 from ._agreement import TagLog
 from ._errors import Once, StateError, first_error
 from ._extensions import attached
+from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
 from ._param import added_parameters, are_in_place, are_shown, named_modules
 from ._reduction import Reduction
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
-from ._torch import call_after_backward
+from ._torch import call_after_backward, inside_forward_ad, without_tangents
 from ._unit import Act, Run, Unit, unit_of, units_in
 
 # In the time of so many units that backward reaches first, most activations are alive.
@@ -74,6 +75,7 @@ class Schedule:
         self._hooked: list[Reduction] = []  # those of them that end early
         self._in_flight = 1
         self._turn = 0  # how many passes and backwards have begun
+        self._dual = False  # whether this backward began inside a dual level of forward-mode AD
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
         for part in dict.fromkeys(unit.schedule for unit in self.units):
             if part is not None:
@@ -87,7 +89,7 @@ class Schedule:
         # Nothing above is left half done where it raises.
         made = sorted(self.units, key=lambda unit: unit.made)
         places = {unit: place for place, unit in enumerate(made)}
-        owner = object()  # stands for this schedule
+        owner = object()  # stands for this schedule, which histories must not keep alive
         for number, unit in enumerate(self.units):
             unit.schedule, unit.checked = self, 0  # turns are counted anew
             unit.join(owner, number, places[unit], self.paths)
@@ -334,6 +336,7 @@ class Schedule:
         if not self.in_backward:
             self.in_backward = True
             self._backwards += 1
+            self._dual = inside_forward_ad()
             self._in_flight = max([unit.options.in_flight for unit in self.units])
             self._walked, self._ahead, self._late = None, 0, None
             for unit in self.units:
@@ -478,11 +481,15 @@ class Schedule:
 
     def _reduce(self, unit: Unit, options: Options) -> None:
         """Start a unit's reductions; earlier ones are waited for so that few are in flight."""
+        if self._dual and inside_forward_ad():
+            with without_tangents():
+                self._reduce(unit, options)
+            return
         if unit.order is not None and unit.order.reductions.unsettled is not None:
             for begun in self._reductions:
                 begun.wait()
             unit.order.reductions.settle()
-        chosen = [group.reduced() for group in unit.groups]
+        chosen = list(map(ParameterGroup.reduced, unit.groups))
         unit.before_reduction(chosen, options)
         unit.unreduced = False
         pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
@@ -574,7 +581,7 @@ class Schedule:
         After an exception a forward demands a `reset`, as after one in backward.
         """
         self.check_no_backward()
-        self.in_backward = True
+        self.in_backward, self._dual = True, inside_forward_ad()
         for unit in units:
             if unit.unreduced or any(group.partial.waits for group in unit.groups):
                 self._reduce(unit, replace(unit.options, all_reduce=True))

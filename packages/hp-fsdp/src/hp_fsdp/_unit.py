@@ -601,10 +601,11 @@ class Unit:
             first = _first_axis(group.axes)
             own = [first, *(axis for axis in group.axes.replicate if axis is not first)]
             orders = [order for order in map(order_of, own) if order is not None]
-            for order in orders[:1]:
+            if orders:
+                order, old = orders[0], group.tag
                 if order not in numbers:
-                    known = order in group.tag.orders[:1]
-                    numbers[order] = group.tag.number if known else order.add(self)
+                    has_number = order in old.orders[:1]
+                    numbers[order] = old.number if has_number else order.add(self)
                 group.use_tag(Tag(orders, numbers[order], first.ranks[first.index]))
         self.order = order_of(self._axis)
         self.number = numbers[self.order] if self.order is not None else 0
