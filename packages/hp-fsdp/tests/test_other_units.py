@@ -222,7 +222,7 @@ def alone(rank: int) -> list[str]:
     if rank == 1:
         return []
     soon = mock.patch.object(_agreement, "REPORT_SECONDS", 1.0)
-    with pytest.raises(RuntimeError, match="(?i)timed? ?out") as caught, torch.no_grad(), soon:
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out") as caught, torch.no_grad(), soon:
         model(inputs(), ALL)
     return list(caught.value.__notes__)
 

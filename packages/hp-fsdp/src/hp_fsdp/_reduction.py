@@ -149,7 +149,7 @@ class Reduction:
             if self._reads_tags_early and (
                 output is None
                 or self._flat is not output.flat
-                or output.read_tag() != output.checked_tag
+                or not output.tag_flags.equal(output.right_flags)
             ):
                 self._check_tags()
             if self._sums and self._flat is not None:
@@ -209,9 +209,9 @@ class Reduction:
             flags = output.tag_flags
         else:
             output, flags = None, flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
-        if plan.tag.log is None and flags_agree(values := flags.tolist()):
+        if plan.tag.log is None and flags_agree(flags.tolist()):
             if output is not None:
-                output.checked_tag = values
+                output.right_flags = flags.clone()
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
         if error is not None:

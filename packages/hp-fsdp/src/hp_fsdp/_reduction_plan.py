@@ -162,8 +162,7 @@ class ReducedGradients:
         self.flat = flat = self._buffer.tensor
         self.values = flat[: rows.flags]
         self.tag_flags = flat[rows.tag_start : rows.tag_start + TAG_FLAGS]
-        self.read_tag = self.tag_flags.tolist
-        self.checked_tag: list[float] | None = None  # what the last right reduction left there
+        self.right_flags = flat.new_empty(0)  # what the last right reduction left there
         self.gradients = [
             parameter.wrap(view)
             for parameter, view in zip(parameters, rows.views(flat), strict=True)
