@@ -104,12 +104,12 @@ class TagLog:
         self._sent += other._sent
 
     def drop(self) -> None:
-        """Forget tags that were not sent, of a step that is given up."""
+        """Discard tags that were not sent. Called when a step is abandoned."""
         self._tags = []
 
 
 class Tag:
-    """The tag of a unit in what one of its parameter groups communicates.
+    """The tag that one parameter group sends with its gathers and reductions.
 
     Args:
         orders: One for each process group that the parameter group communicates over. The first
@@ -206,7 +206,10 @@ class Collective:
         self.owner: object = None
 
     def is_like(self, other: "Collective | None") -> bool:
-        """Return whether tags show it if ranks mix up the two, and the backend runs them as one."""
+        """Return whether a mix-up of the two collectives would complete and be visible in tags.
+
+        Then ranks need no comparison before they start one of the two.
+        """
         if other is None or self.signature is None or self.signature != other.signature:
             return False
         return self.tagged and other.tagged and self.compared
@@ -255,9 +258,10 @@ class History:
         return len(self._cycle) if self.turn is None else self.turn.place
 
     def repeats(self, collective: Collective) -> bool:
-        """Pass the expected collective and return True if it is this one.
+        """Advance to the next expected collective and return True, if ``collective`` is expected.
 
-        Callers test ``turn`` themselves before, because that is faster.
+        At the end of a cycle, the first collective of the cycle is expected. Callers first compare
+        with ``turn`` themselves, because that is faster.
         """
         if self.turn is None and self._cycle:
             self._keep()
@@ -268,9 +272,11 @@ class History:
         return True
 
     def judge(self, collective: Collective) -> Literal["expected", "like", "other"]:
-        """Return what a collective is that does not repeat: if "other", ranks must compare.
+        """Classify a collective for which `repeats` returned False.
 
-        "like": tags show it if other ranks start the expected collective instead.
+        - "expected": it was compared and is the expected one. No comparison is needed.
+        - "like": if other ranks start the expected collective instead, tags show it.
+        - "other": ranks must compare before they start it.
         """
         if self.unsettled is not None:
             return "other"
@@ -282,7 +288,13 @@ class History:
     def add(
         self, collective: Collective, owner: object, unsettled: "NumberedUnit | None" = None
     ) -> None:
-        """Record a collective of the schedule ``owner`` that does not repeat."""
+        """Record a collective for which `repeats` returned False.
+
+        Args:
+            collective: The collective that starts now.
+            owner: Stands for its schedule.
+            unsettled: Its unit, if ranks did not compare and its tags must be read first.
+        """
         if collective.owner is not owner:
             collective.owner = owner
             if self._first is None or self._first.owner is not owner:
@@ -306,7 +318,11 @@ class History:
             del self._past[:-KEPT]
 
     def _align(self) -> None:
-        """Expect what followed the last collective earlier, after the longest equal past."""
+        """Predict the next cycle from the past.
+
+        Finds the earlier position with the longest common suffix with the past, and expects the
+        collectives since then to repeat.
+        """
         past = self._past
         end, best, lag = len(past) - 1, 0, 0
         for place in range(end - 1, max(-1, end - KEPT), -1):
@@ -337,7 +353,7 @@ class NumberedUnit(Protocol):
         ...
 
     def forget_comparisons(self) -> None:
-        """Compare with other ranks again what the unit gathers and reduces."""
+        """Forget which collectives were compared, so that ranks compare them again."""
         ...
 
 
@@ -384,7 +400,7 @@ class CollectiveOrder:
         )
 
     def conclude(self, text: str) -> DisagreementError:
-        """Return the error with this text, or with that of the first rank of the group."""
+        """Return the error. All ranks use the text of the first rank that calls this."""
         with suppress(RuntimeError):  # the store is gone
             text = default_store().compare_set(f"{self._prefix}/mixed_up", "", text).decode()
         return DisagreementError(text)
@@ -419,9 +435,16 @@ class CollectiveOrder:
         error.add_note(f"{text}. A rank that does not report is slow, has ended or runs other code")
 
     def exchange(self, topic: str, rank: int, report: str, seconds: float) -> dict[str, list[int]]:
-        """Return the reports of all ranks of the group and who gave them, the same on all ranks.
+        """Exchange reports through the store. Returns the same dictionary on all ranks.
 
-        Waits ``seconds`` for reports. If the store is gone, only the own report is returned.
+        Args:
+            topic: Separates exchanges for different purposes.
+            rank: This global rank.
+            report: The report of this rank.
+            seconds: How long to wait for the reports of other ranks.
+
+        Returns:
+            The global ranks that gave each report. Only this rank's report if the store is gone.
         """
         own = {report: [rank]}
         try:
@@ -487,12 +510,12 @@ def is_exact(collectives: Collectives) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What one rank is about to do.
+    """The collective that one rank is about to start.
 
     Attributes:
         rank: The global rank.
-        key: The act, and the position of the unit under its root.
-        doing: The same in words.
+        key: Name of the `Act`, and position of the unit under its root.
+        doing: Description of both for messages.
         facts: Settings that must be equal on all ranks, by names for messages.
     """
 
@@ -508,8 +531,8 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
     Args:
         axes: The axes over which ranks must agree.
         own: What this rank is about to do.
-        hints: Advice for the error, by the first words of a fact's name.
-        device: Where the exchanged bytes are.
+        hints: Advice for the error message. Keys are prefixes of names of facts.
+        device: Device of the exchanged digests.
     """
     digest = int.from_bytes(hashed((own.key, own.facts)), "big", signed=True)
     found = torch.tensor([digest], device=device)
@@ -559,12 +582,12 @@ def _difference(intents: Sequence[Intent], hints: dict[str, str]) -> str:
 
 
 def listed(reports: dict[str, list[int]]) -> str:
-    """Return reports as messages list them: the ranks, then their report."""
+    """Format reports for a message: each report after the ranks that gave it."""
     return ", ".join(f"{ranks_text(ranks)} {report}" for report, ranks in reports.items())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return how messages list ranks."""
+    """Return "rank 0" or "ranks [0, 1]"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 

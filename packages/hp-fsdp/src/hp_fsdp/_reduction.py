@@ -16,13 +16,20 @@ from ._torch import any_hooks_after_gradient, give_gradients, named_range, profi
 
 
 class Reduction:
-    """One reduction under way: a reduce-scatter, then for HSDP an all-reduce of its result.
+    """A reduction in flight: a reduce-scatter, followed by an all-reduce of its result for HSDP.
 
-    Of contiguous ``gradients``, or of ``rows`` where they are packed already; these are given back.
-    ``used`` says of which parameters this rank has gradients; the others, zeros here, get one only
-    if another rank has.
-    Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
-    As long as ``scattering`` is there, the packed gradients are alive.
+    Args:
+        plan: The parameters and their layout.
+        gradients: One contiguous gradient per parameter, if ``rows`` is None.
+        rows: Gradients that are packed already. The buffer is returned after the reduce-scatter.
+        used: Whether this rank has a gradient, per parameter. A parameter without one counts as
+            zeros, and gets a gradient only if another rank has one.
+        axes: Axes to reduce over.
+        collectives: Start the collectives.
+        options: Divide factor, hook, and whether to all-reduce. Later changes have no effect.
+
+    Attributes:
+        scattering: The reduce-scatter. The packed gradients are alive until it is None.
     """
 
     _reads_tags_early = True  # as soon as a sum has ended
@@ -84,9 +91,9 @@ class Reduction:
         return rows
 
     def _target(self, rows: Tensor) -> Tensor:
-        """Return memory for the reduced row: that of the gradients, if nothing comes between."""
+        """Return memory for the reduced row: that of the gradients if dtype and device match."""
         plan = self._plan
-        # Where hooks step an optimizer in backward, gradients are not to outlive it.
+        # Hooks that step an optimizer in backward also free the gradients, so do not keep memory.
         if not self._hooked and (self._options.all_reduce or not self._sums):
             self._output = plan.output()
         if self._output is not None and _is_alike(self._output.flat, rows):
@@ -122,10 +129,10 @@ class Reduction:
 
     @property
     def ends_early(self) -> bool:
-        """Return whether it is finished in backward, for hooks, which one rank alone may have.
+        """Return whether to finish during backward, because parameters have post-gradient hooks.
 
-        Not a sum over two axes of what is kept whole, on a CPU: its end starts the second one,
-        which has to come in the same place on all ranks.
+        Only some ranks may have such hooks. So this is False if finishing would start another
+        collective, whose order must be the same on all ranks.
         """
         return self._hooked and (self.scattering is not None or not self._sums)
 
@@ -177,13 +184,13 @@ class Reduction:
                 self._check_tags()
 
     def _lose_output(self) -> None:
-        """Leave the memory of the result to a collective that failed, and may still write to it."""
+        """Stop using the result's memory, because a failed collective may still write to it."""
         plan = self._plan
         plan.outputs = [output for output in plan.outputs if output is not self._output]
         self._output = None
 
     def drop(self) -> None:
-        """Wait for what is under way and start nothing more: the result is not wanted."""
+        """Wait for the collectives in flight and discard the result. Starts no other collective."""
         if self._summing is not None:
             self._summing.wait()
             self._summing = None
@@ -268,12 +275,12 @@ class Reduction:
 
 
 class StreamedReduction(Reduction):
-    """A reduction on streams of its own, begun to its end at once.
+    """A reduction on side streams. All of its steps are enqueued when it is created.
 
-    The sum over replicas, a user's hook, the division and the copy to the CPU follow the
-    reduce-scatter there, while the computation goes on. It waits for the reduce-scatter alone, for
-    the packed gradients' memory (`finish_scatter`), and in `wait` for the end; the host waits only
-    there, and only for what was copied to the CPU.
+    The all-reduce over replicas, the user's hook, the division and the copy to the CPU follow the
+    reduce-scatter on side streams, while the computation continues. `finish_scatter` lets the
+    current stream wait for the reduce-scatter only, `wait` for everything. The host waits only in
+    `wait`, and only for copies to the CPU.
     """
 
     _reads_tags_early = False

@@ -1,4 +1,4 @@
-"""What reductions of one group have in common in every step: rows, divisors, memory of results."""
+"""Reusable state of a group's reductions: layout of packed gradients, divisors, result memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,10 +47,13 @@ def _prepared_scatter(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """What gradients are divided by before and after their sum, and over which axes that goes on.
+    """Divisors of gradients before and after the reduction, and axes of the all-reduces.
 
-    ``op`` is an average where the communication divides: then nothing comes after. What does is a
-    tensor of one number on the CPU, for gradients on any device.
+    Attributes:
+        before: Divisor before the reduction. None: no division.
+        after: Divisor after the reduction, a CPU tensor of one number. None: no division.
+        op: "avg" if the communication divides.
+        sums: The replicate axes of two or more ranks.
     """
 
     before: float | None
@@ -91,7 +94,7 @@ class Division:
 
 
 class PartialSum:
-    """What reductions left that were scattered and not yet summed over the replicas: ``flat``."""
+    """Accumulates reduce-scattered gradients, ``flat``, until the all-reduce over replicas."""
 
     def __init__(self) -> None:
         self.flat: Tensor | None = None
@@ -107,9 +110,16 @@ class PartialSum:
     def add(
         self, flat: Tensor, names: tuple[str, ...], used: list[bool], scale: object
     ) -> tuple[Tensor, list[bool]]:
-        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it.
+        """Add ``flat`` to the accumulated sum.
 
-        ``scale`` says what ``flat`` was divided by, all of what is added in the same way.
+        Args:
+            flat: Reduced row of this rank. It is updated in place and kept.
+            names: Names of the parameters. They must be the same until the all-reduce.
+            used: Whether this rank has a gradient, per parameter.
+            scale: How ``flat`` was divided. It must be the same until the all-reduce.
+
+        Returns:
+            The sum, and per parameter whether this rank had a gradient in any of its terms.
         """
         if self.flat is not None:
             if names != self._names:
@@ -129,7 +139,7 @@ class PartialSum:
         return flat, used
 
     def drop(self) -> None:
-        """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
+        """Set this rank's sum to zero. Other replicas still all-reduce theirs with it."""
         if self.flat is not None:
             self.flat.zero_()
             self._used, self._scale = [False] * len(self._used), None
@@ -180,9 +190,9 @@ class ReducedGradients:
         self._references = self._counted()
 
     def _counted(self) -> int:
-        """Return how many hold the memory or one of the tensors, or have put a mark there.
+        """Return the number of references to the memory and the tensors, and of their attributes.
 
-        It is least where no one does, and so a sum says it.
+        The number is lowest if nobody else refers to them.
         """
         found = getrefcount(self._storage) + sum(storage_references([self._storage]))
         found += sum(map(getrefcount, self._tensors)) + sum(map(len, self._marks))
@@ -219,12 +229,16 @@ class ReducedGradients:
 
 
 class ReductionPlan:
-    """What the reductions of some parameters of a group have in common: for many steps.
+    """State that all reductions of the same parameters of a group share.
 
-    ``path`` is that of the module now, for a profile; ``shard`` the flat shard, for dtype and
-    device; ``tag`` that of the unit, in every reduction; ``offloaded``: it rests on the CPU.
-    ``has_flags``: `pack` makes columns for the flags of ``rows``. Otherwise they are a tensor of
-    their own, `flags`, to be reduced together with them.
+    Attributes:
+        path: Path of the module, for profiles.
+        tag: Tag of the unit, sent with every reduction.
+        offloaded: Whether shards are on the CPU and computed on another device.
+        rows: Layout of the packed gradients.
+        shard: The flat shard. Gradients get its dtype and device.
+        has_flags: Whether `pack` writes the flags into the rows. Otherwise they are a second
+            tensor, `flags`, that is reduced in the same call.
     """
 
     def __init__(
@@ -326,9 +340,10 @@ class ReductionPlan:
         used: Sequence[bool],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return zeros, and from column ``first`` on 1 for each ``used`` parameter, then the tag.
+        """Return a tensor of zeros, with the flags from column ``first`` on if ``used`` is given.
 
-        Without ``used`` there are only zeros. The tensor is cached if all parameters are used.
+        The flags are 1 or 0 for each parameter, then the flags of the tag. The tensor is cached if
+        all parameters are used.
         """
         known = self._known.get((what, dtype)) if all(used) else None
         if known is not None:

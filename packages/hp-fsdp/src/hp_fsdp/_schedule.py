@@ -108,7 +108,7 @@ class Schedule:
         return self.paths()[self.units.index(unit)]
 
     def _name_groups(self) -> None:
-        """Tell groups their paths and, on accelerators, the streams that all of them share."""
+        """Set each group's path and, on accelerators, the shared streams and the tag log."""
         streams = Streams.on(self.device)
         self._tag_log = self._new_tag_log(streams)
         use_warning = Once()
@@ -121,7 +121,7 @@ class Schedule:
                 group.reads_tags = self._tag_log is not None
 
     def _new_tag_log(self, streams: Streams | None) -> TagLog | None:
-        """Return a log for tags on an accelerator, with those that parts have not read yet."""
+        """Return a `TagLog` with the unread tags of earlier schedules; None on a CPU."""
         if streams is None:
             return None
         log = TagLog(streams.offload)

@@ -100,7 +100,7 @@ class Begun:
 
     @property
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the device has finished this work."""
         return self._event.query()
 
     def synchronize(self) -> None:

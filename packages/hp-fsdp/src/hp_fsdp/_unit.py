@@ -203,10 +203,10 @@ class Unit:
             self.note_writes()
 
     def check_parameters(self, backward: bool) -> None:
-        """Take over parameters of groups that rest which were replaced or converted from outside.
+        """Detect parameters that user code replaced or converted while they were sharded.
 
-        A ``backward`` gathers what its forward did, wherever parameters were moved in between.
-        Raises `ParameterError` for what cannot be taken over.
+        With ``backward`` it does not check whether their memory moved, because backward gathers
+        the parameters of its forward. Raises `ParameterError` for unusable parameters.
         """
         for group in self.groups:
             if group.state in RESTING and not (
@@ -218,10 +218,14 @@ class Unit:
     def gather_in_turn(
         self, act: Act, turn: int | None, in_pass: bool = True, ahead: bool = False
     ) -> None:
-        """Do as `gather` in a pass or backward, whose number is ``turn``.
+        """Start the gathers of a pass or backward.
 
-        Parameters that were ``checked`` in it, with those of other units, are not checked again.
-        Nothing is done ``ahead`` of its time where a ring has no memory for it yet.
+        Args:
+            act: What the parameters are gathered for.
+            turn: Number of the pass or backward. Parameters that were checked in it are not
+                checked again. None: check them.
+            in_pass: Whether the schedule started the gather, not the user.
+            ahead: Whether this is a prefetch. A prefetch is skipped if a ring has no free memory.
         """
         if act is Act.FORWARD and self.packs_early:
             self._check_unfrozen()
@@ -508,7 +512,11 @@ class Unit:
             self._begin_unexpected(order.gathers, self._gathers[act], act, self.options)
 
     def before_reduction(self, chosen: list[list[int]], options: Options) -> None:
-        """Do as `before_gather` for a reduction of the parameters ``chosen`` of each group."""
+        """Raise `DisagreementError` if other ranks reduce other parameters next.
+
+        ``chosen`` are the positions of the reduced parameters in each group. Compares with other
+        ranks only if the reduction is new or unexpected; see `_agreement`.
+        """
         order = self.order
         if order is None or not (self._shards or options.all_reduce):
             return
@@ -563,8 +571,8 @@ class Unit:
             raise
         except RuntimeError as error:
             if self.order is not None:
-                said = f"compare before it is to {act.value.format(self)}{self._count(act)}"
-                self.order.report(error, rank, said)
+                waiting_to = f"compare before it is to {act.value.format(self)}{self._count(act)}"
+                self.order.report(error, rank, waiting_to)
             raise
 
     def _count(self, act: Act) -> str:
@@ -573,7 +581,7 @@ class Unit:
         return f" ({sum(len(group.reduced()) for group in self.groups)} parameters)"
 
     def forget_comparisons(self) -> None:
-        """Compare with other ranks again what the unit gathers and reduces."""
+        """Forget which collectives were compared, so that ranks compare them again."""
         sharded = [group for group in self.groups if group.axes.shard.size > 1]
         tagged = all(group.tagged for group in sharded)
         parts = [group.gather_signature for group in sharded]
@@ -623,9 +631,9 @@ class Unit:
         return f"{self.path} ({classes}, unit {self.number})"
 
     def _facts(self, act: Act, options: Options) -> dict[str, str]:
-        """Return what must be the same on all ranks, by what it is called in an error.
+        """Return the settings that must be equal on all ranks, by their names in error messages.
 
-        All but parameters have spaces in their names.
+        Only names of parameters have no spaces.
         """
         facts = {_PLACE_MADE: str(self._place_made), _NUMBER: str(self.number)}
         for number, group in enumerate(self.groups):

@@ -92,9 +92,9 @@ def _direct(start: Callable[..., Any], options: Any, *args: Any, op: Any = None)
 
 
 def _real(tensor: Tensor, op: Any = None) -> Tensor:
-    """Return a view in real numbers of complex ones, which not all backends know.
+    """Return a real view of a complex tensor, because not all backends support complex dtypes.
 
-    As it is where ``op`` does not go through the parts of a number one by one.
+    If ``op`` does not act on real and imaginary parts separately, the tensor is returned as it is.
     """
     as_parts = tensor.is_complex() and (op is None or op in _LINEAR)
     return torch.view_as_real(tensor) if as_parts else tensor
@@ -469,10 +469,10 @@ def _sent_and_received(
     sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Tensor]],
 ) -> list[Any]:
-    """Start sends to peers and receives from them: as one batch where the backend has batches.
+    """Start sends and receives, as one batch if the backend supports batches.
 
-    Where it has none, as gloo, torch's function starts them one by one too, and looks up the group
-    and the peer several times for each. The group's own methods are called here, in that order.
+    For other backends, such as gloo, this calls the group's methods one by one. torch's function
+    does the same in the same order, but looks up the group and the peer several times.
     """
     backend = _backend_of(group, (*sends, *receives)[0][1].device)
     if backend is None or backend.supports_coalescing:
@@ -561,10 +561,10 @@ def _needs_staging(group: ProcessGroup, tensors: Sequence[Tensor]) -> bool:
 def _dense(
     outputs: Sequence[Tensor], *, on_cpu: bool = False
 ) -> tuple[list[Tensor], Finish | None]:
-    """Return contiguous tensors for the outputs, and what then copies those that are others.
+    """Return a contiguous tensor per output, and a function that copies them to the outputs.
 
-    Gloo writes from an output's first element on, whatever its strides. With ``on_cpu`` the
-    contiguous tensors are in CPU memory, without the values of the outputs.
+    An output that is contiguous is returned itself; if all are, there is no function. gloo ignores
+    strides when it writes. With ``on_cpu``, new CPU tensors without values are returned.
     """
     if on_cpu:
         dense = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
