@@ -16,7 +16,7 @@ from torch.distributed._composable.replicate import replicate as replicate_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from hp_fsdp import ModuleError, fully_shard
+from hp_fsdp import ModuleError, ParameterError, fully_shard
 
 from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
 
@@ -261,3 +261,43 @@ def copied(rank: int) -> list[bool]:
 
 def test_a_copy_of_an_inner_module_belongs_to_nobody(ranks: Ranks) -> None:
     assert ranks(2).run(copied) == [[True, True]] * 2
+
+
+def converted_frozen(rank: int, layout: str) -> list[str]:
+    """Convert a frozen model, as a whole and after `fully_shard`; return its dtypes then."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    for module in (model[0], model):
+        fully_shard(module, mesh_of((2,), ("fsdp",)), layout=layout)
+    out = model.double()(torch.ones(1, 8, dtype=torch.float64))
+    return [str(p.dtype) for p in model.parameters()] + [str(out.dtype)]
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_a_frozen_model_may_be_converted(ranks: Ranks, layout: str) -> None:
+    for dtypes in ranks(2).run(converted_frozen, layout):
+        assert {*dtypes} == {"torch.float64"}
+
+
+def called_with_others(rank: int, layout: str) -> tuple[str, float]:
+    """Call a model with other parameters, as averages; return the error and the own's change."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = [p.detach().clone() for p in model.parameters()]
+    for module in (model[0], model):
+        fully_shard(module, mesh_of((2,), ("fsdp",)), layout=layout)
+    others = {name: p.detach() * 0 for name, p in model.named_parameters()}
+    with pytest.raises(ParameterError) as caught, torch.no_grad():
+        torch.func.functional_call(model, others, (torch.ones(1, 8),))
+    now = [p.full_tensor() for p in model.parameters()]
+    return str(caught.value), max(
+        float((a - b).abs().max()) for a, b in zip(before, now, strict=True)
+    )
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_a_call_with_other_parameters_is_refused_and_keeps_the_own(
+    ranks: Ranks, layout: str
+) -> None:
+    for text, change in ranks(2).run(called_with_others, layout):
+        assert ".weight was replaced by a tensor that is no nn.Parameter" in text
+        assert "functional_call" in text
+        assert change == 0

@@ -1,5 +1,7 @@
 """Ranks that run different units after the first pass raise an error and get no wrong gradients."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import count
@@ -26,6 +28,7 @@ from hp_dtensor import (
 )
 from hp_fsdp import DisagreementError, _agreement, fully_shard
 from hp_fsdp._tags import FLAG_BITS, TAG_BITS, number_of, tag_digits, tag_flags
+from hp_fsdp._unit import UNIT_ATTRIBUTE
 
 from .streams import Device, watched
 
@@ -580,3 +583,83 @@ def test_reversed_ragged_blocks_end_with_an_error_at_the_timeout(ranks: Ranks) -
     assert said[0] == said[1]
     assert "rank 0 waited to " in said[0]
     assert "rank 1 waited to " in said[0]
+
+
+def one_replica_has_another_model(rank: int) -> float:
+    """Shard another model over the ranks of one replica only; return the worst gradient error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
+    if rank < 2:
+        for _ in range(3):
+            fully_shard(nn.Linear(WIDTH, WIDTH), mesh["part"])
+    model = sharded(mesh)
+    for _ in range(3):
+        model.zero_grad()
+        run(model, inputs(rank), ALL)
+    expected = Blocks().double()
+    for each in range(4):
+        (expected(inputs(each), ALL).sum() / 4).backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max(float((p.grad.full_tensor() - e.grad).abs().max()) for p, e in pairs)
+
+
+def test_replicas_whose_ranks_shard_other_models_too_train(ranks: Ranks) -> None:
+    for worst in ranks(4).run(one_replica_has_another_model):
+        assert worst < 1e-12
+
+
+def dropped_sums(rank: int) -> bool:
+    """Drop gradients that wait for an all-reduce, then reduce what is left: zeros."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
+    model = sharded(mesh)
+    model.set_requires_all_reduce(False)
+    run(model, inputs(rank), ALL)
+    model.zero_grad()
+    model.reduce_gradients()
+    model.set_requires_all_reduce(True)
+    run(model, inputs(rank), ALL)
+    return all(p.grad is not None for p in model.parameters())
+
+
+def test_sums_that_all_ranks_dropped_are_no_mix_up(ranks: Ranks) -> None:
+    assert all(ranks(4).run(dropped_sums))
+
+
+def kept_alive(rank: int) -> bool:
+    """Run a new order without gradients, and drop the model; return whether a block is alive."""
+    model = sharded(init_device_mesh("cpu", (2,), mesh_dim_names=("part",)))
+    after_a_good_step(model)
+    run(model, inputs(), (0, 1, 3), train=False)
+    block = weakref.ref(model.blocks[3])
+    del model
+    gc.collect()
+    return block() is not None
+
+
+def test_a_process_group_keeps_no_model_alive(ranks: Ranks) -> None:
+    assert not any(ranks(2).run(kept_alive))
+
+
+def two_errors(rank: int) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"part_{next(_meshes)}",))
+    order = _agreement.CollectiveOrder(Axis.of(mesh), dist.new_group([0, 1]))
+    return str(order.conclude("first")), str(order.conclude("second"))
+
+
+def test_a_second_mix_up_has_a_text_of_its_own(ranks: Ranks) -> None:
+    assert ranks(2).run(two_errors) == [("first", "second")] * 2
+
+
+def signatures(rank: int) -> list[tuple[object, ...]]:
+    """Return what the reductions of one parameter and of its halves, ragged, are like."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("part",))
+    found = []
+    for rows in ([64], [32, 32]):
+        model = nn.Sequential(*(nn.Linear(64, n, bias=False) for n in rows))
+        unit: Any = vars(fully_shard(model, mesh, layout="ragged"))[UNIT_ATTRIBUTE]
+        found.append(unit.groups[0].reduction_signature(range(len(rows))))
+    return found
+
+
+def test_ragged_reductions_with_other_numbers_of_flags_are_unlike(ranks: Ranks) -> None:
+    for one, other in ranks(2).run(signatures):
+        assert one != other

@@ -17,6 +17,8 @@ gradients without an error. Three checks find that:
 import hashlib
 import json
 import re
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,13 +42,17 @@ from hp_dtensor import (
 from ._errors import DisagreementError
 from ._streams import Begun, SideStream
 from ._tags import FLAG_BITS, TAG_BITS, flags_agree, number_of, tag_flags, tag_width
-from ._torch import backend_of, default_store
+from ._torch import backend_of, default_store, group_identity
 
 # Seconds that a rank waits for the reports of others: after a timeout, and after a lost connection.
 REPORT_SECONDS = 10.0
 LOST_SECONDS = 2.0
 # How many collectives a history keeps at least.
 KEPT = 2**12
+# At so many of its last places a collective is looked for in the past.
+PLACES = 64
+# Numbers of units with replicas begin here.
+REPLICATED = 2 ** (FLAG_BITS - 1)
 RULE = "all ranks must run the same units in the same order"
 # Reads the values of tags. The second argument begins the message of the error.
 TagCheck = Callable[[list[float], str], DisagreementError | None]
@@ -178,14 +184,18 @@ class Tag:
             f"are wrong; {RULE}"
         )
 
-    def report(self, error: Exception, doing: str) -> None:
+    def report(self, error: Exception, doing: str, axis: Axis | None = None) -> None:
         """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
 
-        ``doing`` describes this rank's collective, with ``{}`` for the unit.
+        Args:
+            error: What the collective raised.
+            doing: Describes this rank's collective, with ``{}`` for the unit.
+            axis: Its axis. None: the first one of the unit.
         """
         if self.orders:
-            order = self.orders[0]
-            order.report(error, self._rank, doing.format(order.name(self.number)))
+            first = self.orders[0]
+            over = first if axis is None else order_of(axis) or first
+            over.report(error, self._rank, doing.format(first.name(self.number)))
 
 
 class Collective:
@@ -233,8 +243,9 @@ class History:
 
     Attributes:
         turn: The expected collective; None at the end of a cycle, and if nothing is expected.
-        unsettled: The unit of an unexpected collective that ranks did not compare. Histories may
-            differ until its tags are read. Until then nothing is expected. None usually.
+        unsettled: Refers to the unit of an unexpected collective that ranks did not compare.
+            Histories may differ until its tags are read. Until then nothing is expected. None
+            usually. A weak reference, because a history lives as long as its process group.
     """
 
     def __init__(self) -> None:
@@ -243,14 +254,23 @@ class History:
     def reset(self) -> None:
         """Forget everything."""
         self.turn: Turn | None = None
-        self.unsettled: NumberedUnit | None = None
+        self.unsettled: weakref.ref[NumberedUnit] | None = None
         self._past: list[Collective] = []
+        # Where each of the first `_indexed` collectives came last.
+        self._places: dict[Collective, deque[int]] = {}
+        self._indexed = 0
         self._dropped = 0
         self._cycle: list[Turn] = []
         self._first: Collective | None = None  # of the schedule that began last
 
     def __len__(self) -> int:
         return self._dropped + len(self._past) + self._done
+
+    @property
+    def awaits_tags(self) -> bool:
+        """Return whether the tags of an unexpected gather have not arrived yet."""
+        unit = None if self.unsettled is None else self.unsettled()
+        return unit is not None and unit.gathering
 
     @property
     def _done(self) -> int:
@@ -286,7 +306,10 @@ class History:
         return "like" if collective.is_like(expected) else "other"
 
     def add(
-        self, collective: Collective, owner: object, unsettled: "NumberedUnit | None" = None
+        self,
+        collective: Collective,
+        owner: object,
+        unsettled: "weakref.ref[NumberedUnit] | None" = None,
     ) -> None:
         """Record a collective for which `repeats` returned False.
 
@@ -325,15 +348,17 @@ class History:
         """
         past = self._past
         end, best, lag = len(past) - 1, 0, 0
-        for place in range(end - 1, max(-1, end - KEPT), -1):
-            if past[place] is past[end]:
-                length = 1
-                while length <= place and past[place - length] is past[end - length]:
-                    length += 1
-                if length > best:
-                    best, lag = length, end - place
-                if length >= KEPT // 8:
-                    break
+        for place in range(max(0, self._indexed - self._dropped), len(past)):
+            self._places.setdefault(past[place], deque(maxlen=PLACES)).append(self._dropped + place)
+        self._indexed = self._dropped + len(past)
+        for known in [*self._places[past[end]]][-2::-1]:  # latest first, without the last
+            place, length = known - self._dropped, 1
+            while length <= place and past[place - length] is past[end - length]:
+                length += 1
+            if place >= 0 and length > best:
+                best, lag = length, end - place
+            if length >= KEPT // 8:
+                break
         self._cycle = [Turn(past[end + 1 - lag + place], place) for place in range(lag)]
         for turn, following in pairwise(self._cycle):
             turn.following = following
@@ -366,13 +391,19 @@ class CollectiveOrder:
     def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
         self.gathers, self.reductions = History(), History()
         self.axis_name = axis.name
-        self._ranks, self._prefix = axis.ranks, f"hp_fsdp/{group.group_name}"
-        self._made = 0
+        self._ranks, self._prefix = axis.ranks, f"hp_fsdp/{group_identity(group)}/{axis.ranks}"
+        self._made: Counter[tuple[CollectiveOrder, ...]] = Counter()
+        self._mix_ups = 0  # for which this rank has raised an error
         self._units: WeakValueDictionary[int, NumberedUnit] = WeakValueDictionary()
 
-    def add(self, unit: NumberedUnit) -> int:
-        """Return the number of a new unit."""
-        number, self._made = self._made, self._made + 1
+    def add(self, unit: NumberedUnit, others: "Sequence[CollectiveOrder]") -> int:
+        """Return the number of a new unit, which communicates over ``others`` too.
+
+        Ranks of other replicas may shard other models over their own groups. Only units over the
+        same groups are counted together, so that the number is the same on all replicas.
+        """
+        number = self._made[tuple(others)] + (REPLICATED if others else 0)
+        self._made[tuple(others)] += 1
         self._units[number] = unit
         return number
 
@@ -401,16 +432,23 @@ class CollectiveOrder:
 
     def conclude(self, text: str) -> DisagreementError:
         """Return the error. All ranks use the text of the first rank that calls this."""
-        with suppress(RuntimeError):  # the store is gone
-            text = default_store().compare_set(f"{self._prefix}/mixed_up", "", text).decode()
+        with suppress(*_STORE_GONE):
+            text = default_store().compare_set(self._mix_up_key, "", text).decode()
+        self._mix_ups += 1
         return DisagreementError(text)
+
+    @property
+    def _mix_up_key(self) -> str:
+        """Return where the store has the text of the next mix-up."""
+        return f"{self._prefix}/mixed_up/{self._mix_ups}"
 
     def _concluded(self) -> str:
         """Return the text of the rank that found a mix-up; "" if none has."""
-        with suppress(RuntimeError):
-            store, key = default_store(), f"{self._prefix}/mixed_up"
+        with suppress(*_STORE_GONE):
+            store, key = default_store(), self._mix_up_key
             if store.check([key]):
                 text: str = store.get(key).decode()
+                self._mix_ups += 1
                 return text
         return ""
 
@@ -462,12 +500,13 @@ class CollectiveOrder:
             # The first rank to finish decides for all.
             outcome = store.compare_set(f"{prefix}/outcome", "", json.dumps(found))
             agreed: dict[str, list[int]] = json.loads(outcome)
-        except RuntimeError:
+        except _STORE_GONE:
             return own
         return agreed
 
 
 _SILENT = "did not report"
+_STORE_GONE = RuntimeError, ValueError  # its connection is lost; there is no default group
 _ORDERS: WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = WeakKeyDictionary()
 
 

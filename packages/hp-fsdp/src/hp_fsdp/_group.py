@@ -157,7 +157,10 @@ class ParameterGroup:
 
     def reduction_signature(self, chosen: Sequence[int]) -> tuple[object, ...]:
         """Return the size and the dtype of a reduction of the parameters at ``chosen``."""
-        return (self._rows_of(chosen).numel, self.dtypes.reduce) if chosen else ()
+        if not chosen:
+            return ()
+        rows = self._rows_of(chosen)
+        return rows.numel, rows.reduced_numel, self.dtypes.reduce
 
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
         config = self.config
@@ -188,13 +191,13 @@ class ParameterGroup:
         layout = self.layout
         flat = layout.shard if self.flat else None
         self.table = ParameterTable(self.parameters, layout.shards, flat)
-        self._watch_sharded()
+        self.watch_sharded()
         self._in_order = [self.table.sharded[i] for i in self.order]
         self._plain = all(each.is_plain for each in self.parameters)
         self._training = []
         self._plan = None
 
-    def _watch_sharded(self) -> None:
+    def watch_sharded(self) -> None:
         """Warn if autograd accumulates into a sharded parameter, unless there is only one rank.
 
         Gradients of this package do not pass autograd's accumulators, so they do not warn.
@@ -207,6 +210,10 @@ class ParameterGroup:
                 if node not in known:
                     node.register_hook(partial(_warn_of_use, weakref.ref(self), parameter.name))
                 self._accumulators.append(node)
+
+    def stop_watching(self) -> None:
+        """Undo `watch_sharded`: a conversion may swap the parameters."""
+        self._accumulators = []
 
     def _hook_gradients(self) -> None:
         """Pack large gradients as they come; others cost less when they are packed together."""

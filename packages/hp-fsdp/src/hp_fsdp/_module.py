@@ -595,11 +595,19 @@ class FSDPModule:
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
         units = _units(self, True)
+        groups = [group for unit in units for group in unit.groups]
         for unit in units:
             if unit.schedule is not None:
                 unit.schedule.finish_early()
             unit.rest()
-        module = cast(Any, super())._apply(fn, recurse)
+        try:
+            # torch swaps no frozen parameter whose gradient accumulator is alive.
+            for group in groups:
+                group.stop_watching()
+            module = cast(Any, super())._apply(fn, recurse)
+        finally:
+            for group in groups:
+                group.watch_sharded()
         for unit in units:
             unit.reset_sharded(
                 final=len(unit.modules) == 1

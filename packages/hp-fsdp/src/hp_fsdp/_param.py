@@ -186,7 +186,14 @@ class ShardedParameter:
             if owner.get() is None:
                 return self._removal(owner)
         present = [owner.get() for owner in self.owners]
-        others = [each for each in present if each is not self.sharded and not self.fits(each)]
+        others = [each for each in present if each is not self.sharded]
+        if not all(isinstance(each, nn.Parameter) for each in others):
+            return (
+                f"{self.name} was replaced by a tensor that is no nn.Parameter, as "
+                "torch.func.functional_call does it; a sharded module computes with its own "
+                "parameters only: load other values, for example by load_state_dict"
+            )
+        others = [each for each in others if not self.fits(each)]
         if not others:
             return None
         found: object = others[0]

@@ -53,6 +53,7 @@ class Reduction:
         self._scale = division.op, division.before
         self._sums = list(division.sums)
         self._ready = True
+        self._shard_axis = self._sum_axis = axes.shard  # the latter is that of the last sum
         self.scattering: Waitable | None = None
         self._summing: Waitable | None = None
         self._gradients = gradients  # released when they are packed
@@ -119,6 +120,7 @@ class Reduction:
             self._summing = self._sum(self._sums.pop(0))
 
     def _sum(self, axis: Axis) -> Waitable:
+        self._sum_axis = axis
         flats = [] if self._flat is None else [self._flat]
         try:
             with named_range("all_reduce", self._plan.path, axis.name):
@@ -148,7 +150,7 @@ class Reduction:
             except Exception as error:  # it has ended with this error, unlike after an interrupt
                 self.scattering, self._ready = None, False
                 self._lose_output()
-                self._plan.report(error, "reduce the gradients of {}")
+                self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
                 raise
             self.scattering = None
             self._give_back()
@@ -175,9 +177,9 @@ class Reduction:
                 with named_range("wait_all_reduce", self._plan.path):
                     self._summing.wait()
             except Exception as error:
-                self._summing = None
+                self._summing, self._ready = None, False
                 self._lose_output()
-                self._plan.report(error, "sum the gradients of {} over replicas")
+                self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
             if self._summing is None and self._reads_tags_early:
@@ -222,6 +224,7 @@ class Reduction:
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
         if error is not None:
+            self._ready = False
             self._release_output()
             raise error
 

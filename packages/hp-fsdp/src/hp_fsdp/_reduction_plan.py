@@ -360,9 +360,9 @@ class ReductionPlan:
             self._known[what, dtype] = made
         return made
 
-    def report(self, error: Exception, doing: str) -> None:
+    def report(self, error: Exception, doing: str, axis: Axis) -> None:
         """Raise `DisagreementError` if ``error`` means that ranks were in different collectives."""
-        self.tag.report(error, f"{doing} ({len(self.parameters)} parameters)")
+        self.tag.report(error, f"{doing} ({len(self.parameters)} parameters)", axis)
 
     @property
     def names(self) -> tuple[str, ...]:

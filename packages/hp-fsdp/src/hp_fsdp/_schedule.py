@@ -84,9 +84,9 @@ class Schedule:
                 part.wait_for_optimizer()
                 if part._pinned:
                     part._finish_copies()
-        self._name_groups()
+        # Nothing above, and nothing in the first of these, is left half done if it raises.
         self._split_axes()
-        # Nothing above is left half done where it raises.
+        self._name_groups()
         made = sorted(self.units, key=lambda unit: unit.made)
         places = {unit: place for place, unit in enumerate(made)}
         owner = object()  # stands for this schedule, which histories must not keep alive

@@ -3,6 +3,7 @@
 Tried with torch 2.13, in short with 2.11.
 """
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -409,6 +410,16 @@ def note_state(module: nn.Module, state: TorchState) -> None:
 def noted_state(module: nn.Module) -> Any:
     """Return what torch's ``fully_shard.state`` returns."""
     return _fully_shard.state(module)
+
+
+def group_identity(group: ProcessGroup) -> str:
+    """Return a name of a group that is the same on all of its ranks.
+
+    ``split_group`` names groups by a hash of how many groups a rank is in. Their description does
+    not depend on that.
+    """
+    name = str(group.group_name)
+    return str(group.group_desc) if re.fullmatch("[0-9a-f]{40}", name) else name
 
 
 def default_store() -> Any:

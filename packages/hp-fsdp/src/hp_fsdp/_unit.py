@@ -19,6 +19,7 @@ from ._agreement import (
     CollectiveOrder,
     History,
     Intent,
+    NumberedUnit,
     Tag,
     checking,
     compare,
@@ -126,6 +127,8 @@ class Unit:
     ) -> None:
         self.modules = tuple(modules)
         self.options = options
+        # Made once, because histories compare it.
+        self._reference: weakref.ref[NumberedUnit] = weakref.ref(self)
         # What the last reduction was planned for: parameters of each group, and options.
         self._planned_for: tuple[list[list[int]], Options | None]
         self._reduction: Collective | None
@@ -245,8 +248,8 @@ class Unit:
             expected = history.turn if self._checked is None else None
             if expected is not None and expected.collective is self._gathers[act]:
                 history.turn = expected.following
-            elif history.unsettled is not None and history.unsettled.gathering and ahead:
-                return  # its tags were not read yet
+            elif ahead and history.awaits_tags:
+                return
             else:
                 self._before_gather(act)
         self.in_pass, self.stays = in_pass, False
@@ -255,7 +258,7 @@ class Unit:
         if act is Act.FORWARD and not torch.is_grad_enabled():
             self.note_writes()
             self._read_tags()
-        elif history is not None and history.unsettled is self:
+        elif history is not None and history.unsettled is self._reference:
             self._read_tags()
 
     def _read_tags(self) -> None:
@@ -505,7 +508,7 @@ class Unit:
         """
         order = self.order
         if order is not None:
-            if order.gathers.unsettled is not None and not order.gathers.unsettled.gathering:
+            if order.gathers.unsettled is not None and not order.gathers.awaits_tags:
                 order.gathers.settle()
             if self._checked is not None:
                 self._checked.check(self._axis, f"gather for {act.name.lower()}", str(self))
@@ -553,7 +556,7 @@ class Unit:
             collective.compared = True
         # On an accelerator tags are read too late to wait for them.
         waits = found == "like" and self.groups[0].streams is None
-        history.add(collective, self._owner, self if waits else None)
+        history.add(collective, self._owner, self._reference if waits else None)
 
     def _compare(self, act: Act, options: Options) -> None:
         axes = [self._data.shard]
@@ -613,7 +616,7 @@ class Unit:
                 order, old = orders[0], group.tag
                 if order not in numbers:
                     has_number = order in old.orders[:1]
-                    numbers[order] = old.number if has_number else order.add(self)
+                    numbers[order] = old.number if has_number else order.add(self, orders[1:])
                 group.use_tag(Tag(orders, numbers[order], first.ranks[first.index]))
         self.order = order_of(self._axis)
         self.number = numbers[self.order] if self.order is not None else 0
