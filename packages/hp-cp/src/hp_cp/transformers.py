@@ -60,8 +60,9 @@ _REFUSED = (
 class SequenceShard:
     """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
 
-    ``last_position``: the largest position id of the whole batch. ``counted``: position ids are
-    those of `shard_batch`, not of the batch.
+    ``last_positions``: the largest position id of the whole batch; of position ids
+    ``[axes, batch, sequence]`` one for each axis. ``counted``: position ids are those of
+    `shard_batch`, not of the batch.
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
     ``dropout_seed``: which of the attention weights become zero where a model has dropout.
     """
@@ -69,7 +70,7 @@ class SequenceShard:
     layout: Layout
     mask: MaskSpec
     seq_len: int
-    last_position: int
+    last_positions: tuple[int, ...]
     counted: bool
     padded: bool = False
     dropout_seed: int | None = None
@@ -290,6 +291,7 @@ def shard_batch(
             means those of ``cu_seq_lens_q`` of the batch, as from ``DataCollatorWithFlattening``,
             else those that its ``position_ids`` start at 0, or at the position at which a row
             starts, where the batch has no ``attention_mask``, as in the library, else none.
+            Row 0 of ``position_ids`` ``[4, batch, sequence]`` is that of the text (Qwen2-VL).
             Causality and windows are the layers' own.
         dropout_seed: For models with dropout of attention weights in training: an int that ranks
             of one sequence share, another one for every step and batch. The same weights become
@@ -301,8 +303,9 @@ def shard_batch(
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
             ``attention_mask`` with zeros before ones, or whose padding has labels, position ids
-            that jump, repeat or decrease otherwise than to a document's start, where there is
-            neither a mask nor an ``attention_mask``, a mask with a window or a function, with
+            that jump, repeat or decrease otherwise than to a document's start, or start again and
+            are ``[axes, batch, sequence]`` without a row of the text, where there is neither a mask
+            nor an ``attention_mask``, a mask with a window or a function, with
             other documents than the batch tells, or those of another number of rows, fewer tokens
             than ranks, a seed that is no int of at least 0, DTensors. And as from `shard_sequence`.
     """
@@ -349,14 +352,17 @@ def shard_batch(
         device = next(iter(cut.values())).device
         positions = position_ids(mesh, pinned, seq_len, mask, device=device)
         found["position_ids"] = positions if mask.per_row else positions[None]
-        last_position = max(len(x) for row in mask.rows for x in row.documents(seq_len)) - 1
+        longest = max(len(x) for row in mask.rows for x in row.documents(seq_len))
+        last_positions = (longest - 1,)
     else:
-        last_position = int(rest["position_ids"].max())
+        ids = rest["position_ids"]
+        axes = ids if ids.ndim == 3 else ids[None]
+        last_positions = tuple(axes.flatten(1).amax(1).tolist())
     shard = SequenceShard(
         layout=layout,
         mask=mask,
         seq_len=seq_len,
-        last_position=last_position,
+        last_positions=last_positions,
         counted=counted,
         padded=padding is not None,
         dropout_seed=dropout_seed,
@@ -679,9 +685,9 @@ def _give_last_position(rotary: nn.Module, settings: _Settings) -> None:
             )
         call = parameters.bind(*args, **kwargs)
         positions = call.arguments["position_ids"]
-        call.arguments["position_ids"] = nn.functional.pad(
-            positions, (0, 1), value=shard.last_position
-        )
+        axes = len(positions) if positions.ndim == 3 else len(shard.last_positions)
+        last = max(shard.last_positions[-axes:])  # without the text's, which image models drop
+        call.arguments["position_ids"] = nn.functional.pad(positions, (0, 1), value=last)
         return call.args, call.kwargs
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -759,17 +765,21 @@ def _starts_of(positions: object) -> tuple[Tensor, Tensor] | None:
 
     A document starts at 0, or at the smallest id of a row that starts there: what the library's
     masks, which start one at each id that does not follow, and its flash attention, which starts
-    one at each smallest id, have in common.
+    one at each smallest id, have in common. The ids of text are ``[sequence]``, ``[batch,
+    sequence]`` or row 0 of ``[4, batch, sequence]``, which precedes time, height and width of
+    images. In other ids of three dims a document starts where all axes start.
     """
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2, 3):
         return None
-    least = positions.amin(1, keepdim=True)
-    starts = (positions == least) & ((least == 0) | (least == positions[:, :1]))
-    return positions.diff(dim=1) != 1, starts[:, 1:]
+    axes = positions[(None,) * (3 - positions.ndim)]
+    axes = axes[:1] if len(axes) == 4 else axes
+    least = axes.amin(-1, keepdim=True)
+    starts = ((axes == least) & ((least == 0) | (least == axes[..., :1]))).all(0)
+    return (axes.diff(dim=-1) != 1).any(0), starts[:, 1:]
 
 
 def _documents_of(positions: Any) -> Documents | None:
-    """Return the documents that the library finds in position ids ``[batch, sequence]``, if any.
+    """Return the documents that the library finds in position ids, if any.
 
     Raises `InputError` where it cannot be told.
     """
@@ -777,19 +787,31 @@ def _documents_of(positions: Any) -> Documents | None:
     if found is None or not bool(found[0].any()):
         return None
     anew, starts = found
+    size = positions.shape[-1]
+    remedy = (
+        f"give shard_batch the documents, mask=MaskSpec(causal=True, cu_seqlens=...), (0, {size}) "
+        f"for a single one, or an attention_mask of ones, beside which there are none"
+    )
+    if positions.ndim == 3 and len(positions) != 4:
+        if len(again := starts.nonzero()):
+            row, column = again[0].tolist()
+            raise InputError(
+                f"position_ids of shape {tuple(positions.shape)} start again at token {column + 1} "
+                f"of row {row}, but transformers looks for documents in [batch, sequence] and in "
+                f"row 0 of [4, batch, sequence] only; put the positions of the text in front, or "
+                f"{remedy}"
+            )
+        return None
     if len(unclear := (anew & ~starts).nonzero()):
         row, column = unclear[0].tolist()
-        before, then = positions[row, column : column + 2].tolist()
+        before, then = positions[(None,) * (3 - positions.ndim)][0, row, column:][:2].tolist()
         raise InputError(
             f"position_ids of row {row} go from {before} to {then} at token {column + 1}, from "
             f"which transformers itself does not tell in one way whether a document starts there: "
-            f"one starts at 0, or where its row starts; give shard_batch the documents, "
-            f"mask=MaskSpec(causal=True, cu_seqlens=...), (0, {positions.shape[1]}) for a single "
-            f"one, or an attention_mask of ones, beside which there are none"
+            f"one starts at 0, or where its row starts; {remedy}"
         )
     if bool((anew == anew[:1]).all()):
         anew = anew[:1]
-    size = positions.shape[1]
     ends = tuple((0, *(row.nonzero()[:, 0] + 1).tolist(), size) for row in anew)
     return ends[0] if len(ends) == 1 else ends
 
