@@ -42,6 +42,8 @@ _NAME = __name__  # in the library's registries of attention functions and of ma
 _ATTRIBUTE = "_context_parallel"  # of attention modules
 _ATTENDED = ("full_attention", "sliding_attention")  # layer types whose attention is known here
 _FIXED = {"default", "linear", "llama3", "proportional", "yarn"}  # rotary, of any length
+# Losses of heads that read whole sequences: the library names a model's loss by its class.
+_OF_SEQUENCES = ("ForSequenceClassification", "ForQuestionAnswering")
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of attention functions that say more about who sees whom, or what is returned.
 _REFUSED = (
@@ -165,14 +167,17 @@ def context_parallel(
     Raises:
         InputError: ``model`` is none of the library, was given before, reads no attention registry,
             mixes rows in other ways than by attention (convolutions, recurrences, encoders with
-            cross attention), or numbers rows itself (no ``position_ids``, scores scaled by
-            position). When called: caches, returned attention weights, ``logits_to_keep``, padding
-            that is seen, dropout of attention weights without a seed, masks that are neither full,
-            causal, windowed nor of packed documents, labels, packed documents or several ranks
-            without `shard_batch`, an attention that was set afterwards, auxiliary losses
-            of routers, which are means over one rank's tokens, and models that count positions from
-            the ``pad_token_id`` on, where `shard_batch` was given no ``position_ids``. Before any
-            communication, on every rank together where all are called alike. And as from
+            cross attention), selects or normalises rows of whole sequences (sequence
+            classification, question answering, poolers), or numbers rows itself (no
+            ``position_ids``, scores scaled by position). When called: caches, returned attention
+            weights, ``logits_to_keep``, padding that is seen, dropout of attention weights without
+            a seed, masks that are neither full, causal, windowed nor of packed documents, labels,
+            packed documents or several ranks without `shard_batch`, an attention that was set
+            afterwards, auxiliary losses of routers, which are means over one rank's tokens, labels
+            of whole sequences, and models that count positions from the ``pad_token_id`` on, where
+            `shard_batch` was given no ``position_ids``. Before any communication, on every rank
+            together where all are called alike. After the forward, on every rank: outputs of one or
+            two dims, as of a head of one's own that pools. And as from
             `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
 
@@ -204,6 +209,8 @@ def context_parallel(
             f"transformers; call context_parallel_attention in the model's own attention"
         )
     parts = [x for x in model.modules() if isinstance(x, library.PreTrainedModel)]
+    own_parts = [x for x in parts if x.config.get_text_config() is config]  # not those of images
+    _check_heads(own_parts)
     _check_positions(model, parts, modules)
     if any(hasattr(module, _ATTRIBUTE) for module in modules):
         raise InputError(
@@ -249,13 +256,17 @@ def context_parallel(
             )
         return args, kwargs
 
+    def check(module: nn.Module, _: object, output: object) -> None:
+        if settings.expected is not None:
+            _check_outputs(module, output)
+
     def after(*_: object) -> None:
         settings.expected = None
 
-    for part in parts:
-        if part.config.get_text_config() is config:
-            part.register_forward_pre_hook(_check_implementation)
+    for part in own_parts:
+        part.register_forward_pre_hook(_check_implementation)
     model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(check)
     model.register_forward_hook(after, always_call=True)
     for module in model.modules():
         if _is_scaled_rotary(module, config):
@@ -334,6 +345,7 @@ def shard_batch(
         )
     padding = _padding_of(rest.pop("attention_mask", None), rows, seq_len)
     if (labels := rest.get("labels")) is not None:
+        _check_labels(labels)
         _check_rows("labels", labels, rows, seq_len)
         targets = rest.setdefault("shift_labels", shift_labels(labels, mask))
         _check_rows("shift_labels", targets, rows, seq_len)
@@ -602,6 +614,7 @@ def _check_unpacked(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
     """Raise `InputError` unless the loss of a model is this rank's share of the mean."""
     needed = ("shift_labels", "num_items_in_batch")
+    _check_labels(kwargs["labels"])
     if any(kwargs.get(name) is None for name in needed):
         raise InputError(
             "labels need shift_labels and num_items_in_batch, as the label after a rank's last row "
@@ -613,6 +626,16 @@ def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
         raise InputError(
             f"the loss of {type(model).__name__} takes no {' and '.join(needed)}; call it without "
             f"labels, and use cp_loss"
+        )
+
+
+def _check_labels(labels: object) -> None:
+    """Raise `InputError` for labels of whole sequences."""
+    if isinstance(labels, Tensor) and labels.ndim == 1:
+        raise InputError(
+            f"labels of shape {tuple(labels.shape)} are one for each sequence, of which ranks hold "
+            f"parts; leave them out, and compute their loss from the whole rows that "
+            f"unshard_sequence returns"
         )
 
 
@@ -632,6 +655,44 @@ def _check_mixing(model: nn.Module) -> None:
             f"{type(model).__name__} has {', '.join(found)}, which mix the rows of a sequence "
             f"beside {' and '.join(_ATTENDED)}; each rank would mix its own rows only"
         )
+
+
+def _check_heads(parts: list[Any]) -> None:
+    """Raise `InputError` for models that select or normalise rows of whole sequences."""
+    for part in parts:
+        if part.loss_type in _OF_SEQUENCES:
+            raise InputError(
+                f"{type(part).__name__} selects or normalises rows of whole sequences, of which "
+                f"ranks hold parts; give context_parallel its base model "
+                f"(.{part.base_model_prefix}), and apply the head to what unshard_sequence returns "
+                f"of the base model's last_hidden_state"
+            )
+    for part in parts:
+        if getattr(part, "pooler", None) is not None:
+            raise InputError(
+                f"{type(part).__name__} has a pooler, which selects rows of whole sequences, of "
+                f"which ranks hold parts; make it with add_pooling_layer=False, or set its pooler "
+                f"to None, and pool what unshard_sequence returns of its last_hidden_state"
+            )
+
+
+def _check_outputs(model: nn.Module, output: object) -> None:
+    """Raise `InputError` for outputs that have no row for each token, as those of a pooling head.
+
+    Such an output has one or two dims, on all ranks alike.
+    """
+    named: Any = output.items() if isinstance(output, Mapping) else None
+    if named is None:
+        each = output if isinstance(output, (list, tuple)) else [output]
+        named = [("output", x) for x in each]
+    for name, x in named:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim in (1, 2):
+            raise InputError(
+                f"{type(model).__name__} returned {name} of shape {tuple(x.shape)}, but ranks hold "
+                f"parts of a sequence, and outputs are [batch, rows, size]: a head that selects or "
+                f"normalises rows needs the whole sequence; give context_parallel the model "
+                f"without this head, and apply it to what unshard_sequence returns"
+            )
 
 
 def _check_positions(model: nn.Module, parts: list[nn.Module], attention: list[nn.Module]) -> None:
