@@ -155,3 +155,45 @@ def test_image_positions_of_documents_without_a_shard_are_refused(positions: Ten
     model = context_parallel(image_model("Qwen2_5_VLText"), mesh)
     with pytest.raises(InputError, match=r"packed documents, but without|start again at token 11"):
         model(input_ids=ids_of(1), position_ids=positions)
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5])
+def test_an_attention_mask_that_numbers_documents_is_refused(value: float) -> None:
+    """The library reads each of its values but 0 as a token that all of the row may see."""
+    mesh, collectives = one_rank()
+    seen = torch.ones(1, SEQ_LEN, dtype=torch.tensor(value).dtype)
+    seen[:, 11:] = value
+    said = rf"has the value {value}, but its values are 0 .*cu_seqlens=\.\.\.\)"
+    with pytest.raises(InputError, match=said):
+        shard_batch({"input_ids": ids_of(1), "attention_mask": seen}, mesh)
+    model = context_parallel(causal_model("llama"), mesh, collectives=collectives)
+    part = shard_batch({"input_ids": ids_of(1)}, mesh)
+    with pytest.raises(InputError, match=said):
+        model(**part, attention_mask=seen[:, -SEQ_LEN // 2 :])
+    alone = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
+    model = context_parallel(causal_model("llama"), alone)
+    for args, kwargs in (((), {"attention_mask": seen}), ((seen,), {})):
+        with pytest.raises(InputError, match=said):
+            model(ids_of(1), *args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
+def test_an_attention_mask_of_zeros_and_ones_may_have_any_dtype(dtype: torch.dtype) -> None:
+    mesh, _ = one_rank()
+    seen = (torch.arange(SEQ_LEN) < 20)[None].to(dtype)
+    part = shard_batch({"input_ids": ids_of(1), "attention_mask": seen}, mesh)
+    assert part["sequence_shard"].padded
+
+
+@pytest.mark.parametrize("ends", [None, (0, 11, SEQ_LEN)])
+def test_windows_over_both_sides_are_refused_for_what_they_are(ends: Any) -> None:
+    """ModernBERT counts its window otherwise than its mask, which is not why it is refused."""
+    mesh, collectives = one_rank()
+    config = transformers.ModernBertConfig
+    kinds = ["sliding_attention", "full_attention"]
+    options = {**small(config()), "layer_types": kinds, "attn_implementation": "eager"}
+    model = transformers.ModernBertModel(config(**options)).eval()
+    context_parallel(model, mesh, collectives=collectives)
+    mask = MaskSpec(causal=True, cu_seqlens=ends)
+    with pytest.raises(InputError, match="has a window over both sides"):
+        model(**shard_batch({"input_ids": ids_of(1)}, mesh, mask=mask))

@@ -237,6 +237,8 @@ def context_parallel(
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
         settings.expected = shard = kwargs.get("sequence_shard")
+        given = _arguments_of(module, args, kwargs)
+        _check_values(given.get("attention_mask"))
         if isinstance(shard, SequenceShard) and shard.counted and own_positions:
             raise InputError(
                 f"{type(module).__name__} counts positions from the pad_token_id on, and "
@@ -244,11 +246,8 @@ def context_parallel(
             )
         if settings.expected is None:
             _check_alone(module, settings)
-            _check_unpacked(module, args, kwargs)
-        elif (
-            kwargs.get("position_ids") is None
-            and _arguments_of(module, args, kwargs).get("position_ids") is None
-        ):
+            _check_unpacked(module, given)
+        elif given.get("position_ids") is None:
             raise InputError(
                 f"{type(module).__name__} was called with a sequence_shard, but without its "
                 f"position_ids: each rank would count its rows from 0; hand on all that "
@@ -313,12 +312,13 @@ def shard_batch(
 
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
-            ``attention_mask`` with zeros before ones, or whose padding has labels, position ids
-            that jump, repeat or decrease otherwise than to a document's start, or start again and
-            are ``[axes, batch, sequence]`` without a row of the text, where there is neither a mask
-            nor an ``attention_mask``, a mask with a window or a function, with
-            other documents than the batch tells, or those of another number of rows, fewer tokens
-            than ranks, a seed that is no int of at least 0, DTensors. And as from `shard_sequence`.
+            ``attention_mask`` with zeros before ones or values other than 0 and 1, or whose padding
+            has labels, position ids that jump, repeat or decrease otherwise than to a document's
+            start, or start again and are ``[axes, batch, sequence]`` without a row of the text,
+            where there is neither a mask nor an ``attention_mask``, a mask with a window or a
+            function, with other documents than the batch tells, or those of another number of rows,
+            fewer tokens than ranks, labels of whole sequences, a seed that is no int of at least 0,
+            DTensors. And as from `shard_sequence`.
     """
     n, _ = place_of(mesh)
     layout = checked_layout(layout)
@@ -494,16 +494,16 @@ def _layer_mask(
             f"{type(module).__name__} calls its attention with is_causal={causal} and a mask of "
             f"causal={given.causal}; give the model one of the two"
         )
+    if given.window is not None and not given.causal:
+        raise InputError(
+            f"{type(module).__name__} has a window over both sides, which is not supported over "
+            f"ranks; its reach differs between attention functions of transformers"
+        )
     if given.window != sliding_window:
         raise InputError(
             f"{type(module).__name__} calls its attention with sliding_window={sliding_window} and "
             f"a mask of {given.window} local positions; chunks and other local masks are not "
             f"supported over ranks"
-        )
-    if given.window is not None and not given.causal:
-        raise InputError(
-            f"{type(module).__name__} has a window over both sides, which is not supported over "
-            f"ranks; its reach differs between attention functions of transformers"
         )
     return given
 
@@ -600,9 +600,8 @@ def _arguments_of(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[s
     return {**bound.arguments, **kwargs}
 
 
-def _check_unpacked(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_unpacked(model: nn.Module, given: dict[str, Any]) -> None:
     """Raise `InputError` where position ids tell documents, which `shard_batch` alone hands on."""
-    given = _arguments_of(model, args, kwargs)
     if given.get("attention_mask") is None and _documents_of(given.get("position_ids")):
         raise InputError(
             f"{type(model).__name__} was called with position_ids of packed documents, but without "
@@ -879,11 +878,26 @@ def _documents_of(positions: Any) -> Documents | None:
 
 def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:
     """Return which tokens are padding, at the end of rows; None where there is none."""
+def _check_values(attention_mask: object) -> None:
+    """Raise `InputError` for an ``attention_mask`` of other values than 0 and 1."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return
+    others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    if others.numel():
+        raise InputError(
+            f"the attention_mask has the value {others[0].item()}, but its values are 0 for "
+            f"padding and 1 for tokens; transformers reads any other as 1. If they number packed "
+            f"documents, leave the mask out and give shard_batch position_ids that start at 0 in "
+            f"each document, or mask=MaskSpec(causal=True, cu_seqlens=...)"
+        )
+
+
     if given is None:
         return None
     _check_rows("attention_mask", given, rows, seq_len)
     seen = torch.as_tensor(given).bool()
     if bool(seen.all()):
+    _check_values(given)
         return None
     if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
         raise InputError(
