@@ -602,8 +602,9 @@ def test_a_call_that_ranks_cannot_serve_is_refused(message: str, call: dict[str,
 def test_what_a_models_config_asks_for_is_refused() -> None:
     refused("Llama", "attention dropout 0.1", {}, attention_dropout=0.1)
     refused("Llama", "output_attentions is not", {}, output_attentions=True)
-    refused("Qwen3Moe", "auxiliary loss", {}, output_router_logits=True)
-    refused("Qwen3Moe", "auxiliary loss", {"output_router_logits": True})
+    routed = "auxiliary loss .*; call parallelize_experts of hp-ep, .* before context_parallel"
+    refused("Qwen3Moe", routed, {}, output_router_logits=True)
+    refused("Qwen3Moe", routed, {"output_router_logits": True})
     refused("Gemma3", "function of its own", {}, use_bidirectional_attention=True)
 
 

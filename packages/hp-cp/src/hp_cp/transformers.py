@@ -575,7 +575,9 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         if getattr(text, "output_router_logits", False) if routed is None else routed:
             raise InputError(
                 "output_router_logits adds an auxiliary loss to the loss, of one rank's tokens: "
-                "ranks' shares would not sum to that of the batch; set it to False"
+                "ranks' shares would not sum to that of the batch; call parallelize_experts of "
+                "hp-ep, with token_axes, before context_parallel and not after it, or set "
+                "output_router_logits=False"
             )
     if "use_cache" in inspect.signature(forward).parameters:
         return {**kwargs, "use_cache": False}
@@ -876,8 +878,6 @@ def _documents_of(positions: Any) -> Documents | None:
     return ends[0] if len(ends) == 1 else ends
 
 
-def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:
-    """Return which tokens are padding, at the end of rows; None where there is none."""
 def _check_values(attention_mask: object) -> None:
     """Raise `InputError` for an ``attention_mask`` of other values than 0 and 1."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -892,12 +892,14 @@ def _check_values(attention_mask: object) -> None:
         )
 
 
+def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:
+    """Return which tokens are padding, at the end of rows; None where there is none."""
     if given is None:
         return None
     _check_rows("attention_mask", given, rows, seq_len)
+    _check_values(given)
     seen = torch.as_tensor(given).bool()
     if bool(seen.all()):
-    _check_values(given)
         return None
     if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
         raise InputError(
