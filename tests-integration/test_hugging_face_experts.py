@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from hp_cp import Zigzag
+from hp_cp import InputError, Zigzag
 from hp_cp.transformers import context_parallel, shard_batch
 from hp_dtensor import clip_grad_norm_
 from hp_ep.transformers import parallelize_experts
@@ -148,6 +148,20 @@ def _with_cut_sequences(rank: int) -> list[Tensor]:
     for share in found[:2]:
         torch.distributed.all_reduce(share)
     return found
+
+
+def _in_the_other_order(rank: int) -> str:
+    mesh = cached("cut", lambda: ParallelDims(cp=2, ep=2).build_mesh(device_type="cpu"))
+    model = context_parallel(_model(), mesh["cp"], layout=Zigzag())
+    parallelize_experts(model, mesh["ep"], token_axes=mesh["loss"])
+    with pytest.raises(InputError) as error:
+        model(**shard_batch(_batch(0), mesh["cp"], Zigzag()))
+    return str(error.value)
+
+
+def test_an_auxiliary_loss_wants_experts_spread_before_sequences_are_cut(ranks: Any) -> None:
+    for said in ranks(2).run(_in_the_other_order):
+        assert "call parallelize_experts of hp-ep, with token_axes, before context_parallel" in said
 
 
 def test_losses_and_gradients_are_those_of_one_process_where_sequences_are_cut_too(

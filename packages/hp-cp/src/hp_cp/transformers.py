@@ -42,6 +42,8 @@ _NAME = __name__  # in the library's registries of attention functions and of ma
 _ATTRIBUTE = "_context_parallel"  # of attention modules
 _ATTENDED = ("full_attention", "sliding_attention")  # layer types whose attention is known here
 _FIXED = {"default", "linear", "llama3", "proportional", "yarn"}  # rotary, of any length
+# Losses of heads that read whole sequences: the library names a model's loss by its class.
+_OF_SEQUENCES = ("ForSequenceClassification", "ForQuestionAnswering")
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of attention functions that say more about who sees whom, or what is returned.
 _REFUSED = (
@@ -60,8 +62,9 @@ _REFUSED = (
 class SequenceShard:
     """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
 
-    ``last_position``: the largest position id of the whole batch. ``counted``: position ids are
-    those of `shard_batch`, not of the batch.
+    ``last_positions``: the largest position id of the whole batch; of position ids
+    ``[axes, batch, sequence]`` one for each axis. ``counted``: position ids are those of
+    `shard_batch`, not of the batch.
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
     ``dropout_seed``: which of the attention weights become zero where a model has dropout.
     """
@@ -69,7 +72,7 @@ class SequenceShard:
     layout: Layout
     mask: MaskSpec
     seq_len: int
-    last_position: int
+    last_positions: tuple[int, ...]
     counted: bool
     padded: bool = False
     dropout_seed: int | None = None
@@ -164,14 +167,17 @@ def context_parallel(
     Raises:
         InputError: ``model`` is none of the library, was given before, reads no attention registry,
             mixes rows in other ways than by attention (convolutions, recurrences, encoders with
-            cross attention), or numbers rows itself (no ``position_ids``, scores scaled by
-            position). When called: caches, returned attention weights, ``logits_to_keep``, padding
-            that is seen, dropout of attention weights without a seed, masks that are neither full,
-            causal, windowed nor of packed documents, labels, packed documents or several ranks
-            without `shard_batch`, an attention that was set afterwards, auxiliary losses
-            of routers, which are means over one rank's tokens, and models that count positions from
-            the ``pad_token_id`` on, where `shard_batch` was given no ``position_ids``. Before any
-            communication, on every rank together where all are called alike. And as from
+            cross attention), selects or normalises rows of whole sequences (sequence
+            classification, question answering, poolers), or numbers rows itself (no
+            ``position_ids``, scores scaled by position). When called: caches, returned attention
+            weights, ``logits_to_keep``, padding that is seen, dropout of attention weights without
+            a seed, masks that are neither full, causal, windowed nor of packed documents, labels,
+            packed documents or several ranks without `shard_batch`, an attention that was set
+            afterwards, auxiliary losses of routers, which are means over one rank's tokens, labels
+            of whole sequences, and models that count positions from the ``pad_token_id`` on, where
+            `shard_batch` was given no ``position_ids``. Before any communication, on every rank
+            together where all are called alike. After the forward, on every rank: outputs of one or
+            two dims, as of a head of one's own that pools. And as from
             `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
 
@@ -203,6 +209,8 @@ def context_parallel(
             f"transformers; call context_parallel_attention in the model's own attention"
         )
     parts = [x for x in model.modules() if isinstance(x, library.PreTrainedModel)]
+    own_parts = [x for x in parts if x.config.get_text_config() is config]  # not those of images
+    _check_heads(own_parts)
     _check_positions(model, parts, modules)
     if any(hasattr(module, _ATTRIBUTE) for module in modules):
         raise InputError(
@@ -229,6 +237,8 @@ def context_parallel(
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
         settings.expected = shard = kwargs.get("sequence_shard")
+        given = _arguments_of(module, args, kwargs)
+        _check_values(given.get("attention_mask"))
         if isinstance(shard, SequenceShard) and shard.counted and own_positions:
             raise InputError(
                 f"{type(module).__name__} counts positions from the pad_token_id on, and "
@@ -236,11 +246,8 @@ def context_parallel(
             )
         if settings.expected is None:
             _check_alone(module, settings)
-            _check_unpacked(module, args, kwargs)
-        elif (
-            kwargs.get("position_ids") is None
-            and _arguments_of(module, args, kwargs).get("position_ids") is None
-        ):
+            _check_unpacked(module, given)
+        elif given.get("position_ids") is None:
             raise InputError(
                 f"{type(module).__name__} was called with a sequence_shard, but without its "
                 f"position_ids: each rank would count its rows from 0; hand on all that "
@@ -248,13 +255,17 @@ def context_parallel(
             )
         return args, kwargs
 
+    def check(module: nn.Module, _: object, output: object) -> None:
+        if settings.expected is not None:
+            _check_outputs(module, output)
+
     def after(*_: object) -> None:
         settings.expected = None
 
-    for part in parts:
-        if part.config.get_text_config() is config:
-            part.register_forward_pre_hook(_check_implementation)
+    for part in own_parts:
+        part.register_forward_pre_hook(_check_implementation)
     model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(check)
     model.register_forward_hook(after, always_call=True)
     for module in model.modules():
         if _is_scaled_rotary(module, config):
@@ -290,6 +301,7 @@ def shard_batch(
             means those of ``cu_seq_lens_q`` of the batch, as from ``DataCollatorWithFlattening``,
             else those that its ``position_ids`` start at 0, or at the position at which a row
             starts, where the batch has no ``attention_mask``, as in the library, else none.
+            Row 0 of ``position_ids`` ``[4, batch, sequence]`` is that of the text (Qwen2-VL).
             Causality and windows are the layers' own.
         dropout_seed: For models with dropout of attention weights in training: an int that ranks
             of one sequence share, another one for every step and batch. The same weights become
@@ -300,11 +312,13 @@ def shard_batch(
 
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
-            ``attention_mask`` with zeros before ones, or whose padding has labels, position ids
-            that jump, repeat or decrease otherwise than to a document's start, where there is
-            neither a mask nor an ``attention_mask``, a mask with a window or a function, with
-            other documents than the batch tells, or those of another number of rows, fewer tokens
-            than ranks, a seed that is no int of at least 0, DTensors. And as from `shard_sequence`.
+            ``attention_mask`` with zeros before ones or values other than 0 and 1, or whose padding
+            has labels, position ids that jump, repeat or decrease otherwise than to a document's
+            start, or start again and are ``[axes, batch, sequence]`` without a row of the text,
+            where there is neither a mask nor an ``attention_mask``, a mask with a window or a
+            function, with other documents than the batch tells, or those of another number of rows,
+            fewer tokens than ranks, labels of whole sequences, a seed that is no int of at least 0,
+            DTensors. And as from `shard_sequence`.
     """
     n, _ = place_of(mesh)
     layout = checked_layout(layout)
@@ -331,6 +345,7 @@ def shard_batch(
         )
     padding = _padding_of(rest.pop("attention_mask", None), rows, seq_len)
     if (labels := rest.get("labels")) is not None:
+        _check_labels(labels)
         _check_rows("labels", labels, rows, seq_len)
         targets = rest.setdefault("shift_labels", shift_labels(labels, mask))
         _check_rows("shift_labels", targets, rows, seq_len)
@@ -349,14 +364,17 @@ def shard_batch(
         device = next(iter(cut.values())).device
         positions = position_ids(mesh, pinned, seq_len, mask, device=device)
         found["position_ids"] = positions if mask.per_row else positions[None]
-        last_position = max(len(x) for row in mask.rows for x in row.documents(seq_len)) - 1
+        longest = max(len(x) for row in mask.rows for x in row.documents(seq_len))
+        last_positions = (longest - 1,)
     else:
-        last_position = int(rest["position_ids"].max())
+        ids = rest["position_ids"]
+        axes = ids if ids.ndim == 3 else ids[None]
+        last_positions = tuple(axes.flatten(1).amax(1).tolist())
     shard = SequenceShard(
         layout=layout,
         mask=mask,
         seq_len=seq_len,
-        last_position=last_position,
+        last_positions=last_positions,
         counted=counted,
         padded=padding is not None,
         dropout_seed=dropout_seed,
@@ -476,16 +494,16 @@ def _layer_mask(
             f"{type(module).__name__} calls its attention with is_causal={causal} and a mask of "
             f"causal={given.causal}; give the model one of the two"
         )
+    if given.window is not None and not given.causal:
+        raise InputError(
+            f"{type(module).__name__} has a window over both sides, which is not supported over "
+            f"ranks; its reach differs between attention functions of transformers"
+        )
     if given.window != sliding_window:
         raise InputError(
             f"{type(module).__name__} calls its attention with sliding_window={sliding_window} and "
             f"a mask of {given.window} local positions; chunks and other local masks are not "
             f"supported over ranks"
-        )
-    if given.window is not None and not given.causal:
-        raise InputError(
-            f"{type(module).__name__} has a window over both sides, which is not supported over "
-            f"ranks; its reach differs between attention functions of transformers"
         )
     return given
 
@@ -557,7 +575,9 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         if getattr(text, "output_router_logits", False) if routed is None else routed:
             raise InputError(
                 "output_router_logits adds an auxiliary loss to the loss, of one rank's tokens: "
-                "ranks' shares would not sum to that of the batch; set it to False"
+                "ranks' shares would not sum to that of the batch; call parallelize_experts of "
+                "hp-ep, with token_axes, before context_parallel and not after it, or set "
+                "output_router_logits=False"
             )
     if "use_cache" in inspect.signature(forward).parameters:
         return {**kwargs, "use_cache": False}
@@ -582,9 +602,8 @@ def _arguments_of(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[s
     return {**bound.arguments, **kwargs}
 
 
-def _check_unpacked(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_unpacked(model: nn.Module, given: dict[str, Any]) -> None:
     """Raise `InputError` where position ids tell documents, which `shard_batch` alone hands on."""
-    given = _arguments_of(model, args, kwargs)
     if given.get("attention_mask") is None and _documents_of(given.get("position_ids")):
         raise InputError(
             f"{type(model).__name__} was called with position_ids of packed documents, but without "
@@ -596,6 +615,7 @@ def _check_unpacked(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
     """Raise `InputError` unless the loss of a model is this rank's share of the mean."""
     needed = ("shift_labels", "num_items_in_batch")
+    _check_labels(kwargs["labels"])
     if any(kwargs.get(name) is None for name in needed):
         raise InputError(
             "labels need shift_labels and num_items_in_batch, as the label after a rank's last row "
@@ -607,6 +627,16 @@ def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
         raise InputError(
             f"the loss of {type(model).__name__} takes no {' and '.join(needed)}; call it without "
             f"labels, and use cp_loss"
+        )
+
+
+def _check_labels(labels: object) -> None:
+    """Raise `InputError` for labels of whole sequences."""
+    if isinstance(labels, Tensor) and labels.ndim == 1:
+        raise InputError(
+            f"labels of shape {tuple(labels.shape)} are one for each sequence, of which ranks hold "
+            f"parts; leave them out, and compute their loss from the whole rows that "
+            f"unshard_sequence returns"
         )
 
 
@@ -626,6 +656,44 @@ def _check_mixing(model: nn.Module) -> None:
             f"{type(model).__name__} has {', '.join(found)}, which mix the rows of a sequence "
             f"beside {' and '.join(_ATTENDED)}; each rank would mix its own rows only"
         )
+
+
+def _check_heads(parts: list[Any]) -> None:
+    """Raise `InputError` for models that select or normalise rows of whole sequences."""
+    for part in parts:
+        if part.loss_type in _OF_SEQUENCES:
+            raise InputError(
+                f"{type(part).__name__} selects or normalises rows of whole sequences, of which "
+                f"ranks hold parts; give context_parallel its base model "
+                f"(.{part.base_model_prefix}), and apply the head to what unshard_sequence returns "
+                f"of the base model's last_hidden_state"
+            )
+    for part in parts:
+        if getattr(part, "pooler", None) is not None:
+            raise InputError(
+                f"{type(part).__name__} has a pooler, which selects rows of whole sequences, of "
+                f"which ranks hold parts; make it with add_pooling_layer=False, or set its pooler "
+                f"to None, and pool what unshard_sequence returns of its last_hidden_state"
+            )
+
+
+def _check_outputs(model: nn.Module, output: object) -> None:
+    """Raise `InputError` for outputs that have no row for each token, as those of a pooling head.
+
+    Such an output has one or two dims, on all ranks alike.
+    """
+    named: Any = output.items() if isinstance(output, Mapping) else None
+    if named is None:
+        each = output if isinstance(output, (list, tuple)) else [output]
+        named = [("output", x) for x in each]
+    for name, x in named:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim in (1, 2):
+            raise InputError(
+                f"{type(model).__name__} returned {name} of shape {tuple(x.shape)}, but ranks hold "
+                f"parts of a sequence, and outputs are [batch, rows, size]: a head that selects or "
+                f"normalises rows needs the whole sequence; give context_parallel the model "
+                f"without this head, and apply it to what unshard_sequence returns"
+            )
 
 
 def _check_positions(model: nn.Module, parts: list[nn.Module], attention: list[nn.Module]) -> None:
@@ -679,9 +747,9 @@ def _give_last_position(rotary: nn.Module, settings: _Settings) -> None:
             )
         call = parameters.bind(*args, **kwargs)
         positions = call.arguments["position_ids"]
-        call.arguments["position_ids"] = nn.functional.pad(
-            positions, (0, 1), value=shard.last_position
-        )
+        axes = len(positions) if positions.ndim == 3 else len(shard.last_positions)
+        last = max(shard.last_positions[-axes:])  # without the text's, which image models drop
+        call.arguments["position_ids"] = nn.functional.pad(positions, (0, 1), value=last)
         return call.args, call.kwargs
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -759,17 +827,21 @@ def _starts_of(positions: object) -> tuple[Tensor, Tensor] | None:
 
     A document starts at 0, or at the smallest id of a row that starts there: what the library's
     masks, which start one at each id that does not follow, and its flash attention, which starts
-    one at each smallest id, have in common.
+    one at each smallest id, have in common. The ids of text are ``[sequence]``, ``[batch,
+    sequence]`` or row 0 of ``[4, batch, sequence]``, which precedes time, height and width of
+    images. In other ids of three dims a document starts where all axes start.
     """
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2, 3):
         return None
-    least = positions.amin(1, keepdim=True)
-    starts = (positions == least) & ((least == 0) | (least == positions[:, :1]))
-    return positions.diff(dim=1) != 1, starts[:, 1:]
+    axes = positions[(None,) * (3 - positions.ndim)]
+    axes = axes[:1] if len(axes) == 4 else axes
+    least = axes.amin(-1, keepdim=True)
+    starts = ((axes == least) & ((least == 0) | (least == axes[..., :1]))).all(0)
+    return (axes.diff(dim=-1) != 1).any(0), starts[:, 1:]
 
 
 def _documents_of(positions: Any) -> Documents | None:
-    """Return the documents that the library finds in position ids ``[batch, sequence]``, if any.
+    """Return the documents that the library finds in position ids, if any.
 
     Raises `InputError` where it cannot be told.
     """
@@ -777,21 +849,47 @@ def _documents_of(positions: Any) -> Documents | None:
     if found is None or not bool(found[0].any()):
         return None
     anew, starts = found
+    size = positions.shape[-1]
+    remedy = (
+        f"give shard_batch the documents, mask=MaskSpec(causal=True, cu_seqlens=...), (0, {size}) "
+        f"for a single one, or an attention_mask of ones, beside which there are none"
+    )
+    if positions.ndim == 3 and len(positions) != 4:
+        if len(again := starts.nonzero()):
+            row, column = again[0].tolist()
+            raise InputError(
+                f"position_ids of shape {tuple(positions.shape)} start again at token {column + 1} "
+                f"of row {row}, but transformers looks for documents in [batch, sequence] and in "
+                f"row 0 of [4, batch, sequence] only; put the positions of the text in front, or "
+                f"{remedy}"
+            )
+        return None
     if len(unclear := (anew & ~starts).nonzero()):
         row, column = unclear[0].tolist()
-        before, then = positions[row, column : column + 2].tolist()
+        before, then = positions[(None,) * (3 - positions.ndim)][0, row, column:][:2].tolist()
         raise InputError(
             f"position_ids of row {row} go from {before} to {then} at token {column + 1}, from "
             f"which transformers itself does not tell in one way whether a document starts there: "
-            f"one starts at 0, or where its row starts; give shard_batch the documents, "
-            f"mask=MaskSpec(causal=True, cu_seqlens=...), (0, {positions.shape[1]}) for a single "
-            f"one, or an attention_mask of ones, beside which there are none"
+            f"one starts at 0, or where its row starts; {remedy}"
         )
     if bool((anew == anew[:1]).all()):
         anew = anew[:1]
-    size = positions.shape[1]
     ends = tuple((0, *(row.nonzero()[:, 0] + 1).tolist(), size) for row in anew)
     return ends[0] if len(ends) == 1 else ends
+
+
+def _check_values(attention_mask: object) -> None:
+    """Raise `InputError` for an ``attention_mask`` of other values than 0 and 1."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return
+    others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    if others.numel():
+        raise InputError(
+            f"the attention_mask has the value {others[0].item()}, but its values are 0 for "
+            f"padding and 1 for tokens; transformers reads any other as 1. If they number packed "
+            f"documents, leave the mask out and give shard_batch position_ids that start at 0 in "
+            f"each document, or mask=MaskSpec(causal=True, cu_seqlens=...)"
+        )
 
 
 def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:
@@ -799,6 +897,7 @@ def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:
     if given is None:
         return None
     _check_rows("attention_mask", given, rows, seq_len)
+    _check_values(given)
     seen = torch.as_tensor(given).bool()
     if bool(seen.all()):
         return None
