@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,7 +21,11 @@ from .._sizes import check_sizes
 from .._torch import autocast_dtype
 
 REPORT_SIZE = 3
-_KINDS = ("rows by expert", "AllToAll", "Dedup", "Hierarchical", "Padded")
+# A report holds the CRC-32 of a dispatcher's name, so that one of any name can be compared.
+_NAMES = {
+    crc32(name.encode()): name
+    for name in ("rows by expert", "AllToAll", "Dedup", "Hierarchical", "Padded")
+}
 Report = tuple[int, int, int]
 
 _PAYLOADS = (torch.bfloat16, torch.float16, torch.float32)
@@ -109,7 +114,7 @@ KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
 class InputSpec:
     """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
 
-    ``kind`` is that of the dispatcher, as ranks of another one go on with other messages.
+    ``kind`` is the CRC-32 of the dispatcher's name: ranks of another one send other messages.
     ``computed`` is what experts make of the rows' dtype: another one under autocast. ``payload`` is
     that in which they travel.
     """
@@ -122,7 +127,7 @@ class InputSpec:
     rows_need_grad: bool
     weights_need_grad: bool
     keywords: Keywords
-    kind: str
+    kind: int
 
     @classmethod
     def of(
@@ -130,7 +135,7 @@ class InputSpec:
         rows: Tensor,
         weights: Tensor,
         payload: torch.dtype | None = None,
-        kind: str = _KINDS[0],
+        kind: str = "rows by expert",
     ) -> "InputSpec":
         """Return the description of ``rows``, that travel in ``payload``, and their ``weights``."""
         grad = torch.is_grad_enabled()
@@ -143,12 +148,12 @@ class InputSpec:
             rows_need_grad=grad and rows.requires_grad,
             weights_need_grad=grad and weights.requires_grad,
             keywords=KEYWORDS.get(),
-            kind=kind,
+            kind=crc32(kind.encode()),
         )
 
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
-        dtypes = _KINDS.index(self.kind) * _ALL_KEYWORDS + int(self.keywords)
+        dtypes = self.kind * _ALL_KEYWORDS + int(self.keywords)
         for dtype in (self.dtype, self.computed, self.payload, self.weights):
             dtypes = dtypes * len(_DTYPES) + _DTYPES.index(dtype)
         flags = self.rows_need_grad * 2 + self.weights_need_grad
@@ -171,7 +176,7 @@ class InputSpec:
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
             keywords=Keywords(keywords),
-            kind=_KINDS[kind],
+            kind=kind,
         )
 
 
@@ -406,7 +411,9 @@ def raise_faults(
         raise describe_faults(reports, ranks)
     every = [InputSpec.read(given, packed) for _, given, packed in reports]
     if len(set(every)) > 1:
-        raise_unequal("their experts one kind of dispatcher", [g.kind for g in every], ranks)
+        raise_unequal(
+            "their experts one kind of dispatcher", [_name_of(g.kind) for g in every], ranks
+        )
         same = "their model the same of labels, num_items_in_batch and output_router_logits"
         raise_unequal(same, [str(g.keywords) for g in every], ranks)
         rows = [f"{g.length} of {g.dtype}" for g in every]
@@ -439,6 +446,11 @@ def describe_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | Non
     )
     error.reports, error.ranks = reports, ranks
     return error
+
+
+def _name_of(kind: int) -> str:
+    """Return the dispatcher's name; a rank knows those of this package only."""
+    return _NAMES.get(kind, f"a dispatcher of another package ({kind:08x})")
 
 
 def _names(reports: Sequence[object], ranks: Sequence[int] | None) -> list[str]:
