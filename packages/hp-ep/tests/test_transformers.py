@@ -125,6 +125,11 @@ def test_losses_and_gradients_are_those_of_one_process(
     _check(ranks, 2, name, dispatcher)
 
 
+def test_a_model_may_choose_an_expert_twice_for_a_token(ranks: Any) -> None:
+    """As in DeepSeek-V4 made of a config: the tables of its hash layers are zero then."""
+    _check(ranks, 2, "DeepseekV4", "all_to_all")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dispatcher"), [("GptOss", "dedup"), ("DeepseekV3", "all_to_all")]

@@ -296,10 +296,21 @@ def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) 
             f"this {type(module).__name__} belongs to no model given to parallelize_experts, but "
             "shares its config; make it with a config of its own"
         )
-    chunk, experts = (x, weights, expert_ids), partial(_compute, module)
+    chunk = x, _merged(weights, expert_ids), expert_ids
+    experts = partial(_compute, module)
     if isinstance(dispatch.dispatcher, Local):
         return run_here(dispatch.dispatcher, experts, chunk)
     return run_chunks(dispatch.dispatcher, experts, [chunk], lambda: None)[0]
+
+
+def _merged(weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """Return weights ``[tokens, k]`` where only the first choice of an expert by a token counts.
+
+    It gets the sum of the weights of the choices that repeat it, which the library adds up.
+    Dispatchers allow repeated experts if their weights are 0.
+    """
+    first = (expert_ids[:, :, None] == expert_ids[:, None]).to(torch.uint8).argmax(2)
+    return torch.zeros_like(weights).scatter_add(1, first, weights)
 
 
 def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:

@@ -61,7 +61,8 @@ class Fault(IntEnum):
 
 _TEXTS: dict[int, str] = {
     Fault.ID_OUT_OF_RANGE: "expert id {given} is not one of 0 .. {expected}",
-    Fault.DUPLICATE_ID: "a token names expert {given} twice; its choices must be distinct",
+    Fault.DUPLICATE_ID: "a token names expert {given} twice; its choices must be distinct, or all "
+    "but one have weight 0",
     Fault.WRONG_SUM: "counts sum to {given}, but {expected} rows were given; they must be equal",
     Fault.NEGATIVE_COUNT: "a count is {given}; counts must be at least 0",
     Fault.ROW_DIMS: "the tokens or rows have {given} dimensions; give a matrix [tokens, dim]",
@@ -213,7 +214,7 @@ class DispatchConfig:
             expert_ids = x.new_empty((0, 1), dtype=torch.int64)
         report = as_tensor(found, x.device)
         if checks_data(expert_ids, self.validate):
-            expert_ids, report = check_ids(expert_ids, self.num_experts, report)
+            expert_ids, report = check_ids(expert_ids, weights, self.num_experts, report)
         return Checked(x=x, weights=weights, expert_ids=expert_ids, report=report)
 
     def narrow(self, rows: Tensor) -> Tensor:
@@ -350,20 +351,25 @@ def check_rows(
     return InputSpec.of(rows, rows).report()
 
 
-def check_ids(expert_ids: Tensor, num_experts: int, report: Tensor) -> tuple[Tensor, Tensor]:
+def check_ids(
+    expert_ids: Tensor, weights: Tensor, num_experts: int, report: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return ``expert_ids [tokens, k]`` made safe to count and sort, and the report ``[3]``.
 
     Ids outside ``0 .. num_experts - 1`` come back clamped; without a fault the report is the one
-    given. Nothing of another device is read by the host.
+    given. A choice whose weight in ``weights [tokens, k]`` is 0 may repeat an expert: replayed
+    routings are padded with such choices. Nothing of another device is read by the host.
     """
     if expert_ids.numel() == 0:
         return expert_ids, report
-    ordered = expert_ids.sort(1).values
-    if expert_ids.is_cpu and _are_good(ordered, num_experts):  # most often all there is to do
+    if expert_ids.is_cpu and _are_good(expert_ids, num_experts):  # most often all there is to do
         return expert_ids, report
     last = num_experts - 1
-    safe, ordered = expert_ids.clamp(0, last), ordered.clamp(0, last)
-    if expert_ids.shape[1] > 1:
+    safe, choices = expert_ids.clamp(0, last), expert_ids.shape[1]
+    if choices > 1:
+        # Choices of weight 0 get numbers of their own, which no expert has.
+        own = torch.arange(num_experts, num_experts + choices, device=safe.device)
+        ordered = torch.where(weights == 0, own, safe).sort(1).values
         twice = ordered[:, 1:] == ordered[:, :-1]
         duplicate = ordered[:, 1:].take(twice.reshape(-1).to(torch.uint8).argmax())
         report = _where(twice.any(), Fault.DUPLICATE_ID, duplicate, report)
@@ -372,8 +378,9 @@ def check_ids(expert_ids: Tensor, num_experts: int, report: Tensor) -> tuple[Ten
     return safe, _where(outside.any(), Fault.ID_OUT_OF_RANGE, stray, report, expected=last)
 
 
-def _are_good(ordered: Tensor, num_experts: int) -> bool:
-    """Return whether no id of ``ordered [tokens, k]``, each row ascending, is a fault."""
+def _are_good(expert_ids: Tensor, num_experts: int) -> bool:
+    """Return whether the ids of each token are distinct and all are in range."""
+    ordered = expert_ids.sort(1).values
     if ordered.shape[1] > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         return False
     least, most = (int(edge) for edge in ordered.aminmax())
