@@ -71,6 +71,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "o_lora_rank": 8,
         "num_key_value_heads": 1,
     },
+    "Ernie4_5_Moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 0,
+        "moe_num_shared_experts": 1,
+    },
+    "Afmoe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 0,
+        "head_dim": 8,
+        "layer_types": ["full_attention", "full_attention"],
+    },
     "Olmoe": {"num_experts": 4, "norm_topk_prob": False, **BALANCED},
     "Qwen2Moe": {
         "num_experts": 4,

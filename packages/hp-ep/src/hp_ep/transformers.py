@@ -21,19 +21,26 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from ._balance import balance_shares
+from ._balance import COUNTED, balance_shares
 from ._errors import ExpertConfigError
 from ._experts import feed_forward
 from ._inputs import check_different_tokens
+from ._losses import attach
 from ._moe import run_chunks, run_here
-from ._parameters import check_plain, check_untied, local_weight, split_experts
+from ._parameters import (
+    check_plain,
+    check_untied,
+    local_weight,
+    split_experts,
+)
 from ._products import blocks_of
 from ._router import as_axes
+from ._sizes import check_factors
 from ._styles import Split, check_dispatcher, given_or_best
 from ._torch import as_autocast, fenced
 from .dispatch._checks import KEYWORDS, Keywords, or_torch
 from .dispatch._interface import TokenDispatcher
-from .dispatch._local import Local
+from .dispatch._local import Local, count_ids
 
 _NAME = __name__  # in the library's registry of experts functions
 _ATTRIBUTE = "_expert_dispatch"  # of experts' modules
@@ -43,6 +50,7 @@ _IGNORED = -100  # the label that the library's losses leave out
 # What the library's decorator of experts says of a module.
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _WEIGHTS = ("gate_up_proj", "down_proj")
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +64,35 @@ class _Dispatch:
     def __deepcopy__(self, memo: object) -> "_Dispatch":
         """Return this: process groups are not copied with a model."""
         return self
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loads:
+    """Lies on an experts' module too: how often each expert was chosen, and the router's bias."""
+
+    load: Tensor
+    token_axes: tuple[Axis, ...] | None
+    experts_are_split: bool
+    collectives: Collectives
+    bias_rate: float
+    owner: nn.Module | None
+    """The module of the library that has the bias; None without."""
+    name: str
+    replicated_over: None = None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return the bias, of any shape with one number for each expert."""
+        return None if self.owner is None else getattr(self.owner, self.name)
+
+    def counted_load(self) -> Tensor:
+        """Return the load ``[num_experts]`` int64."""
+        return self.load
+
+    def add(self, expert_ids: Tensor) -> None:
+        """Count the choices ``[tokens, k]`` of one forward; runs in its backward."""
+        self.load = self.load.to(expert_ids.device)
+        self.load += count_ids(expert_ids, self.load.shape[0])
 
 
 class _Summed(int):
@@ -77,6 +114,7 @@ def parallelize_experts(
     token_axes: AxisMesh | Sequence[Axis] | None = None,
     node_mesh: AxisMesh | None = None,
     collectives: Collectives | None = None,
+    bias_rate: float = 0.0,
 ) -> list[str]:
     """Spread the experts of a transformers model over the ranks of ``mesh``; return their names.
 
@@ -96,6 +134,9 @@ def parallelize_experts(
     model as often and, with ``token_axes``, with the same of these three keywords; the first
     exchange of experts' counts compares them, and its ranks raise a `RoutingError`.
 
+    The experts count how often they are chosen in training, padding included, as a `TopKRouter`
+    does: `collect_loads` and `update_router_bias` take the model.
+
     This call communicates nothing.
 
     Args:
@@ -108,6 +149,8 @@ def parallelize_experts(
             ``()`` for none. The ranks of ``mesh`` are among them.
         node_mesh: As for `ExpertParallel`.
         collectives: What communicates; None means torch.
+        bias_rate: The step of `update_router_bias`, for routers with a bias that the library does
+            not train (``e_score_correction_bias`` or ``expert_bias``); 0 leaves them as they are.
 
     Returns:
         The names of the modules of experts.
@@ -118,7 +161,8 @@ def parallelize_experts(
             that ask the registry, one that was given before, experts that the ranks do not divide,
             of quantized weights, or with parameters that are unknown here; ``token_axes`` over
             which ranks of ``mesh`` would hold the same tokens, or for a model that makes no loss,
-            as the one inside ``Qwen3MoeForCausalLM``. The model is then as it was. When called,
+            as the one inside ``Qwen3MoeForCausalLM``; a ``bias_rate`` where no router has such a
+            bias. The model is then as it was. When called,
             before anything is communicated: an auxiliary loss without ``token_axes``, of a model
             around the one that was given, with ``return_dict=False`` or by another formula than
             Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``; its
@@ -132,6 +176,7 @@ def parallelize_experts(
     library, registry = _library()
     axis = _checked_axis(mesh)
     check_dispatcher(dispatcher)
+    check_factors({"bias_rate": bias_rate})
     if not isinstance(model, library.PreTrainedModel):
         raise ExpertConfigError(
             f"model must be a PreTrainedModel of transformers, got a {type(model).__name__}; give "
@@ -158,8 +203,25 @@ def parallelize_experts(
         name: _dispatcher_of(experts, split, given, node_mesh, collectives)
         for name, experts in layers.items()
     }
+    loads = {
+        name: _Loads(
+            load=torch.zeros(experts.num_experts, dtype=torch.int64, device=mesh.device_type),
+            token_axes=axes,
+            experts_are_split=axis.size > 1,
+            collectives=or_torch(collectives),
+            bias_rate=bias_rate,
+            **_bias_of(model, name, experts.num_experts),
+        )
+        for name, experts in layers.items()
+    }
+    if bias_rate and all(each.owner is None for each in loads.values()):
+        raise ExpertConfigError(
+            f"bias_rate={bias_rate}, but no router of this {type(model).__name__} has a bias of "
+            f"its own, {' or '.join(_ROUTER_BIASES)}; leave bias_rate out"
+        )
     registry.register(_NAME, _forward)
     for name, experts in layers.items():
+        setattr(experts, COUNTED, loads[name])
         split_experts(experts, mesh, split.placements, None)
         setattr(experts, _ATTRIBUTE, _Dispatch(dispatcher=dispatchers[name]))
         experts.config._experts_implementation = _NAME
@@ -288,6 +350,17 @@ def _dispatcher_of(
     )
 
 
+def _bias_of(model: nn.Module, name: str, num_experts: int) -> dict[str, Any]:
+    """Return the module that has the bias of these experts' router, and the bias's name."""
+    layer = model.get_submodule(name.rpartition(".")[0])
+    for module in layer.modules():
+        for bias in _ROUTER_BIASES:
+            found = getattr(module, bias, None)
+            if isinstance(found, Tensor) and found.numel() == num_experts:
+                return {"owner": module, "name": bias}
+    return {"owner": None, "name": ""}
+
+
 def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """Return the tokens' results ``[tokens, dim]``, as the library calls its experts functions."""
     dispatch = getattr(module, _ATTRIBUTE, None)
@@ -296,6 +369,9 @@ def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) 
             f"this {type(module).__name__} belongs to no model given to parallelize_experts, but "
             "shares its config; make it with a config of its own"
         )
+    if module.training and torch.is_grad_enabled():
+        add = getattr(module, COUNTED).add
+        weights = attach(weights, weights.new_zeros(()), add, expert_ids)
     chunk = x, _merged(weights, expert_ids), expert_ids
     experts = partial(_compute, module)
     if isinstance(dispatch.dispatcher, Local):
