@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
@@ -31,6 +31,7 @@ from ._parameters import (
     check_plain,
     check_untied,
     local_weight,
+    replicate_parameters,
     split_experts,
 )
 from ._products import blocks_of
@@ -50,6 +51,7 @@ _IGNORED = -100  # the label that the library's losses leave out
 # What the library's decorator of experts says of a module.
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _WEIGHTS = ("gate_up_proj", "down_proj")
+_WRAPPED = ".base_layer"  # the module inside one of peft
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -68,7 +70,7 @@ class _Dispatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Loads:
-    """Lies on an experts' module too: how often each expert was chosen, and the router's bias."""
+    """The loads of a layer's experts and their router's bias, stored on the experts' module."""
 
     load: Tensor
     token_axes: tuple[Axis, ...] | None
@@ -121,8 +123,10 @@ def parallelize_experts(
     Each module of experts computes through a dispatcher: tokens travel to the ranks of their
     experts and back, none is dropped. Its parameters become DTensors, Shard(0) over ``mesh``, of
     the values that this rank has, so all ranks give the same model. Names and shapes of the state
-    dict stay those of the library. Each rank calls the model with sequences of its own. Call it
-    before FSDP.
+    dict stay those of the library. Adapters that peft has put on the experts' parameters
+    (``target_parameters`` of its ``LoraConfig``) become replicated DTensors over ``mesh``, with
+    whole gradients; give ``peft_model.get_base_model()``. Each rank calls the model with sequences
+    of its own. Call it before FSDP.
 
     With ``token_axes`` the model's losses are this rank's shares: the sum over ranks of ``loss`` is
     that of one process with all sequences, and so is the sum of ``aux_loss``. ``labels`` are
@@ -165,8 +169,9 @@ def parallelize_experts(
             bias. The model is then as it was. When called,
             before anything is communicated: an auxiliary loss without ``token_axes``, of a model
             around the one that was given, with ``return_dict=False`` or by another formula than
-            Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``; its
-            ``save_pretrained`` without a ``state_dict`` of whole tensors.
+            Mixtral's; adapters that peft has put on experts after this call; ``labels`` where the
+            model's loss takes no ``num_items_in_batch``; its ``save_pretrained`` without a
+            ``state_dict`` of whole tensors.
 
     Example:
         >>> parallelize_experts(model, mesh, token_axes=mesh)
@@ -223,8 +228,11 @@ def parallelize_experts(
     for name, experts in layers.items():
         setattr(experts, COUNTED, loads[name])
         split_experts(experts, mesh, split.placements, None)
+        for adapter in _adapters_of(model, name, experts):
+            _replicate_adapter(adapter, mesh)
         setattr(experts, _ATTRIBUTE, _Dispatch(dispatcher=dispatchers[name]))
         experts.config._experts_implementation = _NAME
+    model.register_forward_pre_hook(partial(_check_adapters, list(layers)))
     _share_losses(model, axes, or_torch(collectives), torch.device(mesh.device_type))
     # Bound to the model it is called on, also of a deep copy.
     model.save_pretrained = MethodType(_save_pretrained, model)
@@ -350,9 +358,41 @@ def _dispatcher_of(
     )
 
 
+def _adapters_of(model: nn.Module, name: str, experts: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters that peft has put around the experts of this name."""
+    outermost = model.get_submodule(name.partition(_WRAPPED)[0])
+    return [
+        module
+        for module in outermost.modules()
+        if module is not experts and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def _replicate_adapter(adapter: nn.Module, mesh: DeviceMesh) -> None:
+    """Let peft add this adapter's product to weights that are DTensors over ``mesh``."""
+    replicate_parameters(adapter, mesh)
+    for parameter in adapter.parameters(recurse=False):
+        if parameter.requires_grad:
+            # Each rank computes the gradient for its own experts, and DTensor says so.
+            parameter.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+
+
+def _check_adapters(layers: Sequence[str], model: nn.Module, _: object) -> None:
+    """Raise an `ExpertConfigError` where peft has added adapters to experts that were spread."""
+    for name in layers:
+        outermost = model.get_submodule(name.partition(_WRAPPED)[0])
+        for path, parameter in outermost.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise ExpertConfigError(
+                    f"{path} was added to the experts of this {type(model).__name__} after "
+                    "parallelize_experts; call peft's get_peft_model with target_parameters first, "
+                    "then parallelize_experts(peft_model.get_base_model(), ...)"
+                )
+
+
 def _bias_of(model: nn.Module, name: str, num_experts: int) -> dict[str, Any]:
     """Return the module that has the bias of these experts' router, and the bias's name."""
-    layer = model.get_submodule(name.rpartition(".")[0])
+    layer = model.get_submodule(name.partition(_WRAPPED)[0].rpartition(".")[0])
     for module in layer.modules():
         for bias in _ROUTER_BIASES:
             found = getattr(module, bias, None)
@@ -392,7 +432,7 @@ def _merged(weights: Tensor, expert_ids: Tensor) -> Tensor:
 def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
     """Return each row's result, of the local experts; see `GroupedExperts.forward`."""
     names = [*_WEIGHTS, *(_BIASES if module.has_bias else ())]
-    local = (local_weight(module.get_parameter(name)) for name in names)
+    local = (local_weight(getattr(module, name)) for name in names)  # with what peft adds to it
     rows, gate_up, down, *biases = (as_autocast(tensor) for tensor in (rows, *local))
     if module.is_transposed:
         gate_up, down = gate_up.mT, down.mT
