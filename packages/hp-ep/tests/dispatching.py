@@ -136,6 +136,7 @@ def fixed_routing(tokens: list[int], experts: int, top_k: int, load: float = 0.0
 
 
 ROUTINGS = {
+    "one rank": fixed_routing([5], 4, 3),
     "uneven": fixed_routing([5, 2], 4, 2),
     "no token on rank 1": fixed_routing([4, 0], 4, 2),
     "no tokens": fixed_routing([0, 0], 4, 2),

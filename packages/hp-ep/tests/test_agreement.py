@@ -1,6 +1,7 @@
 """What one rank alone can see to be wrong is raised by all; what differs is evened out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hp_dtensor import AxisMesh
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
+    AllToAll,
     ExpertConfigError,
     ExpertParallel,
     GroupedExperts,
@@ -139,6 +141,37 @@ def test_ranks_with_dispatchers_of_different_kinds_raise_together(ranks: Any) ->
     )
     assert all("one kind of dispatcher" in text for text in first[:-2])
     assert first[-2:] == ["no error"] * 2
+
+
+class _Own(AllToAll):
+    """A dispatcher of a user's own, which has the checks of this package under its own name."""
+
+    def __init__(self, mesh: AxisMesh, num_experts: int, door: SimulatedCollectives) -> None:
+        super().__init__(mesh, num_experts, door)
+        self._config = replace(self._config, kind="DeepEP")
+
+
+def test_a_dispatcher_of_another_name_is_checked_as_those_of_the_package() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[Any]:
+        own = _Own(door.mesh((2,), ("ep",)), 4, door)
+        other = own if me else make_dispatcher("AllToAll", door.mesh, 2, 4, door)
+        x, w = torch.ones(2, 3), torch.ones(2, 2)
+        good, stray = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 1], [2, 4 - me]])
+        rows, counts, state = own.dispatch(x, w, good)
+        return [
+            counts.tolist(),
+            own.combine(rows, state).tolist(),
+            error_of(lambda: own.dispatch(x, w, stray)),
+            error_of(lambda: other.dispatch(x, w, good)),
+        ]
+
+    first, second = SimulatedWorld(2).run(rank)
+    assert first == second
+    assert first[0] == [2, 2]
+    assert first[1] == [[2.0] * 3] * 2
+    assert first[2] == "rank 0: expert id 4 is not one of 0 .. 3"
+    start = "all ranks must give their experts one kind of dispatcher, also without tokens; got "
+    assert first[3].startswith(start + "rank 0: AllToAll; rank 1: a dispatcher of another package")
 
 
 ONE_SIDED: dict[str, tuple[Callable[[], Any], str]] = {

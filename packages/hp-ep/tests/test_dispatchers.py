@@ -1,5 +1,7 @@
 """Every dispatcher does what all experts at home would do."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from .dispatching import (
     ROUTINGS,
     Result,
     check,
+    error_of,
     make_dispatcher,
     rank_result,
     simulated,
@@ -67,6 +70,47 @@ def test_rows_that_the_experts_here_weigh_give_the_same_output_and_gradients(
 ) -> None:
     dispatcher = Local(routing.num_experts)
     check(routing, [rank_result(0, dispatcher, routing, weigh_rows=True)])
+
+
+def _repeated(routing: Routing) -> Routing:
+    """Return the routing with choices behind the first that repeat it with weight zero."""
+    ids, weights = [], []
+    for own, weight in zip(routing.expert_ids, routing.weights, strict=True):
+        repeats = torch.arange(routing.top_k) % 2 == 1
+        ids.append(torch.where(repeats, own[:, :1], own))
+        weights.append(torch.where(repeats, 0, weight))
+    return replace(routing, expert_ids=ids, weights=weights)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weigh_rows", [False, True])
+def test_an_expert_may_be_repeated_with_weight_zero(name: str, weigh_rows: bool) -> None:
+    routing = _repeated(ROUTINGS["four ranks" if name != "Local" else "one rank"])
+
+    def rank(me: int, door: SimulatedCollectives) -> Result:
+        dispatcher = simulated(name, door, routing)
+        return rank_result(me, dispatcher, routing, weigh_rows=weigh_rows)
+
+    results = SimulatedWorld(routing.num_ranks).run(rank)
+    check(routing, results, counted=name != "Padded")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repeated_expert_with_two_weights_is_a_fault(name: str) -> None:
+    ids = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    weights = torch.tensor([[1.0, 1.0, 0.0], [0.5, 0.0, 0.5]])
+
+    def rank(me: int, door: SimulatedCollectives) -> list[str]:
+        dispatcher = make_dispatcher(name, door.mesh, 1, 4, door)
+        return [
+            error_of(partial(dispatcher.dispatch, torch.ones(1, 3), weights[i, None], ids[i, None]))
+            for i in range(2)
+        ]
+
+    (texts,) = SimulatedWorld(1).run(rank)
+    rule = "its choices must be distinct, or all but one have weight 0"
+    text = f"a token names expert 1 twice; {rule}"
+    assert [t.removeprefix("rank 0: ") for t in texts] == ["no error", text]
 
 
 class _Plain:

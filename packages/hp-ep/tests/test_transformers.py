@@ -125,12 +125,48 @@ def test_losses_and_gradients_are_those_of_one_process(
     _check(ranks, 2, name, dispatcher)
 
 
+def test_a_model_may_choose_an_expert_twice_for_a_token(ranks: Any) -> None:
+    """As in DeepSeek-V4 made of a config: the tables of its hash layers are zero then."""
+    _check(ranks, 2, "DeepseekV4", "all_to_all")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dispatcher"), [("GptOss", "dedup"), ("DeepseekV3", "all_to_all")]
 )
 def test_four_ranks_have_what_one_process_has(ranks: Any, name: str, dispatcher: str) -> None:
     _check(ranks, 4, name, dispatcher, masked=True)
+
+
+def _accumulated(rank: int) -> dict[str, Tensor]:
+    model, batch = _spread(model_of("Mixtral"), 2), batch_of(8)
+    model.router_aux_loss_coef /= 2
+    labels = int((batch["labels"][:, 1:] != -100).sum())
+    for half in (0, 2):
+        part = rows_of(batch, [3, 1, 2, 2], half + rank)
+        with exact():
+            model(**part, num_items_in_batch=labels).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return _summed(whole)
+
+
+def test_an_auxiliary_loss_over_two_micro_batches_is_the_sum_of_theirs(ranks: Any) -> None:
+    """Half the coefficient makes that their mean, which is near the whole batch's."""
+    model, batch = model_of("Mixtral"), batch_of(8)
+    labels = int((batch["labels"][:, 1:] != -100).sum())
+    model.router_aux_loss_coef /= 2
+    aux = 0.0
+    for half in (0, 1):
+        output = model(**rows_of(batch, [4, 4], half), num_items_in_batch=labels)
+        output.loss.backward()
+        aux += output.aux_loss.item() / 2
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    whole = model_of("Mixtral")(**batch).aux_loss.item()
+    assert aux != whole
+    assert aux == pytest.approx(whole, rel=0.01)
+    for found in ranks(2).run(_accumulated):
+        assert error_of(found, expected) <= BOUND
 
 
 def test_padding_counts_in_no_loss(ranks: Any) -> None:

@@ -1,16 +1,41 @@
 """Once per step: what was routed where, on all ranks, the biases that even it, and one loss."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from ._errors import ExpertConfigError
 from ._losses import RoutingRecord
 from ._router import TopKRouter, as_axes, check_apart
+
+
+class Counted(Protocol):
+    """Loads of a layer's experts and the bias that follows them, as a `TopKRouter` has them."""
+
+    token_axes: tuple[Axis, ...] | None
+    experts_are_split: bool
+    replicated_over: Axis | None
+    collectives: Collectives
+    bias_rate: float
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return what is added to scores before the best are chosen; None without."""
+        ...
+
+    def counted_load(self) -> Tensor:
+        """Return how often each expert was chosen ``[num_experts]``, to be set to zero."""
+        ...
+
+
+COUNTED = "_expert_loads"
+"""The attribute of a module that has a `Counted` and is no `TopKRouter`."""
 
 
 def collect_loads(
@@ -20,13 +45,14 @@ def collect_loads(
 ) -> dict[str, Tensor]:
     """Return how often each expert was chosen on all ranks, by router, and count from zero again.
 
-    Values are ``[num_experts]`` int64, keys the routers' names in ``model``. The loads are those of
-    the backward passes since the last call. One all-reduce of all routers' loads together for each
-    of ``axes``, by default those that the routers were told about. `ExpertConfigError` for a model
+    Values are ``[num_experts]`` int64, keys the routers' names in ``model``. For a model given to
+    `hp_ep.transformers.parallelize_experts` they are the names of its experts. The loads are those
+    of the backward passes since the last call. One all-reduce of all loads together for each of
+    ``axes``, by default those that the routers were told about. `ExpertConfigError` for a model
     without routers, for routers that were told about different axes, or about none where a style
     split the experts, and for ``axes`` over ranks that hold the same tokens.
     """
-    routers = _routers(model)
+    routers = _counted(model)
     over = _axes(routers) if axes is None else _given(axes, routers)
     used = next(iter(routers.values())).collectives if collectives is None else collectives
     loads = [router.counted_load().clone() for router in routers.values()]
@@ -34,7 +60,7 @@ def collect_loads(
         if axis.size > 1:
             used.all_reduce(axis, loads).wait()
     for router in routers.values():
-        router.load.zero_()
+        router.counted_load().zero_()
     return dict(zip(routers, loads, strict=True))
 
 
@@ -48,20 +74,33 @@ def update_router_bias(
 
     Call it once per optimizer step: the bias of experts with less than the mean load rises, of
     those with more falls, of exact ones stays (Wang et al., arXiv 2408.15664, algorithm 1).
+    The routers of transformers models get their rate from the ``bias_rate`` that
+    `hp_ep.transformers.parallelize_experts` was given.
+
     Communicates as `collect_loads`. `ExpertConfigError`, before that, where some routers have a
-    rate and others none.
+    rate and others none, and for biases that are DTensors or narrower than float32, in which small
+    steps are lost.
     """
-    rates = {name: router.bias_rate for name, router in _routers(model).items()}
+    routers = _counted(model)
+    rates = {name: router.bias_rate for name, router in routers.items()}
     without = [name for name, rate in rates.items() if not rate]
     if without:
         raise ExpertConfigError(
             f"routers {without} have bias_rate=0; set a rate for all routers of the model"
         )
+    biases = {name: r.bias for name, r in routers.items() if r.bias is not None}
+    for name, bias in biases.items():
+        if isinstance(bias, DTensor) or bias.element_size() < 4:
+            kind = "DTensor of" if isinstance(bias, DTensor) else "plain"
+            raise ExpertConfigError(
+                f"the bias of {name} is a {kind} {bias.dtype}; it must be a plain tensor of "
+                "float32 or float64: keep it out of FSDP, and cast it back after model.to(dtype)"
+            )
     loads = collect_loads(model, axes, collectives)
-    for name, router in _routers(model).items():
-        if router.bias is not None:
-            load = loads[name].to(torch.float64)
-            router.bias += router.bias_rate * (load.mean() - load).sign().to(router.bias.dtype)
+    for name, bias in biases.items():
+        load = loads[name].to(torch.float64)
+        step = rates[name] * (load.mean() - load).sign()
+        bias += step.to(bias.dtype).view(bias.shape)
     return loads
 
 
@@ -190,7 +229,21 @@ def _routers(model: nn.Module) -> dict[str, TopKRouter]:
     return found
 
 
-def _axes(routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
+def _counted(model: nn.Module) -> dict[str, Counted]:
+    found = {
+        name: module if isinstance(module, TopKRouter) else getattr(module, COUNTED)
+        for name, module in model.named_modules()
+        if isinstance(module, TopKRouter) or hasattr(module, COUNTED)
+    }
+    if not found:
+        raise ExpertConfigError(
+            f"{type(model).__name__} has no TopKRouter; give a model of transformers to "
+            "parallelize_experts of the module transformers first"
+        )
+    return found
+
+
+def _axes(routers: Mapping[str, Counted]) -> tuple[Axis, ...]:
     untold = [name for name, r in routers.items() if r.token_axes is None and r.experts_are_split]
     if untold:
         raise ExpertConfigError(
@@ -206,7 +259,7 @@ def _axes(routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
     return next(iter(told.values()))
 
 
-def _given(axes: AxisMesh | Sequence[Axis], routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
+def _given(axes: AxisMesh | Sequence[Axis], routers: Mapping[str, Counted]) -> tuple[Axis, ...]:
     for router in routers.values():
         check_apart(axes, router.replicated_over)
     return as_axes(axes)

@@ -81,6 +81,8 @@ def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
 def attach(x: Tensor, loss: Tensor, add_load: Callable[[Tensor], None], counts: Tensor) -> Tensor:
     """Return ``x``; its backward gives ``counts`` to ``add_load`` and a gradient of 1 to ``loss``.
 
+    ``counts`` may be any tensor that ``add_load`` takes.
+
     Forward runs twice where activations are recomputed, so the load is counted in backward: in the
     first one, where the graph is kept for several.
     """

@@ -172,6 +172,8 @@ class MoE(nn.Module):
         where no tokens travel, a wrong input are seen on their own rank alone, for which others
         then wait.
         """
+        if self.router.experts_are_split or self.replicated_over is not None:
+            check_unwrapped(self.experts)
         if not _has_values(x, self.router.weight):
             self._report(torch.empty(0, self.dim, device="meta"), torch.Size())
             raise ExpertConfigError(
@@ -367,6 +369,16 @@ def _has_values(x: object, weight: Tensor) -> bool:
 
 def _kind(x: object) -> str:
     return f"a {type(x).__name__}" + (" on the meta device" if isinstance(x, Tensor) else "")
+
+
+def check_unwrapped(experts: nn.Module) -> None:
+    """Raise an `ExpertConfigError` where another module has taken the place of the experts."""
+    if not isinstance(experts, GroupedExperts):
+        raise ExpertConfigError(
+            f"the experts are inside a {type(experts).__name__}, and styles split the weights of a "
+            "GroupedExperts alone; use target_modules in place of target_parameters for adapters "
+            "of peft, or a model of transformers, whose experts may have adapters"
+        )
 
 
 def _check_tokens(x: DTensor, replicated_over: Axis | None) -> None:

@@ -17,7 +17,7 @@ from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives
 from ._errors import ExpertConfigError
 from ._experts import GroupedExperts, SharedExperts, weigh_rows
 from ._inputs import check_different_tokens, comparison
-from ._moe import MoE
+from ._moe import MoE, check_unwrapped
 from ._parameters import (
     check_alike,
     check_plain,
@@ -210,6 +210,7 @@ class BaseExpertParallel(ParallelStyle):
         return [layer.experts, *(_beside(layer) if self._sequence_mesh is not None else ())]
 
     def _prepare_layer(self, layer: MoE, split: Split) -> Callable[[], None]:
+        check_unwrapped(layer.experts)
         split.check(layer.experts, self._placement)
         check_plain(layer.experts)
         beside = _beside(layer)

@@ -17,23 +17,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from ._balance import balance_shares
+from ._balance import COUNTED, balance_shares
 from ._errors import ExpertConfigError
 from ._experts import feed_forward
 from ._inputs import check_different_tokens
+from ._losses import attach
 from ._moe import run_chunks, run_here
-from ._parameters import check_plain, check_untied, local_weight, split_experts
+from ._parameters import (
+    check_plain,
+    check_untied,
+    local_weight,
+    replicate_parameters,
+    split_experts,
+)
 from ._products import blocks_of
 from ._router import as_axes
+from ._sizes import check_factors
 from ._styles import Split, check_dispatcher, given_or_best
 from ._torch import as_autocast, fenced
 from .dispatch._checks import KEYWORDS, Keywords, or_torch
 from .dispatch._interface import TokenDispatcher
-from .dispatch._local import Local
+from .dispatch._local import Local, count_ids
 
 _NAME = __name__  # in the library's registry of experts functions
 _ATTRIBUTE = "_expert_dispatch"  # of experts' modules
@@ -43,6 +51,8 @@ _IGNORED = -100  # the label that the library's losses leave out
 # What the library's decorator of experts says of a module.
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _WEIGHTS = ("gate_up_proj", "down_proj")
+_WRAPPED = ".base_layer"  # the module inside one of peft
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +66,35 @@ class _Dispatch:
     def __deepcopy__(self, memo: object) -> "_Dispatch":
         """Return this: process groups are not copied with a model."""
         return self
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Loads:
+    """The loads of a layer's experts and their router's bias, stored on the experts' module."""
+
+    load: Tensor
+    token_axes: tuple[Axis, ...] | None
+    experts_are_split: bool
+    collectives: Collectives
+    bias_rate: float
+    owner: nn.Module | None
+    """The module of the library that has the bias; None without."""
+    name: str
+    replicated_over: None = None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return the bias, of any shape with one number for each expert."""
+        return None if self.owner is None else getattr(self.owner, self.name)
+
+    def counted_load(self) -> Tensor:
+        """Return the load ``[num_experts]`` int64."""
+        return self.load
+
+    def add(self, expert_ids: Tensor) -> None:
+        """Count the choices ``[tokens, k]`` of one forward; runs in its backward."""
+        self.load = self.load.to(expert_ids.device)
+        self.load += count_ids(expert_ids, self.load.shape[0])
 
 
 class _Summed(int):
@@ -77,14 +116,17 @@ def parallelize_experts(
     token_axes: AxisMesh | Sequence[Axis] | None = None,
     node_mesh: AxisMesh | None = None,
     collectives: Collectives | None = None,
+    bias_rate: float = 0.0,
 ) -> list[str]:
     """Spread the experts of a transformers model over the ranks of ``mesh``; return their names.
 
     Each module of experts computes through a dispatcher: tokens travel to the ranks of their
     experts and back, none is dropped. Its parameters become DTensors, Shard(0) over ``mesh``, of
     the values that this rank has, so all ranks give the same model. Names and shapes of the state
-    dict stay those of the library. Each rank calls the model with sequences of its own. Call it
-    before FSDP.
+    dict stay those of the library. Adapters that peft has put on the experts' parameters
+    (``target_parameters`` of its ``LoraConfig``) become replicated DTensors over ``mesh``, with
+    whole gradients; give ``peft_model.get_base_model()``. Each rank calls the model with sequences
+    of its own. Call it before FSDP.
 
     With ``token_axes`` the model's losses are this rank's shares: the sum over ranks of ``loss`` is
     that of one process with all sequences, and so is the sum of ``aux_loss``. ``labels`` are
@@ -95,6 +137,9 @@ def parallelize_experts(
     the library makes of this rank's labels, and an auxiliary loss is refused. All ranks call the
     model as often and, with ``token_axes``, with the same of these three keywords; the first
     exchange of experts' counts compares them, and its ranks raise a `RoutingError`.
+
+    The experts count how often they are chosen in training, padding included, as a `TopKRouter`
+    does: `collect_loads` and `update_router_bias` take the model.
 
     This call communicates nothing.
 
@@ -108,6 +153,8 @@ def parallelize_experts(
             ``()`` for none. The ranks of ``mesh`` are among them.
         node_mesh: As for `ExpertParallel`.
         collectives: What communicates; None means torch.
+        bias_rate: The step of `update_router_bias`, for routers with a bias that the library does
+            not train (``e_score_correction_bias`` or ``expert_bias``); 0 leaves them as they are.
 
     Returns:
         The names of the modules of experts.
@@ -118,11 +165,13 @@ def parallelize_experts(
             that ask the registry, one that was given before, experts that the ranks do not divide,
             of quantized weights, or with parameters that are unknown here; ``token_axes`` over
             which ranks of ``mesh`` would hold the same tokens, or for a model that makes no loss,
-            as the one inside ``Qwen3MoeForCausalLM``. The model is then as it was. When called,
+            as the one inside ``Qwen3MoeForCausalLM``; a ``bias_rate`` where no router has such a
+            bias. The model is then as it was. When called,
             before anything is communicated: an auxiliary loss without ``token_axes``, of a model
             around the one that was given, with ``return_dict=False`` or by another formula than
-            Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``; its
-            ``save_pretrained`` without a ``state_dict`` of whole tensors.
+            Mixtral's; adapters that peft has put on experts after this call; ``labels`` where the
+            model's loss takes no ``num_items_in_batch``; its ``save_pretrained`` without a
+            ``state_dict`` of whole tensors.
 
     Example:
         >>> parallelize_experts(model, mesh, token_axes=mesh)
@@ -132,6 +181,7 @@ def parallelize_experts(
     library, registry = _library()
     axis = _checked_axis(mesh)
     check_dispatcher(dispatcher)
+    check_factors({"bias_rate": bias_rate})
     if not isinstance(model, library.PreTrainedModel):
         raise ExpertConfigError(
             f"model must be a PreTrainedModel of transformers, got a {type(model).__name__}; give "
@@ -158,11 +208,31 @@ def parallelize_experts(
         name: _dispatcher_of(experts, split, given, node_mesh, collectives)
         for name, experts in layers.items()
     }
+    loads = {
+        name: _Loads(
+            load=torch.zeros(experts.num_experts, dtype=torch.int64, device=mesh.device_type),
+            token_axes=axes,
+            experts_are_split=axis.size > 1,
+            collectives=or_torch(collectives),
+            bias_rate=bias_rate,
+            **_bias_of(model, name, experts.num_experts),
+        )
+        for name, experts in layers.items()
+    }
+    if bias_rate and all(each.owner is None for each in loads.values()):
+        raise ExpertConfigError(
+            f"bias_rate={bias_rate}, but no router of this {type(model).__name__} has a bias of "
+            f"its own, {' or '.join(_ROUTER_BIASES)}; leave bias_rate out"
+        )
     registry.register(_NAME, _forward)
     for name, experts in layers.items():
+        setattr(experts, COUNTED, loads[name])
         split_experts(experts, mesh, split.placements, None)
+        for adapter in _adapters_of(model, name, experts):
+            _replicate_adapter(adapter, mesh)
         setattr(experts, _ATTRIBUTE, _Dispatch(dispatcher=dispatchers[name]))
         experts.config._experts_implementation = _NAME
+    model.register_forward_pre_hook(partial(_check_adapters, list(layers)))
     _share_losses(model, axes, or_torch(collectives), torch.device(mesh.device_type))
     # Bound to the model it is called on, also of a deep copy.
     model.save_pretrained = MethodType(_save_pretrained, model)
@@ -288,6 +358,49 @@ def _dispatcher_of(
     )
 
 
+def _adapters_of(model: nn.Module, name: str, experts: nn.Module) -> list[nn.Module]:
+    """Return the modules with parameters that peft has put around the experts of this name."""
+    outermost = model.get_submodule(name.partition(_WRAPPED)[0])
+    return [
+        module
+        for module in outermost.modules()
+        if module is not experts and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def _replicate_adapter(adapter: nn.Module, mesh: DeviceMesh) -> None:
+    """Let peft add this adapter's product to weights that are DTensors over ``mesh``."""
+    replicate_parameters(adapter, mesh)
+    for parameter in adapter.parameters(recurse=False):
+        if parameter.requires_grad:
+            # Each rank computes the gradient for its own experts, and DTensor says so.
+            parameter.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+
+
+def _check_adapters(layers: Sequence[str], model: nn.Module, _: object) -> None:
+    """Raise an `ExpertConfigError` where peft has added adapters to experts that were spread."""
+    for name in layers:
+        outermost = model.get_submodule(name.partition(_WRAPPED)[0])
+        for path, parameter in outermost.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise ExpertConfigError(
+                    f"{path} was added to the experts of this {type(model).__name__} after "
+                    "parallelize_experts; call peft's get_peft_model with target_parameters first, "
+                    "then parallelize_experts(peft_model.get_base_model(), ...)"
+                )
+
+
+def _bias_of(model: nn.Module, name: str, num_experts: int) -> dict[str, Any]:
+    """Return the module that has the bias of these experts' router, and the bias's name."""
+    layer = model.get_submodule(name.partition(_WRAPPED)[0].rpartition(".")[0])
+    for module in layer.modules():
+        for bias in _ROUTER_BIASES:
+            found = getattr(module, bias, None)
+            if isinstance(found, Tensor) and found.numel() == num_experts:
+                return {"owner": module, "name": bias}
+    return {"owner": None, "name": ""}
+
+
 def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """Return the tokens' results ``[tokens, dim]``, as the library calls its experts functions."""
     dispatch = getattr(module, _ATTRIBUTE, None)
@@ -296,16 +409,30 @@ def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) 
             f"this {type(module).__name__} belongs to no model given to parallelize_experts, but "
             "shares its config; make it with a config of its own"
         )
-    chunk, experts = (x, weights, expert_ids), partial(_compute, module)
+    if module.training and torch.is_grad_enabled():
+        add = getattr(module, COUNTED).add
+        weights = attach(weights, weights.new_zeros(()), add, expert_ids)
+    chunk = x, _merged(weights, expert_ids), expert_ids
+    experts = partial(_compute, module)
     if isinstance(dispatch.dispatcher, Local):
         return run_here(dispatch.dispatcher, experts, chunk)
     return run_chunks(dispatch.dispatcher, experts, [chunk], lambda: None)[0]
 
 
+def _merged(weights: Tensor, expert_ids: Tensor) -> Tensor:
+    """Return weights ``[tokens, k]`` where only the first choice of an expert by a token counts.
+
+    It gets the sum of the weights of the choices that repeat it, which the library adds up.
+    Dispatchers allow repeated experts if their weights are 0.
+    """
+    first = (expert_ids[:, :, None] == expert_ids[:, None]).to(torch.uint8).argmax(2)
+    return torch.zeros_like(weights).scatter_add(1, first, weights)
+
+
 def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
     """Return each row's result, of the local experts; see `GroupedExperts.forward`."""
     names = [*_WEIGHTS, *(_BIASES if module.has_bias else ())]
-    local = (local_weight(module.get_parameter(name)) for name in names)
+    local = (local_weight(getattr(module, name)) for name in names)  # with what peft adds to it
     rows, gate_up, down, *biases = (as_autocast(tensor) for tensor in (rows, *local))
     if module.is_transposed:
         gate_up, down = gate_up.mT, down.mT

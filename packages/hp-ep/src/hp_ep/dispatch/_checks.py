@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,7 +21,11 @@ from .._sizes import check_sizes
 from .._torch import autocast_dtype
 
 REPORT_SIZE = 3
-_KINDS = ("rows by expert", "AllToAll", "Dedup", "Hierarchical", "Padded")
+# A report holds the CRC-32 of a dispatcher's name, so that one of any name can be compared.
+_NAMES = {
+    crc32(name.encode()): name
+    for name in ("rows by expert", "AllToAll", "Dedup", "Hierarchical", "Padded")
+}
 Report = tuple[int, int, int]
 
 _PAYLOADS = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,7 +61,8 @@ class Fault(IntEnum):
 
 _TEXTS: dict[int, str] = {
     Fault.ID_OUT_OF_RANGE: "expert id {given} is not one of 0 .. {expected}",
-    Fault.DUPLICATE_ID: "a token names expert {given} twice; its choices must be distinct",
+    Fault.DUPLICATE_ID: "a token names expert {given} twice; its choices must be distinct, or all "
+    "but one have weight 0",
     Fault.WRONG_SUM: "counts sum to {given}, but {expected} rows were given; they must be equal",
     Fault.NEGATIVE_COUNT: "a count is {given}; counts must be at least 0",
     Fault.ROW_DIMS: "the tokens or rows have {given} dimensions; give a matrix [tokens, dim]",
@@ -109,7 +115,7 @@ KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
 class InputSpec:
     """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
 
-    ``kind`` is that of the dispatcher, as ranks of another one go on with other messages.
+    ``kind`` is the CRC-32 of the dispatcher's name: ranks of another one send other messages.
     ``computed`` is what experts make of the rows' dtype: another one under autocast. ``payload`` is
     that in which they travel.
     """
@@ -122,7 +128,7 @@ class InputSpec:
     rows_need_grad: bool
     weights_need_grad: bool
     keywords: Keywords
-    kind: str
+    kind: int
 
     @classmethod
     def of(
@@ -130,7 +136,7 @@ class InputSpec:
         rows: Tensor,
         weights: Tensor,
         payload: torch.dtype | None = None,
-        kind: str = _KINDS[0],
+        kind: str = "rows by expert",
     ) -> "InputSpec":
         """Return the description of ``rows``, that travel in ``payload``, and their ``weights``."""
         grad = torch.is_grad_enabled()
@@ -143,12 +149,12 @@ class InputSpec:
             rows_need_grad=grad and rows.requires_grad,
             weights_need_grad=grad and weights.requires_grad,
             keywords=KEYWORDS.get(),
-            kind=kind,
+            kind=crc32(kind.encode()),
         )
 
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
-        dtypes = _KINDS.index(self.kind) * _ALL_KEYWORDS + int(self.keywords)
+        dtypes = self.kind * _ALL_KEYWORDS + int(self.keywords)
         for dtype in (self.dtype, self.computed, self.payload, self.weights):
             dtypes = dtypes * len(_DTYPES) + _DTYPES.index(dtype)
         flags = self.rows_need_grad * 2 + self.weights_need_grad
@@ -171,7 +177,7 @@ class InputSpec:
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
             keywords=Keywords(keywords),
-            kind=_KINDS[kind],
+            kind=kind,
         )
 
 
@@ -208,7 +214,7 @@ class DispatchConfig:
             expert_ids = x.new_empty((0, 1), dtype=torch.int64)
         report = as_tensor(found, x.device)
         if checks_data(expert_ids, self.validate):
-            expert_ids, report = check_ids(expert_ids, self.num_experts, report)
+            expert_ids, report = check_ids(expert_ids, weights, self.num_experts, report)
         return Checked(x=x, weights=weights, expert_ids=expert_ids, report=report)
 
     def narrow(self, rows: Tensor) -> Tensor:
@@ -345,20 +351,25 @@ def check_rows(
     return InputSpec.of(rows, rows).report()
 
 
-def check_ids(expert_ids: Tensor, num_experts: int, report: Tensor) -> tuple[Tensor, Tensor]:
+def check_ids(
+    expert_ids: Tensor, weights: Tensor, num_experts: int, report: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return ``expert_ids [tokens, k]`` made safe to count and sort, and the report ``[3]``.
 
     Ids outside ``0 .. num_experts - 1`` come back clamped; without a fault the report is the one
-    given. Nothing of another device is read by the host.
+    given. A choice whose weight in ``weights [tokens, k]`` is 0 may repeat an expert: replayed
+    routings are padded with such choices. Nothing of another device is read by the host.
     """
     if expert_ids.numel() == 0:
         return expert_ids, report
-    ordered = expert_ids.sort(1).values
-    if expert_ids.is_cpu and _are_good(ordered, num_experts):  # most often all there is to do
+    if expert_ids.is_cpu and _are_good(expert_ids, num_experts):  # most often all there is to do
         return expert_ids, report
     last = num_experts - 1
-    safe, ordered = expert_ids.clamp(0, last), ordered.clamp(0, last)
-    if expert_ids.shape[1] > 1:
+    safe, choices = expert_ids.clamp(0, last), expert_ids.shape[1]
+    if choices > 1:
+        # Choices of weight 0 get numbers of their own, which no expert has.
+        own = torch.arange(num_experts, num_experts + choices, device=safe.device)
+        ordered = torch.where(weights == 0, own, safe).sort(1).values
         twice = ordered[:, 1:] == ordered[:, :-1]
         duplicate = ordered[:, 1:].take(twice.reshape(-1).to(torch.uint8).argmax())
         report = _where(twice.any(), Fault.DUPLICATE_ID, duplicate, report)
@@ -367,8 +378,9 @@ def check_ids(expert_ids: Tensor, num_experts: int, report: Tensor) -> tuple[Ten
     return safe, _where(outside.any(), Fault.ID_OUT_OF_RANGE, stray, report, expected=last)
 
 
-def _are_good(ordered: Tensor, num_experts: int) -> bool:
-    """Return whether no id of ``ordered [tokens, k]``, each row ascending, is a fault."""
+def _are_good(expert_ids: Tensor, num_experts: int) -> bool:
+    """Return whether the ids of each token are distinct and all are in range."""
+    ordered = expert_ids.sort(1).values
     if ordered.shape[1] > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         return False
     least, most = (int(edge) for edge in ordered.aminmax())
@@ -406,7 +418,9 @@ def raise_faults(
         raise describe_faults(reports, ranks)
     every = [InputSpec.read(given, packed) for _, given, packed in reports]
     if len(set(every)) > 1:
-        raise_unequal("their experts one kind of dispatcher", [g.kind for g in every], ranks)
+        raise_unequal(
+            "their experts one kind of dispatcher", [_name_of(g.kind) for g in every], ranks
+        )
         same = "their model the same of labels, num_items_in_batch and output_router_logits"
         raise_unequal(same, [str(g.keywords) for g in every], ranks)
         rows = [f"{g.length} of {g.dtype}" for g in every]
@@ -439,6 +453,11 @@ def describe_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | Non
     )
     error.reports, error.ranks = reports, ranks
     return error
+
+
+def _name_of(kind: int) -> str:
+    """Return the dispatcher's name; a rank knows those of this package only."""
+    return _NAMES.get(kind, f"a dispatcher of another package ({kind:08x})")
 
 
 def _names(reports: Sequence[object], ranks: Sequence[int] | None) -> list[str]:

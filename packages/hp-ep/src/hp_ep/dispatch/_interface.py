@@ -68,9 +68,9 @@ class TokenDispatcher(Protocol):
         """Return the rows for this rank's experts, rows per expert, and the state of this call.
 
         ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
-        within a token); ``dim`` and the dtypes are the same on all ranks. The rows
-        ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64. `RoutingError` on every
-        rank where one gives something else.
+        within a token but for choices of weight 0); ``dim`` and the dtypes are the same on all
+        ranks. The rows ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64.
+        `RoutingError` on every rank where one gives something else.
         """
         ...
 

@@ -98,7 +98,7 @@ class Local(AsyncDispatcher):
 
         With ``weigh_rows`` the state has ``row_weights [rows]``, and ``combine`` only sums.
         `RoutingError` for shapes and dtypes that do not fit together, and for an expert id out of
-        range or named twice by one token.
+        range or named twice by one token with weights that are not 0.
         """
         return Done(self._dispatch(x, weights, expert_ids, weigh_rows))
 
@@ -114,7 +114,7 @@ class Local(AsyncDispatcher):
         raise_faults([report], None)
         if checks_data(expert_ids, self._validate):
             numbers = as_tensor(report, expert_ids.device)
-            expert_ids, numbers = check_ids(expert_ids, self.num_experts, numbers)
+            expert_ids, numbers = check_ids(expert_ids, weights, self.num_experts, numbers)
             raise_faults(read_tables(numbers[None])[0], None)
         by_expert = sort_assignments(expert_ids, self.num_experts)
         groups = by_expert.groups
