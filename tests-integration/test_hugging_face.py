@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hp_cp import Zigzag
+from hp_cp import InputError, Zigzag
 from hp_cp.transformers import context_parallel, shard_batch
 from hp_fsdp import fully_shard
+from hp_mesh import ParallelDims
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,6 +58,42 @@ def _step(rank: int) -> Step:
         assert isinstance(p.grad, DTensor)
         grads.append(p.grad.full_tensor())
     return share, grads
+
+
+def _sharded_step(rank: int) -> dict[str, str]:
+    """Return what a training step says whose parameters are sharded over meshes of each kind."""
+    folded = cached("folded", lambda: ParallelDims(dp_shard=2, cp=2).build_mesh())
+    apart = cached(
+        "apart", lambda: ParallelDims(dp_shard=2, cp=2, fsdp_folds_cp=False).build_mesh()
+    )
+    cp, found = folded["cp"], {}
+    for name, mesh, units in (
+        ("layers over dp_shard", folded["dp_shard"], "layers"),
+        ("model over dp_shard", folded["dp_shard"], "model"),
+        ("layers over fsdp", folded["fsdp"], "layers"),
+        ("model over fsdp", folded["fsdp"], "model"),
+        ("layers over replicas and shards", apart["replicate", "fsdp"], "layers"),
+    ):
+        model = context_parallel(_model(), cp, layout=Zigzag())
+        for layer in model.model.layers if units == "layers" else ():
+            fully_shard(layer, mesh, gradient_reduction="sum")
+        fully_shard(model, mesh, gradient_reduction="sum")
+        try:
+            model(**shard_batch(_batch(), cp, Zigzag())).loss.backward()
+            found[name] = ""
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_parameters_sharded_over_other_ranks_than_those_of_a_sequence_are_refused(
+    ranks: Any,
+) -> None:
+    for found in ranks(4).run(_sharded_step):
+        for name, message in found.items():
+            assert ("do not hold the ranks that share its sequences" in message) is (
+                "dp_shard" in name
+            ), (name, message)
 
 
 def test_shares_of_the_loss_and_summed_gradients_are_those_of_one_process(ranks: Any) -> None:

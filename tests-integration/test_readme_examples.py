@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import hp_cp
 from hp_cp import Zigzag, shard_sequence
+from hp_cp.transformers import context_parallel, shard_batch
 from hp_ep import ExpertParallel, MoE, parallelize_experts
 from hp_fsdp import fully_shard
 
@@ -73,6 +74,71 @@ def test_the_style_of_hp_cps_readme_gives_the_attention_of_one_process(ranks: An
     for held, results in zip(Zigzag().indices(2, 16), answers, strict=True):
         for result, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(result, reference[:, :, list(held)], rtol=0, atol=1e-13)
+
+
+def small_llama() -> Any:
+    """Return a small model of transformers, the same in every process."""
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double().train()
+
+
+def preferences() -> dict[str, Tensor]:
+    """Return two chosen and two rejected answers to prompts of three tokens."""
+    ids = torch.randint(50, (4, 23), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(torch.arange(23) < 3, -100)
+    reference = torch.tensor([-80.0, -75.0, -79.0, -81.0], dtype=torch.float64)
+    return {"ids": ids, "labels": labels, "reference": reference}
+
+
+def preferred_on_rank(rank: int, source: str) -> dict[str, list[Tensor]]:
+    """Run the example; return the loss and all gradients for three ways to reduce them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    averaged = source.replace("replicated_loss=True", "replicated_loss=False")
+    assert averaged != source
+    found: dict[str, list[Tensor]] = {}
+    reductions: tuple[Literal["all_reduce", "sum", "mean"], ...] = ("all_reduce", "sum", "mean")
+    for reduction in reductions:
+        model = context_parallel(small_llama(), mesh["cp"], layout=Zigzag())
+        if reduction != "all_reduce":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh["cp"], gradient_reduction=reduction)
+            fully_shard(model, mesh["cp"], gradient_reduction=reduction)
+        names: dict[str, Any] = {"mesh": mesh, "model": model, **preferences()}
+        names["shard_batch"] = shard_batch
+        exec(averaged if reduction == "mean" else source, names)
+        grads = [parameter.grad for parameter in model.parameters()]
+        if reduction == "all_reduce":
+            for grad in grads:
+                torch.distributed.all_reduce(grad, group=mesh["cp"].get_group())
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+        found[reduction] = [names["loss"].detach(), *whole]
+    return found
+
+
+def test_the_preference_loss_of_hp_cps_readme_has_the_gradients_of_one_process(ranks: Any) -> None:
+    text = (PACKAGES / "hp-cp" / "README.md").read_text(encoding="utf-8")
+    (source,) = [block for block in BLOCK.findall(text) if "replicated_loss=" in block]
+    model, given = small_llama(), preferences()
+    logits = model(input_ids=given["ids"], use_cache=False).logits[:, :-1]
+    targets = given["labels"][:, 1:]
+    log_probs = logits.log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    sums = (log_probs * (targets != -100)).sum(1) - given["reference"]
+    loss = -F.logsigmoid(0.1 * (sums[:2] - sums[2:])).mean()
+    loss.backward()
+    expected = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for answer in ranks(2).run(preferred_on_rank, source):
+        assert list(answer) == ["all_reduce", "sum", "mean"]
+        for found in answer.values():
+            for result, reference in zip(found, expected, strict=True):
+                torch.testing.assert_close(result, reference, rtol=0, atol=1e-10)
 
 
 def model_with_experts() -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hp_cp import (
     Contiguous,
     Greedy,
+    InputError,
     Layout,
     MaskSpec,
     PerDocument,
@@ -19,6 +20,7 @@ from hp_cp import (
     shift_labels,
     unshard_sequence,
 )
+from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import dense_attention, inputs, leaves
@@ -76,6 +78,86 @@ def test_log_probs_of_packed_tokens_are_those_of_one_process_on_every_rank(
     for whole, _ in results:
         torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(sum(part for _, part in results), grad, rtol=0, atol=1e-12)
+
+
+REDUCTIONS = {True: torch.sum, False: torch.mean}  # of gradients over ranks, by replicated_loss
+
+
+@pytest.mark.parametrize("replicated_loss", REDUCTIONS)
+@pytest.mark.parametrize("layout", [Contiguous(), Greedy(2)], ids=repr)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_loss_that_every_rank_computes_has_the_gradients_of_one_process(
+    shape: tuple[int, ...], layout: Layout, replicated_loss: bool
+) -> None:
+    """Preference losses take sums of log-probabilities that no rank has whole."""
+
+    def loss_of(whole: Tensor) -> Tensor:
+        chosen, rejected = whole.sum(1)
+        return -F.logsigmoid(0.1 * (chosen - rejected))
+
+    def rank(_: int, door: SimulatedCollectives) -> tuple[Tensor, Tensor]:
+        mesh = door.mesh(shape, ("outer", "cp")[-len(shape) :])
+        tables = TABLES.clone().requires_grad_()
+        mine, labels = shard_sequence((TOKENS, LABELS), mesh, layout, 1, PACKED)
+
+        def attention(x: Tensor) -> Tensor:
+            return context_parallel_attention(
+                x,
+                x,
+                x,
+                mesh,
+                mask=PACKED,
+                layout=layout,
+                ulysses_degree=shape[-1] if len(shape) == 2 else 1,
+                collectives=door,
+            )
+
+        whole = unshard_sequence(
+            log_probs(mine, labels, tables, attention),
+            mesh,
+            layout,
+            1,
+            PACKED,
+            replicated_loss=replicated_loss,
+            collectives=door,
+        )
+        loss = loss_of(whole)
+        (grad,) = torch.autograd.grad(loss, tables)
+        return loss.detach(), grad
+
+    tables = TABLES.clone().requires_grad_()
+    expected = loss_of(
+        log_probs(TOKENS, LABELS, tables, lambda x: dense_attention(x, x, x, PACKED))
+    )
+    (grad,) = torch.autograd.grad(expected, tables)
+    losses, grads = zip(*SimulatedWorld(4).run(rank), strict=True)
+    for loss in losses:
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-13)
+    reduced = REDUCTIONS[replicated_loss](torch.stack(grads), 0)
+    torch.testing.assert_close(reduced, grad, rtol=0, atol=1e-13)
+
+
+def test_the_backward_of_a_replicated_loss_communicates_nothing() -> None:
+    def rank(_: int, door: SimulatedCollectives) -> tuple[bool, Tensor]:
+        calls = RecordingCollectives(door)
+        x, mesh = torch.ones(2, 3, requires_grad=True), door.mesh((2,), ("cp",))
+        whole = unshard_sequence(
+            [x, 2 * x], mesh, None, 1, seq_len=6, replicated_loss=True, collectives=calls
+        )
+        before = calls.by_call
+        (grad,) = torch.autograd.grad(whole[0].sum() + whole[1].sum(), x)
+        return calls.by_call == before, grad
+
+    for nothing, grad in SimulatedWorld(2).run(rank):
+        assert nothing
+        assert torch.equal(grad, torch.full((2, 3), 3.0))
+
+
+@pytest.mark.parametrize("given", [None, 1, "sum"])
+def test_a_replicated_loss_that_is_no_bool_is_refused(given: Any) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2, timeout=0.1), 0).mesh((2,), ("cp",))
+    with pytest.raises(InputError, match=f"replicated_loss={given!r} is no bool; use True if"):
+        unshard_sequence(torch.ones(3), mesh, None, 0, seq_len=6, replicated_loss=given)
 
 
 class Counting(Contiguous):

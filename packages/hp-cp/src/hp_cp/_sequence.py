@@ -68,21 +68,53 @@ def unshard_sequence(
     mask: MaskSpec | None = None,
     *,
     seq_len: int | None = None,
+    replicated_loss: bool = False,
     collectives: Collectives | None = None,
 ) -> Any:
-    """Return ``tree`` with every tensor whole along ``seq_dim``, in global order, on every rank.
+    """Gather every tensor of ``tree`` along ``seq_dim``: all ranks get the whole sequence.
 
-    ``seq_dim`` is that of `shard_sequence`. ``seq_len`` is the whole length; None means that at
-    which the mask's documents end, else the local length times the number of ranks, which compare
-    their lengths as in `context_parallel_attention`. Differentiable: backward sums the ranks'
-    gradients of the whole tensor and keeps this rank's positions. Per tensor and axis: where
-    lengths are equal one all-gather, and backward one reduce-scatter; where they differ sends from
-    each rank to each, and backward one all-to-all. Raises `InputError`, before any communication,
-    as `shard_sequence` does, where the mask's documents end elsewhere than at ``seq_len``, and for
-    a tensor with another length than the layout gives, which is seen on that rank only.
-    Where the whole length is inferred, that for lengths that differ comes on every rank after their
-    comparison, as in `context_parallel_attention`.
+    Per tensor and axis: one all-gather if local lengths are equal, else sends from each rank to
+    each. Differentiable.
+
+    Args:
+        tree: Tensors with this rank's rows, in containers as for `shard_sequence`.
+        mesh: The ranks that share the sequence.
+        layout: That of `shard_sequence`.
+        seq_dim: That of `shard_sequence`.
+        mask: That of `shard_sequence`.
+        seq_len: The whole length, in tokens. None means where the mask's documents end, else the
+            local length times the number of ranks, which then compare their lengths as in
+            `context_parallel_attention`.
+        replicated_loss: What each rank computes from the whole tensor. False: its own part of the
+            loss, so backward sums the ranks' gradients (one reduce-scatter per tensor and axis if
+            lengths are equal, else one all-to-all) and keeps this rank's rows. True: the whole
+            loss, the same on every rank, as DPO and GRPO do from log-probabilities. Backward then
+            keeps this rank's rows of its own gradient and communicates nothing, so that gradients
+            of parameters are summed over the mesh, as those of other shares. With False the
+            gradients of such a loss are as many times too large as there are ranks.
+        collectives: As for `context_parallel_attention`.
+
+    Returns:
+        ``tree`` with whole tensors, in the order of positions.
+
+    Raises:
+        InputError: As from `shard_sequence`, for documents that end elsewhere than at ``seq_len``,
+            and for a ``replicated_loss`` that is no bool, before any communication. For a tensor
+            of another length than the layout gives, on that rank only. If the whole length is
+            inferred and lengths differ, on every rank after their comparison, as in
+            `context_parallel_attention`.
+
+    Example:
+        >>> whole = unshard_sequence(
+        ...     log_probs, mesh["cp"], Zigzag(), 1, seq_len=4096, replicated_loss=True
+        ... )
+        >>> dpo_loss(whole).backward()  # then sum gradients over mesh["cp"]
     """
+    if type(replicated_loss) is not bool:
+        raise InputError(
+            f"replicated_loss={described(replicated_loss)} is no bool; use True if every rank "
+            f"computes the same loss from the whole tensor, False if each computes its own part"
+        )
     n, rank = place_of(mesh)
     layout = checked_layout(layout)
     if mask is not None:
@@ -96,7 +128,14 @@ def unshard_sequence(
     def whole(x: Tensor, seq_dim: int) -> Tensor:
         dim = checked_dim(x, seq_dim)
         chunks = chunks_of(x, dim)
-        gathered = _gathered(x, mesh, lengths_of(chunks), dim, collectives)
+        lengths = lengths_of(chunks)
+        if replicated_loss:
+            gathered = _gathered(x.detach(), mesh, lengths, dim, collectives)
+            before, after = sum(lengths[:rank]), sum(lengths[rank + 1 :])
+            first, _, last = gathered.split([before, lengths[rank], after], dim)
+            gathered = torch.cat([first, x, last], dim)  # the only part with a gradient
+        else:
+            gathered = _gathered(x, mesh, lengths, dim, collectives)
         return sort_rows(note_anew(gathered), chunks, dim)
 
     dims = _each_dim(tree, seq_dim)

@@ -7,16 +7,27 @@ live beside it. The library is imported when a function is called.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
+from ._agreement import (
+    BatchHash,
+    UnitRanks,
+    check_same_batch,
+    check_units,
+    find_moved,
+    find_units,
+    hash_batch,
+    is_sharded,
+)
 from ._attention import context_parallel_attention
 from ._errors import InputError, described
 from ._layouts import (
@@ -32,6 +43,7 @@ from ._mesh import place_of, rank_groups_of
 from ._nested import map_tensors
 from ._routes import Schedule, check_schedule
 from ._sequence import IGNORED, check_local, position_ids, shard_sequence, shift_labels
+from ._torch import keep_eager
 from .kernels._choose import check_backend_name
 from .kernels._interface import AttentionBackend
 
@@ -40,6 +52,7 @@ Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]  # cu_seqlens
 
 _NAME = __name__  # in the library's registries of attention functions and of masks
 _ATTRIBUTE = "_context_parallel"  # of attention modules
+_COMPARED = 8  # shapes of batches that a model compares between ranks
 _ATTENDED = ("full_attention", "sliding_attention")  # layer types whose attention is known here
 _FIXED = {"default", "linear", "llama3", "proportional", "yarn"}  # rotary, of any length
 # Losses of heads that read whole sequences: the library names a model's loss by its class.
@@ -56,6 +69,9 @@ _REFUSED = (
     "position_bias",
     "sinks",
 )
+# Models given to `context_parallel`, with the ranks of their units of fully_shard, which
+# `shard_batch` reads while the units are sharded. Keeps no model, mesh or group alive.
+_MODELS: WeakKeyDictionary[nn.Module, UnitRanks] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +83,9 @@ class SequenceShard:
     `shard_batch`, not of the batch.
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
     ``dropout_seed``: which of the attention weights become zero where a model has dropout.
+    ``rows``: of the whole batch. ``place``: the number of ranks, and this rank's place among them.
+    ``hashes``: of the whole batch and of the position ids, which ranks compare; None to leave
+    that out.
     """
 
     layout: Layout
@@ -76,6 +95,34 @@ class SequenceShard:
     counted: bool
     padded: bool = False
     dropout_seed: int | None = None
+    rows: int = 0
+    place: tuple[int, int] | None = None
+    hashes: BatchHash | None = field(default=None, compare=False, repr=False)
+
+
+class _NotParallelized(InputError, AttributeError):
+    """An `InputError`; an AttributeError too, so that ``hasattr`` answers False."""
+
+
+class _PartMask:
+    """The ``attention_mask`` of one rank's part of a batch, of which nothing can be read.
+
+    Models given to `context_parallel` drop it. Other models would attend to the rows of one rank
+    only; they raise when they read it to make their own mask.
+    """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NotParallelized(
+            "this batch was cut by shard_batch, but this model was not given to context_parallel: "
+            "each rank would attend to its own rows only; give the model to context_parallel, or "
+            "call it with whole batches. An attention of your own that spans the ranks takes "
+            "attention_mask=None"
+        )
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self.__getattr__("shape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +167,30 @@ class _Settings:
     """
 
     attend: Callable[..., Any]
+    mesh: AxisMesh
+    collectives: Collectives
     layout: Layout
     seq_len: int | None
-    n: int  # ranks that share a sequence
+    place: tuple[int, int]  # the number of ranks that share a sequence, and this rank's place
+    compared: set[tuple[int, int]] = field(default_factory=set)  # shapes of batches
+    moved: Tensor | None = None  # whether position ids are other ones than those of shard_batch
+    trained: bool = False  # the meshes of parameters were checked
     expected: SequenceShard | None = None  # only compared: a recomputation runs after the forward
+
+    @property
+    def n(self) -> int:
+        """Return the number of ranks that share a sequence."""
+        return self.place[0]
 
     def __deepcopy__(self, memo: object) -> "_Settings":
         """Return the settings themselves: a mesh is not copied with a model."""
         return self
+
+    def is_new(self, shard: SequenceShard) -> bool:
+        """Return whether ranks compare the batch of a shard: the first ones of new shapes."""
+        if self.n == 1 or shard.hashes is None or len(self.compared) >= _COMPARED:
+            return False
+        return (shard.rows, shard.seq_len) not in self.compared
 
 
 def context_parallel(
@@ -149,7 +212,9 @@ def context_parallel(
     text config of this model, which models made of the same config object share: such a model
     raises `InputError` until it is given to this function too. Call the model with what
     `shard_batch` returns. A rank's gradients are those of its share of the loss: sum them over the
-    mesh, do not average (hp-fsdp: ``gradient_reduction="sum"``). Communicates nothing.
+    mesh, do not average (hp-fsdp: ``gradient_reduction="sum"``). Communicates nothing. For the
+    first 8 new shapes of batches the model's first attention compares a hash of the batch between
+    the ranks: one all-reduce over each axis, which the host waits for.
 
     Args:
         model: A ``PreTrainedModel``, changed in place.
@@ -176,8 +241,11 @@ def context_parallel(
             afterwards, auxiliary losses of routers, which are means over one rank's tokens, labels
             of whole sequences, and models that count positions from the ``pad_token_id`` on, where
             `shard_batch` was given no ``position_ids``. Before any communication, on every rank
-            together where all are called alike. After the forward, on every rank: outputs of one or
-            two dims, as of a head of one's own that pools. And as from
+            together where all are called alike. In the first forward that trains: ``fully_shard``
+            took a mesh without the ranks of ``mesh``. After the comparison of a new shape, on every
+            rank: different batches, lengths or seeds, ``position_ids`` other than those of
+            `shard_batch`, a part of another mesh. After the forward, on every rank: outputs of one
+            or two dims, as of a head of one's own that pools. And as from
             `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
 
@@ -226,19 +294,36 @@ def context_parallel(
         backend=backend,
         collectives=collectives,
     )
-    n, _ = place_of(mesh)
-    settings = _Settings(attend=attend, layout=layout, seq_len=seq_len, n=n)
+    settings = _Settings(
+        attend=attend,
+        mesh=mesh,
+        collectives=collectives,
+        layout=layout,
+        seq_len=seq_len,
+        place=place_of(mesh),
+    )
     library.AttentionInterface.register(_NAME, _attention)
     library.AttentionMaskInterface.register(_NAME, _mask)
     config._attn_implementation = _NAME
     for index, module in enumerate(modules):
         setattr(module, _ATTRIBUTE, _Place(settings=settings, index=index))
 
+    def before_part(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        _check_implementation(module)
+        args = tuple(None if isinstance(x, _PartMask) else x for x in args)
+        kwargs = {key: x for key, x in kwargs.items() if not isinstance(x, _PartMask)}
+        shard = kwargs.get("sequence_shard")
+        if isinstance(shard, SequenceShard) and settings.expected is None:
+            _note_positions(module, args, kwargs, settings, shard)
+        return args, kwargs
+
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
         settings.expected = shard = kwargs.get("sequence_shard")
         given = _arguments_of(module, args, kwargs)
         _check_values(given.get("attention_mask"))
+        if shard is not None and module.training and torch.is_grad_enabled():
+            _check_reduction(module, settings)
         if isinstance(shard, SequenceShard) and shard.counted and own_positions:
             raise InputError(
                 f"{type(module).__name__} counts positions from the pad_token_id on, and "
@@ -263,7 +348,8 @@ def context_parallel(
         settings.expected = None
 
     for part in own_parts:
-        part.register_forward_pre_hook(_check_implementation)
+        part.register_forward_pre_hook(before_part, with_kwargs=True)
+    _MODELS[model] = {}
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(check)
     model.register_forward_hook(after, always_call=True)
@@ -308,7 +394,9 @@ def shard_batch(
             zero on any number of ranks.
 
     Returns:
-        A new dictionary, with ``sequence_shard``, which tells the attention the sharding.
+        A new dictionary, with ``sequence_shard``, which tells the attention the sharding. On
+        several ranks ``attention_mask`` is an object that models given to `context_parallel` drop.
+        Any other model that reads it raises `InputError`.
 
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
@@ -320,7 +408,7 @@ def shard_batch(
             fewer tokens than ranks, labels of whole sequences, a seed that is no int of at least 0,
             DTensors. And as from `shard_sequence`.
     """
-    n, _ = place_of(mesh)
+    n, rank = place_of(mesh)
     layout = checked_layout(layout)
     rest = {key: x for key, x in _checked_mapping(batch).items() if x is not None}
     if "sequence_shard" in rest:
@@ -378,8 +466,20 @@ def shard_batch(
         counted=counted,
         padded=padding is not None,
         dropout_seed=dropout_seed,
+        rows=rows,
+        place=(n, rank),
+        hashes=hash_batch(
+            [cut[key] for key in sorted(cut)],
+            hash((mask.causal, mask.ends, -1 if dropout_seed is None else dropout_seed)),
+            found["position_ids"],
+        ),
     )
-    return {**rest, **found, "sequence_shard": shard}
+    for known in _MODELS.keyrefs():
+        model = known()
+        if model is not None and not _MODELS.get(model) and is_sharded(model):
+            _MODELS[model] = find_units(model)
+    whole = {} if n == 1 else {"attention_mask": _PartMask()}
+    return {**rest, **found, **whole, "sequence_shard": shard}
 
 
 def _attention(
@@ -434,6 +534,9 @@ def _attention(
             f"{type(module).__name__} is causal, but shard_batch was given a mask of causal=False, "
             f"which it does not follow; give it causal=True"
         )
+    seed = _seed_of(place, shard, dropout)
+    if shard is not None and settings.is_new(shard):
+        _compare(settings, shard, query.device)
     out = settings.attend(
         query,
         key,
@@ -444,7 +547,7 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
         dropout_p=dropout,
-        dropout_seed=_seed_of(place, shard, dropout),
+        dropout_seed=seed,
         seq_len=settings.seq_len if shard is None else shard.seq_len,
     )
     return out.transpose(1, 2), None
@@ -584,7 +687,46 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def _check_implementation(model: nn.Module, args: Any) -> None:
+@keep_eager  # it reads values, and changes the settings
+def _compare(settings: _Settings, shard: SequenceShard, device: torch.device) -> None:
+    """Raise `InputError` on every rank unless ranks that share a sequence have the same batch."""
+    if shard.hashes is None:
+        return
+    shape = shard.rows, shard.seq_len
+    settings.compared.add(shape)
+    check_same_batch(
+        settings.mesh,
+        settings.collectives,
+        shape,
+        shard.hashes.batch,
+        moved=settings.moved,
+        misplaced=shard.place not in (None, settings.place),
+        device=device,
+    )
+
+
+def _note_positions(
+    model: nn.Module, args: Any, kwargs: dict[str, Any], settings: _Settings, shard: SequenceShard
+) -> None:
+    """Note whether a call of a new shape has other position ids than `shard_batch` returned."""
+    settings.moved = None
+    if shard.hashes is not None and settings.is_new(shard):
+        given = _arguments_of(model, args, kwargs).get("position_ids")
+        settings.moved = find_moved(shard.hashes, given)
+
+
+def _check_reduction(model: nn.Module, settings: _Settings) -> None:
+    """Raise `InputError` if units of ``fully_shard`` are not sharded over the ranks of a sequence.
+
+    In the first forward that trains. Units that are unsharded in it, as that of the model itself,
+    were seen by `shard_batch`.
+    """
+    if settings.n > 1 and not settings.trained:
+        settings.trained = True
+        check_units({**_MODELS.get(model, {}), **find_units(model)}, settings.mesh)
+
+
+def _check_implementation(model: nn.Module) -> None:
     """Raise `InputError` where the attention was set to one of the rows of a rank."""
     config: Any = model.config
     found = config.get_text_config()._attn_implementation
