@@ -121,9 +121,11 @@ class Launch:
 class Layer:
     """Rows that come together, ascending, as they merge into what came before.
 
-    ``whole``: they are all rows, and the first. ``fresh``: none of them had keys before.
+    ``whole``: covers every query row. ``fresh``: no earlier layer of the same ``source`` covers one
+    of these rows. Both hold for any order of the sources.
     """
 
+    source: int
     runs: Ranges
     spans: tuple[Span, ...]
     lengths: list[int]
@@ -156,9 +158,9 @@ def batches_of(
 
     ``held`` are the rows of its keys that are here, ``rows`` the number of queries.
     """
-    begun: Ranges = ()
     found: dict[int, tuple[Batch, ...]] = {}
     for source, own in blocks.items():
+        begun: Ranges = ()
         places, batches, length = Ranks(held[source]), [], size(held[source])
         for group in _groups(own, kernel):
             launches, layers = [], []
@@ -166,7 +168,7 @@ def batches_of(
                 for block in layer:
                     launches.append(_launch_of(block, places.of(block.keys), rows, length, kernel))
                 runs = joined(block.queries for block in layer)
-                layers.append(_layer_of(runs, begun, rows))
+                layers.append(_layer_of(source, runs, begun, rows))
                 begun = union((*begun, *runs))
             together = [block for layer in group for block in layer]
             batch = Batch(
@@ -194,13 +196,14 @@ def _launch_of(block: Block, keys: range, rows: int, held: int, kernel: BlockKer
     )
 
 
-def _layer_of(runs: Ranges, begun: Ranges, rows: int) -> Layer:
+def _layer_of(source: int, runs: Ranges, begun: Ranges, rows: int) -> Layer:
     return Layer(
+        source=source,
         runs=runs,
         spans=tuple(map(_span, runs)),
         lengths=[*map(len, runs)],
         size=size(runs),
-        whole=size(runs) == rows and not begun,
+        whole=size(runs) == rows,
         fresh=not any(overlaps(runs, begun)),
     )
 
@@ -466,14 +469,16 @@ class OnlineSoftmax:
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._first: int | None = None  # the source whose keys came first
         self._views: dict[Span, tuple[Tensor, Tensor, Weights | None]] = {}
 
     def merge(self, rows: Layer, out: Tensor, lse: Tensor) -> None:
         """Take what a backend returned for some rows over further keys: new tensors."""
-        if rows.whole:  # kept as it is while no other part comes
-            self._out, self._lse = out.transpose(1, 2), lse
-            return
         if self._out is None or self._lse is None:
+            self._first = rows.source
+            if rows.whole:  # kept as it is while no other part comes
+                self._out, self._lse = out.transpose(1, 2), lse
+                return
             self._out, self._lse = self._start()
         elif self._out.dtype != self._wide or self._lse.dtype != self._wide:
             self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
@@ -503,7 +508,7 @@ class OnlineSoftmax:
     ) -> None:
         places = ints_on(rows.runs, torch.int64, out)
         theirs = out.transpose(1, 2).to(self._wide), lse.to(self._wide)
-        if not rows.fresh:
+        if not (rows.fresh and rows.source == self._first):
             mine = total.index_select(1, places), total_lse.index_select(2, places)
             self._merge(mine[0].transpose(1, 2), mine[1], out, theirs[1])
             theirs = mine

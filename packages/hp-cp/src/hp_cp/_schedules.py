@@ -335,6 +335,8 @@ class _Straight:
         schedule, n = self._schedule, self._schedule.n
         peer = (2 * schedule.rank - source) % n  # as far after this rank as the source is before
         sends, receives = {}, {}
+        if share is None and (rows := schedule.part.receive_rows[source]):
+            share = KVGradient(self._like, size(rows))  # seen by no row here; the owner waits
         if share is not None:
             dk, dv = share.pair
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
@@ -477,7 +479,7 @@ MOVEMENTS: dict[ScheduleName, Movement] = {
 
 
 def fetch(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
-    """Yield each source of the schedule with its keys and values, this rank first.
+    """Yield each source of the schedule once, with its keys and values.
 
     What comes next is asked for before a part is yielded. Every rank must go to the end.
     """
@@ -522,17 +524,20 @@ class _Attend(torch.autograd.Function):
         rows = OnlineSoftmax(q, v.shape[3], fused=kernel.fused, hides=kernel.masked is not None)
         queries = RowViews(q)
         kept: list[Tensor] = []
+        sources: list[int] = []  # of the kept keys and values
         keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
         with without_autocast(q.device), PendingWork(peers) as calls:
             for source, held_k, held_v in fetch(k, v, schedule, calls):
                 if keep and source != schedule.rank:
                     kept += held_k, held_v
+                    sources.append(source)
                 for batch in schedule.batches[source]:
                     forward_batch(batch, queries, held_k, held_v, kernel, rows)
         out, lse = rows.result(sinks)
         own = (None, None) if kept and schedule.own_place is not None else (k, v)
         ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
         ctx.schedule, ctx.peers, ctx.origin = schedule, peers, schedule.origin
+        ctx.sources = sources
         if not return_lse:
             return out
         lse = lse.transpose(1, 2)
@@ -553,7 +558,10 @@ class _Attend(torch.autograd.Function):
 
         with without_autocast(q.device), PendingWork(ctx.peers) as calls:
             returns = schedule.movement.returns(schedule, own, (k, v), calls)
-            for source, held_k, held_v in _kept_or_fetched(k, v, kept, schedule, calls):
+            # If others' keys are kept, own keys come last: others' gradients travel meanwhile.
+            others = zip(ctx.sources, kept[::2], kept[1::2], strict=True)
+            parts = [*others, (schedule.rank, k, v)] if kept else fetch(k, v, schedule, calls)
+            for source, held_k, held_v in parts:
                 share = own if source == schedule.rank else KVGradient((k, v), held_k.shape[1])
                 batches = schedule.batches[source]
                 for batch in batches:
@@ -569,13 +577,3 @@ class _Attend(torch.autograd.Function):
         to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
         return *shares, to_sinks, None, None, None
-
-
-def _kept_or_fetched(
-    k: Tensor, v: Tensor, kept: Sequence[Tensor], schedule: RankSchedule, calls: PendingWork
-) -> Arrivals:
-    """Return all parts of keys; own last where all are here, while the others' gradients travel."""
-    if not kept:
-        return fetch(k, v, schedule, calls)
-    others = (source for source in schedule.part.blocks if source != schedule.rank)
-    return iter([*zip(others, kept[::2], kept[1::2], strict=True), (schedule.rank, k, v)])
