@@ -158,8 +158,8 @@ def context_parallel_attention(
 
     Keys and values come by the ``schedule``, and again in the backward unless ``keep_kv`` keeps
     them (None: gather alone does); their gradients return to the owner: ``gather`` has one
-    all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
-    gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
+    all-gather (sends from rank to rank where lengths differ), and one all-to-all for gradients;
+    ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
@@ -171,9 +171,9 @@ def context_parallel_attention(
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
 
-    Where ``gather`` keeps keys, a backward that frees its graph writes received gradients into
-    their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients then:
-    let them keep copies, or use ``keep_kv=False``.
+    Where ``gather`` keeps keys, a backward that frees its graph writes the gradients that it sends
+    into their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients
+    then: let them keep copies, or use ``keep_kv=False``.
 
     ``fuse_merges``: the merge of further keys into a row's result is one kernel of
     ``torch.compile`` instead of six operations; equal but for rounding. None means where Triton

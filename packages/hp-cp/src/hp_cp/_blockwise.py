@@ -25,7 +25,7 @@ from ._errors import InputError
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
-from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union, within
+from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union
 from ._torch import has_values
 from .kernels._interface import (
     GRID,
@@ -564,6 +564,10 @@ class RowSum:
         runs = rows if len(rows) == 1 else _runs(rows)
         if self._sum is None and len(runs) == 1 and 2 * len(runs[0]) >= len(self._rows):
             self._held, self._sum = runs[0], part.to(self._wide)
+        elif self._sum is not None and runs == (self._rows,) and self._held != self._rows:
+            before, total = as_slice(self._held), part.to(self._wide)
+            total[:, before].add_(self._sum)
+            self._held, self._sum = self._rows, total
         elif len(runs) > _RUNS and all(a.stop <= b.start for a, b in pairwise(runs)):
             self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(self._wide))
         else:
@@ -573,13 +577,11 @@ class RowSum:
                 # += on an item would also copy the sum
                 (self.total[:, as_slice(run)] if held is None else held).add_(share)
 
-    def of(self, rows: range) -> Tensor:
-        """Return the sum so far of some rows; a view where memory has it."""
-        if (held := self._find(rows)) is not None:
-            return held
-        if self._sum is None or not within(rows, self._held):
-            return self._zeros(len(rows))
-        return self.total[:, as_slice(rows)]
+    def take(self) -> tuple[range, Tensor]:
+        """Return a range of rows outside of which the sum is zero, and its sum; hold neither."""
+        taken = self._held, self._zeros(0) if self._sum is None else self._sum
+        self._held, self._sum = range(0), None
+        return taken
 
     @property
     def total(self) -> Tensor:
@@ -607,21 +609,22 @@ class KVGradient:
 
     def __init__(self, like: Pair, rows: int) -> None:
         k, v = like
-        self._k, self._v = RowSum(k, rows), RowSum(v, rows)
+        self.k, self.v = RowSum(k, rows), RowSum(v, rows)
 
     def add(self, rows: Ranges, dk: Tensor, dv: Tensor) -> None:
         """Add the shares of some rows, which they have in this order; they may come again."""
-        self._k.add(rows, dk)
-        self._v.add(rows, dv)
+        self.k.add(rows, dk)
+        self.v.add(rows, dv)
 
-    def of(self, rows: range) -> Pair:
-        """Return both sums of some of the rows."""
-        return self._k.of(rows), self._v.of(rows)
+    def take(self) -> tuple[range, Pair]:
+        """Return a range of rows outside of which both sums are zero, and its sums; hold none."""
+        (rows, k), (_, v) = self.k.take(), self.v.take()
+        return rows, (k, v)
 
     @property
     def pair(self) -> Pair:
         """Return both sums."""
-        return self._k.total, self._v.total
+        return self.k.total, self.v.total
 
 
 def _runs(rows: Ranges) -> Ranges:
