@@ -30,7 +30,7 @@ def backwards(n: int) -> Iterator[int]:
     yield from range(n - 1, 0, -1)
 
 
-def movement(order: Order, *, own_last: bool) -> Movement:
+def movement(order: Order, own_last: bool) -> Movement:
     """Return how keys come from ``rank - step`` for each step of ``order``."""
 
     def fetch(k: Tensor, v: Tensor, schedule: Any, calls: Any) -> Arrivals:
@@ -74,9 +74,9 @@ def test_a_schedule_may_yield_sources_in_any_order(
     own_last: bool,
     keep_kv: bool,
 ) -> None:
-    monkeypatch.setitem(SCHEDULES, "added", ScheduleSpec(all_keys=True))  # type: ignore[arg-type]
-    added = movement(order, own_last=own_last)
-    monkeypatch.setitem(MOVEMENTS, "added", added)  # type: ignore[arg-type]
+    tables: Any = (SCHEDULES, ScheduleSpec(all_keys=True)), (MOVEMENTS, movement(order, own_last))
+    for table, row in tables:
+        monkeypatch.setitem(table, "added", row)
     monkeypatch.setattr("hp_cp._blocks._TILE", TILE)
     tensors = inputs(2, 2, SEQ, batch=1, size=4)
 
