@@ -9,6 +9,7 @@ take. Backends get transposed views, with the dims of `AttentionBackend`; those 
 their sums are made once for all launches over the same rows.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ._blocks import Block
-from ._errors import InputError
+from ._errors import BackendError, InputError
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
@@ -705,9 +706,41 @@ def _merge_at_once(
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
-def fuses_merges(device: torch.device, asked: bool | None) -> bool:
-    """Return whether merges are one kernel: as asked, else on CUDA where Triton is."""
-    return device.type == "cuda" and find_spec("triton") is not None if asked is None else asked
+def fuses_merges(device: torch.device, dtype: torch.dtype, asked: bool | None) -> bool:
+    """Return whether merges of ``dtype`` are one kernel: as asked, else on CUDA if Triton is there.
+
+    Compiles the kernel once in this process and runs it, since Triton also needs a C compiler. If
+    that fails, warns and returns False, or raises `BackendError` if the kernel was asked for.
+    Communicates nothing; the answer changes no communication, so ranks may differ.
+    """
+    if not (device.type == "cuda" and find_spec("triton") if asked is None else asked):
+        return False
+    fault = fault_of_fused_merge(device, dtype)
+    if fault is None:
+        return True
+    if asked:
+        raise BackendError(
+            f"fuse_merges=True, but torch.compile makes no kernel for merges here: {fault}; "
+            f"install a C compiler, which Triton needs on CUDA, or leave fuse_merges out"
+        )
+    warnings.warn(
+        f"merges run as six operations: torch.compile makes no kernel for them here: {fault}; "
+        f"install a C compiler, which Triton needs, or set fuse_merges=False",
+        stacklevel=2,
+    )
+    return False
+
+
+@cache
+def fault_of_fused_merge(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run the fused merge of small tensors; return why it fails, or None."""
+    out = torch.zeros(1, 2, 2, 2, dtype=accumulator(dtype), device=device).transpose(1, 2)
+    lse = out.new_zeros(1, 2, 2)
+    try:
+        fused_merge()(out, lse, torch.zeros_like(out, dtype=dtype), lse.clone(), None)
+    except Exception as error:  # noqa: BLE001 - what compilers raise has no common type
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

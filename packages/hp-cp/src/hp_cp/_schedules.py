@@ -31,7 +31,6 @@ from ._blockwise import (
     batches_of,
     first_order,
     forward_batch,
-    fuses_merges,
     gradient_of_sinks,
     without_autocast,
 )
@@ -80,7 +79,8 @@ def rank_schedule_of(
     backends: Backends,
     options: ScoreOptions,
     device: torch.device,
-    fuse_merges: bool | None = None,
+    *,
+    fuse_merges: bool,
 ) -> RankSchedule:
     """Return the part of this rank in a plan that is carried out.
 
@@ -97,7 +97,7 @@ def rank_schedule_of(
         masked=backends.masked,
         mask_mod=mask_mod,
         positions=positions,
-        fused=fuses_merges(device, fuse_merges),
+        fused=fuse_merges,
     )
     where, rank = str(device) if mask_mod is not None else "cpu", groups.ring.index
     part = executed_part_of(plan, rank, backends.windows, where)
