@@ -227,7 +227,7 @@ class BareRing(BareDirect):
 
 
 class BareGather(Bare):
-    """One all-gather of two pieces of keys and values, two blocks, one exchange of gradients."""
+    """One all-gather of two pieces of keys and values, two blocks, one all-to-all of gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
@@ -251,19 +251,17 @@ class BareGather(Bare):
         every = [*turned(grads[0].contiguous(), q), out, lse]
         late = [x[:, :, HALF:] for x in every]
         part, *shares = graded(late, *(x.unsqueeze(0) for x in gathered))
-        rooms = [x[ROWS:].split(HALF) for x in gathered]
-        sends = [x[0, ROWS:].split(HALF) for x in shares]
-        works = []
-        for i in range(2 * (RANKS - 1)):
-            works += [ctx.group.recv([x[i]], 1 + i // 2, 0) for x in rooms]
-            works += [ctx.group.send([x[i]], 1 + i // 2, 0) for x in sends]
+        sends = torch.empty(RANKS, 2, 2 * HALF, *k.shape[2:])
+        for room, share in zip(sends.unbind(1), shares, strict=True):
+            for half, piece in zip(room.split(HALF, 1), share[0].split(RANKS * HALF), strict=True):
+                half.copy_(piece.unflatten(0, (RANKS, HALF)))
+        came = torch.empty_like(sends)
+        work = ctx.group.alltoall_base(came, sends, [], [])
         dq, *own = graded(every, k, v)
         dq[:, HALF:].add_(part)
-        waited(works)
-        for total, share, came in zip(own, shares, gathered, strict=True):
-            total.add_(share[:, :ROWS])
-            for piece in came[ROWS:].split(ROWS):
-                total.add_(piece)
+        work.wait()
+        for total, part in zip(own, came.sum(0), strict=True):
+            total.add_(part)
         return dq, *own, None
 
 

@@ -66,9 +66,9 @@ def counted(
 @pytest.mark.parametrize(
     ("options", "seq_len", "calls"),
     [
-        ({"schedule": "gather"}, 16, {"all_gather": 1, "send_recv": 1}),
-        ({"schedule": "gather"}, 15, {"send_recv": 2}),
-        ({"schedule": "gather", "keep_kv": False}, 16, {"all_gather": 2, "send_recv": 1}),
+        ({"schedule": "gather"}, 16, {"all_gather": 1, "all_to_all": 1}),
+        ({"schedule": "gather"}, 15, {"send_recv": 1, "all_to_all": 1}),
+        ({"schedule": "gather", "keep_kv": False}, 16, {"all_gather": 2, "all_to_all": 1}),
         ({"schedule": "direct"}, 16, {"send_recv": 9}),
         ({"schedule": "direct", "keep_kv": True}, 16, {"send_recv": 6}),
         ({"schedule": "ring"}, 16, {"send_recv": 9}),

@@ -8,13 +8,23 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hp_cp import Contiguous, Layout, MaskSpec, Zigzag, context_parallel_attention, plan_attention
+from hp_cp import (
+    Contiguous,
+    Greedy,
+    Layout,
+    MaskSpec,
+    Zigzag,
+    context_parallel_attention,
+    plan_attention,
+)
 from hp_cp._blocks import gathered_part, pieces_of, places_of
 from hp_cp._plan import part_of, rank_plan_of
+from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .operations import Called
-from .strategies import all_layouts, inputs, leaves, masked, visible, with_gradients
+from .strategies import all_layouts, inputs, leaves, masked, single, visible, with_gradients
+from .test_copies import Carried, Copied
 
 
 @settings(deadline=None, max_examples=50)
@@ -105,3 +115,98 @@ def test_a_rank_with_joined_chunks_gathers_as_the_others() -> None:
     assert places == tuple(
         (range(32 + 8 * rank, 40 + 8 * rank), range(8 * rank, 8 + 8 * rank)) for rank in range(4)
     )
+
+
+def backward_of(
+    n: int, seq_len: int, layout: Layout, mask: MaskSpec, value_size: int = 8
+) -> list[tuple[list[torch.Tensor], int, dict[str, int]]]:
+    """Return each rank's results, and the operators and the calls of its backward."""
+    q, k, v, grad = inputs(4, 2, seq_len)
+    tensors = q, k, v[..., :value_size], grad[..., :value_size]
+
+    def rank(
+        rank: int, collectives: SimulatedCollectives
+    ) -> tuple[list[torch.Tensor], int, dict[str, int]]:
+        mine = list(layout.indices(n, seq_len, mask)[rank])
+        *local, grad = (x[:, :, mine] for x in tensors)
+        q, k, v = leaves(*local)
+        record = RecordingCollectives(Carried(collectives, Copied()))
+        out = context_parallel_attention(
+            q,
+            k,
+            v,
+            collectives.mesh((n,), ("cp",)),
+            mask=mask,
+            layout=layout,
+            schedule="gather",
+            seq_len=seq_len,
+            collectives=record,
+        )
+        before = {name: traffic.calls for (_, name), traffic in record.by_call.items()}
+        with Called() as called:
+            results = with_gradients(out, (q, k, v), grad)
+        after = {name: traffic.calls for (_, name), traffic in record.by_call.items()}
+        calls = {name: number - before.get(name, 0) for name, number in after.items()}
+        return results, sum(called.times.values()), {x: i for x, i in calls.items() if i}
+
+    return SimulatedWorld(n).run(rank)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=repr)
+def test_gradients_return_by_one_all_to_all_of_operators_that_do_not_grow_with_the_ranks(
+    layout: Layout,
+) -> None:
+    mask, most = MaskSpec(causal=True), []
+    for n in (4, 8):
+        found = backward_of(n, 16 * n, layout, mask)
+        assert [calls for _, _, calls in found] == [{"all_to_all": 1}] * n
+        most.append(max(operators for _, operators, _ in found))
+    assert most[1] <= most[0]
+
+
+@pytest.mark.parametrize("seq_len", [64, 61, 5])
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [
+        (Contiguous(), MaskSpec(causal=True)),
+        (Zigzag(), MaskSpec(causal=True)),
+        (Zigzag(), MaskSpec(causal=False, window=3)),
+        (Greedy(3), MaskSpec(causal=True, cu_seqlens=(0, 2, 5))),
+    ],
+    ids=["contiguous", "zigzag", "window", "documents"],
+)
+def test_eight_ranks_have_the_gradients_of_one(
+    seq_len: int, layout: Layout, mask: MaskSpec
+) -> None:
+    if mask.cu_seqlens is not None:
+        mask = MaskSpec(causal=True, cu_seqlens=(0, 2, seq_len))
+    found = backward_of(8, seq_len, layout, mask, value_size=5)
+    q, k, v, grad = inputs(4, 2, seq_len)
+    expected = single((q, k, v[..., :5], grad[..., :5]), mask)
+    order = [i for held in layout.indices(8, seq_len, mask) for i in held]
+    for parts, whole in zip(zip(*(x for x, _, _ in found), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), whole[:, :, order], rtol=0, atol=1e-12)
+
+
+def test_gradients_of_a_low_precision_are_summed_in_float32() -> None:
+    """The peers' gradients of each key cancel but for what float32 keeps of them."""
+    n = 8
+    tensors = [torch.zeros(1, 1, n, 8, dtype=torch.bfloat16) for _ in range(3)]
+    grads = torch.tensor([1.0, 256, 1, 1, 1, 1, 1, -256]).to(torch.bfloat16)
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> torch.Tensor:
+        local = leaves(*(x[:, :, rank : rank + 1] for x in tensors))
+        out = context_parallel_attention(
+            *local,
+            collectives.mesh((n,), ("cp",)),
+            mask=MaskSpec(causal=False),
+            schedule="gather",
+            seq_len=n,
+            collectives=collectives,
+        )
+        grad = torch.full_like(out, 1.0) * grads[rank]
+        return torch.autograd.grad(out, local[2], grad)[0]
+
+    expected = torch.full((1, 1, 1, 8), float(grads.float().sum()) / n, dtype=torch.bfloat16)
+    for found in SimulatedWorld(n).run(rank):
+        assert torch.equal(found, expected)

@@ -47,7 +47,18 @@ class Held(Copied):
 
 
 class Apart(Carried):
-    """Collectives that let go of their inputs at once, as of memory that was sent."""
+    """Collectives that let go of their inputs at once, as of memory that was sent.
+
+    What an all-to-all brings counts as held.
+    """
+
+    def all_to_all(self, axis: Axis, input: Tensor, *given: Any, **named: Any) -> Work:
+        """Exchange copies."""
+        send, receive = given
+        output = input.new_empty((sum(receive), *input.shape[1:]))
+        with _disable_current_modes():
+            copy = input.clone()
+            return Waited(self._inner.all_to_all(axis, copy, send, receive, output, **named))
 
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None

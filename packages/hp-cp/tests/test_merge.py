@@ -1,6 +1,8 @@
 """Merging parts of the keys is attention over all of them."""
 
+from collections.abc import Callable
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import MaskSpec, context_parallel_attention
-from hp_cp._blockwise import fused_merge, fuses_merges, merge
+from hp_cp import BackendError, MaskSpec, Zigzag, context_parallel_attention
+from hp_cp._blockwise import (
+    _merge_at_once,
+    fault_of_fused_merge,
+    fused_merge,
+    fuses_merges,
+    merge,
+)
+from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
-from .strategies import MASKS, dense_attention, inputs
+from .strategies import (
+    MASKS,
+    cp_mesh,
+    dense_attention,
+    inputs,
+    leaves,
+    single,
+    with_gradients,
+)
 
 FULL = MASKS[1]
 COMPILES = pytest.mark.filterwarnings("ignore")  # those of torch.compile about its own work
@@ -128,10 +145,115 @@ def test_an_attention_with_fused_merges_is_that_of_the_operations() -> None:
     torch.testing.assert_close(attended(True), attended(False), rtol=0, atol=1e-14)
 
 
+Fault = Callable[[torch.device, torch.dtype], str | None]
+
+
+def triton_here(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Let every device be one for which merges are fused by default, and the try end as told."""
+    monkeypatch.setattr("hp_cp._blockwise.find_spec", lambda name: object())
+    monkeypatch.setattr("hp_cp._blockwise.fault_of_fused_merge", fault)
+
+
 def test_merges_are_fused_where_triton_is_or_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    cpu, cuda, dtype = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    triton_here(monkeypatch, lambda device, dtype: None)
     for found in (None, object()):
         monkeypatch.setattr("hp_cp._blockwise.find_spec", lambda name, found=found: found)
-        assert [fuses_merges(cpu, x) for x in (None, True, False)] == [False, True, False]
+        asked = None, True, False
+        assert [fuses_merges(cpu, dtype, x) for x in asked] == [False, True, False]
         there = found is not None
-        assert [fuses_merges(cuda, x) for x in (None, True, False)] == [there, True, False]
+        assert [fuses_merges(cuda, dtype, x) for x in asked] == [there, True, False]
+
+
+def without_compiler(*args: Any) -> None:
+    """Raise what torch.compile raises if Triton finds no C compiler."""
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\n")
+
+
+def test_a_kernel_that_cannot_be_compiled_is_tried_once_and_falls_back_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = []
+
+    def compiled(*args: Any) -> None:
+        tries.append(args)
+        without_compiler()
+
+    monkeypatch.setattr("hp_cp._blockwise.fused_merge", lambda: compiled)
+    monkeypatch.setattr("hp_cp._blockwise.find_spec", lambda name: object())
+    fault_of_fused_merge.cache_clear()
+    cpu = torch.device("cpu")  # where the try's tensors are; "cuda" decides only whether to try
+    fault = fault_of_fused_merge(cpu, torch.float32)
+    assert fault == (
+        "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+    )
+    monkeypatch.setattr(
+        "hp_cp._blockwise.fault_of_fused_merge", lambda _, dtype: fault_of_fused_merge(cpu, dtype)
+    )
+    cuda = torch.device("cuda")
+    with pytest.warns(UserWarning, match=r"merges run as six operations.*find C compiler"):
+        assert not fuses_merges(cuda, torch.float32, None)
+    assert not fuses_merges(cuda, torch.float32, False)
+    assert len(tries) == 1
+    fault_of_fused_merge.cache_clear()
+
+
+def test_a_kernel_that_was_asked_for_and_cannot_be_compiled_is_refused_before_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hp_cp._blockwise.fused_merge", lambda: without_compiler)
+    fault_of_fused_merge.cache_clear()
+    tensors = inputs(2, 2, 16)
+    record = RecordingCollectives(SimulatedCollectives(SimulatedWorld(2), 0))
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    q, k, v = (x.chunk(2, 2)[0] for x in tensors[:3])
+    with pytest.raises(BackendError, match=r"fuse_merges=True, but .*find C compiler.* leave"):
+        context_parallel_attention(q, k, v, mesh, mask=FULL, fuse_merges=True, collectives=record)
+    assert record.by_axis == {}  # not even lengths were compared
+    fault_of_fused_merge.cache_clear()
+
+
+def test_plain_attention_on_all_heads_merges_nothing_and_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hp_cp._blockwise.fused_merge", lambda: without_compiler)
+    q, k, v, _ = inputs(2, 2, 16)
+    collectives = SimulatedCollectives(SimulatedWorld(1), 0)
+    mesh = collectives.mesh((1,), ("cp",))
+    causal = MaskSpec(causal=True)
+    given: dict[str, Any] = {"mask": causal, "collectives": collectives}
+    fused = context_parallel_attention(q, k, v, mesh, fuse_merges=True, **given)
+    assert torch.equal(fused, context_parallel_attention(q, k, v, mesh, **given))
+
+
+def some_fused(rank: int, schedule: Any) -> tuple[list[Tensor], dict[Any, int]]:
+    """Return the results and the calls of a rank; merges are one kernel on odd ranks alone."""
+    tensors = inputs(2, 2, 32)
+    mine = list(Zigzag().indices(4, 32)[rank])
+    q, k, v, grad = (x[:, :, mine] for x in tensors)
+    local, record = leaves(q, k, v), RecordingCollectives()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hp_cp._attention.fuses_merges", lambda *given: rank % 2 == 1)
+        patch.setattr("hp_cp._blockwise.fused_merge", lambda: _merge_at_once)
+        out = context_parallel_attention(
+            *local,
+            cp_mesh(4),
+            mask=MaskSpec(causal=True, window=29),
+            layout=Zigzag(),
+            schedule=schedule,
+            collectives=record,
+        )
+        results = with_gradients(out, local, grad)
+    return results, {key: traffic.calls for key, traffic in record.by_call.items()}
+
+
+@pytest.mark.parametrize("schedule", ["direct", "ring", "gather"])
+def test_ranks_that_differ_in_whether_merges_are_fused_agree_on_communication(
+    ranks: Any, schedule: str
+) -> None:
+    found = ranks(4).run(some_fused, schedule)
+    assert all(calls == found[0][1] for _, calls in found)
+    order = [i for held in Zigzag().indices(4, 32) for i in held]
+    expected = single(inputs(2, 2, 32), MaskSpec(causal=True, window=29))
+    for parts, whole in zip(zip(*(x for x, _ in found), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), whole[:, :, order], rtol=0, atol=1e-13)

@@ -1,5 +1,6 @@
 """The style's modes: hybrids, two axes, swapped halves; and its schedules, masks and layouts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hp_cp import (
     InputError,
     MaskSpec,
     PerDocument,
+    ScoreOptions,
     Zigzag,
     plan_attention,
 )
@@ -281,6 +283,24 @@ def test_an_option_that_the_own_forward_would_not_use_is_refused_on_any_number_o
         (InputError, BackendError), match="would not be used where the module's own"
     ):
         style.apply(Core(), simulated_mesh((n,)))
+
+
+def test_scores_of_the_style_reach_the_attention_whole_or_are_refused() -> None:
+    tensors = inputs(4, 2, 12)
+    collectives = SimulatedCollectives(SimulatedWorld(1), 0)
+    mesh = collectives.mesh((1,), ("cp",))
+    style = ContextParallel(seq_dim=1, head_dim=2, mask=CAUSAL, collectives=collectives)
+    # Stands for any option of kernels that the style may get: `Core` has no argument for it.
+    scores = ScoreOptions(mask_mod=lambda b, h, i, j: (i - j) % 2 == 0)
+    style.options = style.options._replace(scores=scores)
+    style.options = style.options._replace(backend="eager")
+    out = rows(style.apply(Core(), mesh)(*map(rows, tensors[:3]), is_causal=True))
+    expected = dense_attention(*tensors[:3], replace(CAUSAL, mask_mod=scores.mask_mod))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    own = ContextParallel(seq_dim=1, head_dim=2, collectives=collectives)
+    own.options = own.options._replace(scores=ScoreOptions(window=(3, 0)))
+    with pytest.raises(InputError, match=r"window=\(3, 0\) would not be used where the module's"):
+        own.apply(Core(), mesh)
 
 
 @pytest.mark.parametrize("degree", [None, 1, 2])

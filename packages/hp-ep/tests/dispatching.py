@@ -143,5 +143,6 @@ ROUTINGS = {
     "one expert for all": fixed_routing([3, 4], 4, 1, load=100.0),
     "all experts for each": fixed_routing([2, 3], 4, 4),
     "four ranks": fixed_routing([3, 0, 5, 1], 8, 3),
+    "many experts per rank": fixed_routing([9, 0, 7, 4], 32, 3),
     "one expert per rank": fixed_routing([1, 2, 3, 4], 4, 2),
 }

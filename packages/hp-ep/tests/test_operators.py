@@ -25,12 +25,16 @@ class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
+        self.tensors = 0  # that operators take and return, also views
         self.bytes = 0
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         free = func.is_view or func.overloadpacket.__name__ in FREE
+        if not self.paused:
+            leaves = tree_leaves((args, kwargs, result))
+            self.tensors += sum(isinstance(t, Tensor) for t in leaves)
         if not (self.paused or free):
             self.number += 1
             used = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
@@ -72,17 +76,17 @@ class _Came:
         return [self._tensor]
 
 
-def _axis() -> Axis:
+def _axis(ranks: int = RANKS) -> Axis:
     def rank(me: int, door: SimulatedCollectives) -> Axis:
         return door.axis("ep")
 
-    return SimulatedWorld(RANKS).run(rank)[1]
+    return SimulatedWorld(ranks).run(rank)[1]
 
 
-def _routing() -> tuple[Tensor, Tensor, Tensor]:
+def _routing(experts: int = EXPERTS) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, DIM, generator=generator)
-    ids = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
+    ids = torch.rand(TOKENS, experts, generator=generator).topk(TOP_K).indices
     weights = torch.rand(TOKENS, TOP_K, generator=generator)
     return x.requires_grad_(), weights.requires_grad_(), ids
 
@@ -120,6 +124,20 @@ def test_the_price_of_a_dispatcher_has_the_operators_that_it_runs(name: str) -> 
         dispatcher.combine(rows, state).sum().backward()
     kind: Any = {"AllToAll": "all_to_all", "Dedup": "dedup"}[name]
     assert operators.number == pytest.approx(WORK[kind].operators, rel=0.1)
+
+
+def test_operators_and_their_tensors_do_not_grow_with_the_blocks_of_rows() -> None:
+    def number(ranks: int) -> tuple[int, int]:
+        experts, operators = 4 * ranks, _Operators()
+        door: Any = _Alike(operators)
+        dispatcher = AllToAll(_axis(ranks), experts, door, validate=False)
+        given = _routing(experts)
+        with operators, torch.autograd.set_multithreading_enabled(False):
+            rows, _, state = dispatcher.dispatch(*given)
+            dispatcher.combine(rows, state).sum().backward()
+        return operators.number, operators.tensors
+
+    assert number(16) == number(8)
 
 
 def _moved(weigh_rows: bool) -> float:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._blockwise import as_slice
+from ._blockwise import as_slice, fuses_merges
 from ._errors import InputError, described
 from ._layouts import Chunks, Layout, told_length
 from ._lineage import check_lineage
@@ -24,7 +24,7 @@ from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
 from ._plan import AttentionPlan, executed_part_of, plan_attention, rank_plan_of
 from ._routes import Schedule
 from ._schedules import RankSchedule, attend, rank_schedule_of
-from ._torch import keep_eager
+from ._torch import has_values, keep_eager
 from ._ulysses import Exchange, heads_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backends
 from .kernels._interface import PLAIN, AttentionBackend, Dropout, ScoreOptions
@@ -158,8 +158,8 @@ def context_parallel_attention(
 
     Keys and values come by the ``schedule``, and again in the backward unless ``keep_kv`` keeps
     them (None: gather alone does); their gradients return to the owner: ``gather`` has one
-    all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
-    gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
+    all-gather (sends from rank to rank where lengths differ), and one all-to-all for gradients;
+    ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
@@ -171,13 +171,15 @@ def context_parallel_attention(
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
 
-    Where ``gather`` keeps keys, a backward that frees its graph writes received gradients into
-    their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients then:
-    let them keep copies, or use ``keep_kv=False``.
+    Where ``gather`` keeps keys, a backward that frees its graph writes the gradients that it sends
+    into their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients
+    then: let them keep copies, or use ``keep_kv=False``.
 
     ``fuse_merges``: the merge of further keys into a row's result is one kernel of
-    ``torch.compile`` instead of six operations; equal but for rounding. None means where Triton
-    is, on CUDA.
+    ``torch.compile`` instead of six operations; equal but for rounding. None means on CUDA, if
+    Triton is there. The first call that merges compiles and runs the kernel before it communicates.
+    If that fails, as without a C compiler, a warning says so and the operations run; with True it
+    is a `BackendError`, on the ranks where it fails, while the others wait. Ranks may differ.
 
     Raises `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
@@ -301,6 +303,9 @@ def _bind(
     plan = plan_inputs(q, k, v, groups, options)
     check_lineage((q, k, v), plan, q.shape[options.seq_dim])  # every call: before any comparison
     backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
+    # Before any communication: it may compile, which takes seconds, and raise on one rank.
+    merges = groups.ring.size > 1 or plan.mask != MaskSpec(causal=plan.mask.causal)
+    fused = merges and has_values(q) and fuses_merges(q.device, q.dtype, options.fuse_merges)
     compare_rows(q, groups, options)  # before a function is asked: it may raise on one rank
     executed = plan.executed
     if plan.mask.mask_mod is not None:
@@ -311,7 +316,7 @@ def _bind(
     return BoundAttention(
         plan=plan,
         schedule=rank_schedule_of(
-            executed, groups, backends, options.scores, q.device, options.fuse_merges
+            executed, groups, backends, options.scores, q.device, fuse_merges=fused
         ),
         order=order,
         back=[order.index(dim) for dim in range(4)],

@@ -9,6 +9,7 @@ take. Backends get transposed views, with the dims of `AttentionBackend`; those 
 their sums are made once for all launches over the same rows.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ._blocks import Block
-from ._errors import InputError
+from ._errors import BackendError, InputError
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
-from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union, within
+from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union
 from ._torch import has_values
 from .kernels._interface import (
     GRID,
@@ -121,9 +122,11 @@ class Launch:
 class Layer:
     """Rows that come together, ascending, as they merge into what came before.
 
-    ``whole``: they are all rows, and the first. ``fresh``: none of them had keys before.
+    ``whole``: covers every query row. ``fresh``: no earlier layer of the same ``source`` covers one
+    of these rows. Both hold for any order of the sources.
     """
 
+    source: int
     runs: Ranges
     spans: tuple[Span, ...]
     lengths: list[int]
@@ -156,9 +159,9 @@ def batches_of(
 
     ``held`` are the rows of its keys that are here, ``rows`` the number of queries.
     """
-    begun: Ranges = ()
     found: dict[int, tuple[Batch, ...]] = {}
     for source, own in blocks.items():
+        begun: Ranges = ()
         places, batches, length = Ranks(held[source]), [], size(held[source])
         for group in _groups(own, kernel):
             launches, layers = [], []
@@ -166,7 +169,7 @@ def batches_of(
                 for block in layer:
                     launches.append(_launch_of(block, places.of(block.keys), rows, length, kernel))
                 runs = joined(block.queries for block in layer)
-                layers.append(_layer_of(runs, begun, rows))
+                layers.append(_layer_of(source, runs, begun, rows))
                 begun = union((*begun, *runs))
             together = [block for layer in group for block in layer]
             batch = Batch(
@@ -194,13 +197,14 @@ def _launch_of(block: Block, keys: range, rows: int, held: int, kernel: BlockKer
     )
 
 
-def _layer_of(runs: Ranges, begun: Ranges, rows: int) -> Layer:
+def _layer_of(source: int, runs: Ranges, begun: Ranges, rows: int) -> Layer:
     return Layer(
+        source=source,
         runs=runs,
         spans=tuple(map(_span, runs)),
         lengths=[*map(len, runs)],
         size=size(runs),
-        whole=size(runs) == rows and not begun,
+        whole=size(runs) == rows,
         fresh=not any(overlaps(runs, begun)),
     )
 
@@ -466,14 +470,16 @@ class OnlineSoftmax:
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._first: int | None = None  # the source whose keys came first
         self._views: dict[Span, tuple[Tensor, Tensor, Weights | None]] = {}
 
     def merge(self, rows: Layer, out: Tensor, lse: Tensor) -> None:
         """Take what a backend returned for some rows over further keys: new tensors."""
-        if rows.whole:  # kept as it is while no other part comes
-            self._out, self._lse = out.transpose(1, 2), lse
-            return
         if self._out is None or self._lse is None:
+            self._first = rows.source
+            if rows.whole:  # kept as it is while no other part comes
+                self._out, self._lse = out.transpose(1, 2), lse
+                return
             self._out, self._lse = self._start()
         elif self._out.dtype != self._wide or self._lse.dtype != self._wide:
             self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
@@ -503,7 +509,7 @@ class OnlineSoftmax:
     ) -> None:
         places = ints_on(rows.runs, torch.int64, out)
         theirs = out.transpose(1, 2).to(self._wide), lse.to(self._wide)
-        if not rows.fresh:
+        if not (rows.fresh and rows.source == self._first):
             mine = total.index_select(1, places), total_lse.index_select(2, places)
             self._merge(mine[0].transpose(1, 2), mine[1], out, theirs[1])
             theirs = mine
@@ -559,6 +565,10 @@ class RowSum:
         runs = rows if len(rows) == 1 else _runs(rows)
         if self._sum is None and len(runs) == 1 and 2 * len(runs[0]) >= len(self._rows):
             self._held, self._sum = runs[0], part.to(self._wide)
+        elif self._sum is not None and runs == (self._rows,) and self._held != self._rows:
+            before, total = as_slice(self._held), part.to(self._wide)
+            total[:, before].add_(self._sum)
+            self._held, self._sum = self._rows, total
         elif len(runs) > _RUNS and all(a.stop <= b.start for a, b in pairwise(runs)):
             self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(self._wide))
         else:
@@ -568,13 +578,11 @@ class RowSum:
                 # += on an item would also copy the sum
                 (self.total[:, as_slice(run)] if held is None else held).add_(share)
 
-    def of(self, rows: range) -> Tensor:
-        """Return the sum so far of some rows; a view where memory has it."""
-        if (held := self._find(rows)) is not None:
-            return held
-        if self._sum is None or not within(rows, self._held):
-            return self._zeros(len(rows))
-        return self.total[:, as_slice(rows)]
+    def take(self) -> tuple[range, Tensor]:
+        """Return a range of rows outside of which the sum is zero, and its sum; hold neither."""
+        taken = self._held, self._zeros(0) if self._sum is None else self._sum
+        self._held, self._sum = range(0), None
+        return taken
 
     @property
     def total(self) -> Tensor:
@@ -602,21 +610,22 @@ class KVGradient:
 
     def __init__(self, like: Pair, rows: int) -> None:
         k, v = like
-        self._k, self._v = RowSum(k, rows), RowSum(v, rows)
+        self.k, self.v = RowSum(k, rows), RowSum(v, rows)
 
     def add(self, rows: Ranges, dk: Tensor, dv: Tensor) -> None:
         """Add the shares of some rows, which they have in this order; they may come again."""
-        self._k.add(rows, dk)
-        self._v.add(rows, dv)
+        self.k.add(rows, dk)
+        self.v.add(rows, dv)
 
-    def of(self, rows: range) -> Pair:
-        """Return both sums of some of the rows."""
-        return self._k.of(rows), self._v.of(rows)
+    def take(self) -> tuple[range, Pair]:
+        """Return a range of rows outside of which both sums are zero, and its sums; hold none."""
+        (rows, k), (_, v) = self.k.take(), self.v.take()
+        return rows, (k, v)
 
     @property
     def pair(self) -> Pair:
         """Return both sums."""
-        return self._k.total, self._v.total
+        return self.k.total, self.v.total
 
 
 def _runs(rows: Ranges) -> Ranges:
@@ -697,9 +706,41 @@ def _merge_at_once(
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
-def fuses_merges(device: torch.device, asked: bool | None) -> bool:
-    """Return whether merges are one kernel: as asked, else on CUDA where Triton is."""
-    return device.type == "cuda" and find_spec("triton") is not None if asked is None else asked
+def fuses_merges(device: torch.device, dtype: torch.dtype, asked: bool | None) -> bool:
+    """Return whether merges of ``dtype`` are one kernel: as asked, else on CUDA if Triton is there.
+
+    Compiles the kernel once in this process and runs it, since Triton also needs a C compiler. If
+    that fails, warns and returns False, or raises `BackendError` if the kernel was asked for.
+    Communicates nothing; the answer changes no communication, so ranks may differ.
+    """
+    if not (device.type == "cuda" and find_spec("triton") if asked is None else asked):
+        return False
+    fault = fault_of_fused_merge(device, dtype)
+    if fault is None:
+        return True
+    if asked:
+        raise BackendError(
+            f"fuse_merges=True, but torch.compile makes no kernel for merges here: {fault}; "
+            f"install a C compiler, which Triton needs on CUDA, or leave fuse_merges out"
+        )
+    warnings.warn(
+        f"merges run as six operations: torch.compile makes no kernel for them here: {fault}; "
+        f"install a C compiler, which Triton needs, or set fuse_merges=False",
+        stacklevel=2,
+    )
+    return False
+
+
+@cache
+def fault_of_fused_merge(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run the fused merge of small tensors; return why it fails, or None."""
+    out = torch.zeros(1, 2, 2, 2, dtype=accumulator(dtype), device=device).transpose(1, 2)
+    lse = out.new_zeros(1, 2, 2)
+    try:
+        fused_merge()(out, lse, torch.zeros_like(out, dtype=dtype), lse.clone(), None)
+    except Exception as error:  # noqa: BLE001 - what compilers raise has no common type
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

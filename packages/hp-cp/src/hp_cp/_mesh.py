@@ -87,11 +87,11 @@ class Peers:
             sends, receives = self._placed(sends), self._placed(receives)
         return self.collectives.send_recv(self.axis, sends, receives)
 
-    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send row block ``i`` of ``x`` to peer ``i``; return what came, in their order."""
-        splits = self._widened(send), self._widened(receive)
-        (out,) = self.collectives.all_to_all(self.axis, x, *splits).wait()
-        return out
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Work:
+        """Send row block ``i`` of ``x`` to peer ``i``; the output has what came in their order."""
+        return self.collectives.all_to_all(
+            self.axis, x, self._widened(send), self._widened(receive)
+        )
 
     def _placed(self, tensors: Mapping[int, Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}

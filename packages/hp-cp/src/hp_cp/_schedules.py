@@ -5,6 +5,7 @@ autograd function, which meets keys in the schedule's order, each next part on i
 last one is computed with.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,7 +31,6 @@ from ._blockwise import (
     batches_of,
     first_order,
     forward_batch,
-    fuses_merges,
     gradient_of_sinks,
     without_autocast,
 )
@@ -38,11 +38,11 @@ from ._lineage import Origin
 from ._mask_mod import whole_function
 from ._mesh import Pair, Peers, RankGroups
 from ._plan import AttentionPlan, executed_part_of, rank_plan_of
-from ._ranges import Ranges, size
+from ._ranges import Ranges, size, within
 from ._routes import Ring, ScheduleName, name_of
-from ._torch import frees_graph
+from ._torch import as_one, frees_graph
 from .kernels._choose import Backends
-from .kernels._interface import ScoreOptions
+from .kernels._interface import ScoreOptions, ints_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class RankSchedule:
 
     ``batches`` are, by source, the blocks as they are launched and merged. What is gathered has
     ``rows`` in all, of which this rank sends ``sent``; all ranks' pieces of these come in
-    ``regions`` by one all-gather, or point to point where that is None.
+    ``regions`` by one all-gather, or point to point where that is None. ``by_rank`` are the places
+    of the gathered rows if each rank's rows follow those of the rank before.
     """
 
     plan: AttentionPlan
@@ -66,6 +67,7 @@ class RankSchedule:
     rows: int
     sent: Ranges
     regions: Ranges | None
+    by_rank: Ranges
     own_rows: Ranges
     own_place: range | None  # of this rank's rows in those that are gathered, if they are one range
     origin: Origin
@@ -77,7 +79,8 @@ def rank_schedule_of(
     backends: Backends,
     options: ScoreOptions,
     device: torch.device,
-    fuse_merges: bool | None = None,
+    *,
+    fuse_merges: bool,
 ) -> RankSchedule:
     """Return the part of this rank in a plan that is carried out.
 
@@ -94,7 +97,7 @@ def rank_schedule_of(
         masked=backends.masked,
         mask_mod=mask_mod,
         positions=positions,
-        fused=fuses_merges(device, fuse_merges),
+        fused=fuse_merges,
     )
     where, rank = str(device) if mask_mod is not None else "cpu", groups.ring.index
     part = executed_part_of(plan, rank, backends.windows, where)
@@ -120,10 +123,17 @@ def rank_schedule_of(
         )
         if alike
         else None,
+        by_rank=_by_rank(mine.places),
         own_rows=own_rows,
         own_place=next(iter(mine.places[rank]), range(0)) if one else None,
         origin=Origin(plan),
     )
+
+
+def _by_rank(places: Sequence[Ranges]) -> Ranges:
+    gathered = [place for held in places for place in held]
+    both = zip(gathered, local_rows(map(len, gathered)), strict=True)
+    return tuple(rows for _, rows in sorted(both, key=lambda x: x[0].start))
 
 
 def whole(rows: int) -> Ranges:
@@ -174,6 +184,10 @@ class PendingWork:
         """Start one; see `Peers.exchange`."""
         return _Call(self.peers.exchange(sends, receives), self._under_way)
 
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Work:
+        """Start one; see `Peers.all_to_all`."""
+        return _Call(self.peers.all_to_all(x, send, receive), self._under_way)
+
     def __enter__(self) -> "PendingWork":
         return self
 
@@ -218,7 +232,10 @@ def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
     """
     places, rank = schedule.places, schedule.rank
     given = k.transpose(0, 1), v.transpose(0, 1)
-    every = tuple([x.new_empty((schedule.rows, *x.shape[1:])) for x in given])
+    shapes = [(schedule.rows, *x.shape[1:]) for x in given]
+    memory = k.new_empty(sum(map(math.prod, shapes)))  # one, which gradients can take later
+    sides = zip(memory.split([*map(math.prod, shapes)]), shapes, strict=True)
+    every = tuple([side.view(shape) for side, shape in sides])
     mine = _ranges_of(given, schedule.sent)
     if schedule.regions is not None:
         work = calls.all_gather(mine, _ranges_of(every, schedule.regions))
@@ -335,6 +352,8 @@ class _Straight:
         schedule, n = self._schedule, self._schedule.n
         peer = (2 * schedule.rank - source) % n  # as far after this rank as the source is before
         sends, receives = {}, {}
+        if share is None and (rows := schedule.part.receive_rows[source]):
+            share = KVGradient(self._like, size(rows))  # seen by no row here; the owner waits
         if share is not None:
             dk, dv = share.pair
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
@@ -356,9 +375,10 @@ class _Straight:
 
 
 class _Scattered:
-    """All at once, from each rank to each, in the dtype of the keys; added in the order of ranks.
+    """By one all-to-all, in the dtype of the keys; summed by the owner in the accumulator's dtype.
 
-    A reduce-scatter would bring as many bytes, but sums in that dtype, in an order of its own.
+    A reduce-scatter would bring as many bytes, but sums in the dtype of the keys, in an order of
+    its own. A row that travels has the gradients of its key and of its value side by side.
     """
 
     def __init__(
@@ -368,43 +388,64 @@ class _Scattered:
         self._own = own
         self._like = like
         self._calls = calls
-        self._mine = schedule.sent
-        self._coming: tuple[dict[int, list[Tensor]], Work] | None = None
+        self._shapes = [(x.shape[0], *x.shape[2:]) for x in like]  # of a row in memory
+        self._widths = [*map(math.prod, self._shapes)]
+        self._coming: Work | None = None
 
     def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:
-        schedule, places = self._schedule, self._schedule.places
-        if share is None:  # what is gathered comes back, also if it is seen by no row here
-            share = KVGradient(self._like, size(schedule.part.receive_rows[source]))
-        own = places[schedule.rank]
-        for rows, place in zip(self._mine, own, strict=True):
-            self._own.add((rows,), *share.of(place))
-        peers = [peer for peer in range(len(places)) if peer != schedule.rank]
-        dtype = self._like[0].dtype
-        sends = {}
-        for peer in filter(places.__getitem__, peers):
-            parts = zip(*map(share.of, places[peer]), strict=True)
-            sends[peer] = [x.to(dtype).transpose(0, 1).contiguous() for both in parts for x in both]
-        rooms, gathered = ([x.transpose(0, 1) for x in both or ()] for both in (self._like, spent))
-        increment_version(gathered)
-        receives = {}
-        for peer in peers if own else ():
-            if gathered and tuple(map(len, places[peer])) == tuple(map(len, own)):
-                receives[peer] = _ranges_of(gathered, places[peer])
-            else:
-                receives[peer] = [
-                    x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in self._mine
-                ]
-        self._coming = receives, self._calls.exchange(sends, receives)
+        schedule = self._schedule
+        room = None if spent is None else as_one(*spent)
+        increment_version(spent or ())
+        if room is None:
+            room = self._like[0].new_empty(schedule.rows * sum(self._widths))
+        room = room.view(schedule.rows, sum(self._widths))
+        # What is gathered comes back, also if it is seen by no row here.
+        rows, sums = (range(0), None) if share is None else share.take()
+        if len(rows) < schedule.rows:
+            room.zero_()
+        if sums is not None:
+            self._pack(room, rows, sums)
+        del sums
+        lengths = schedule.part.lengths
+        mine = [lengths[schedule.rank]] * len(lengths)
+        self._coming = self._calls.all_to_all(room, lengths, mine)
+
+    def _pack(self, room: Tensor, rows: range, sums: Pair) -> None:
+        """Copy the gradients of some gathered rows to ``room``, the rows of each rank in turn."""
+        n, regions = self._schedule.n, self._schedule.regions
+        cuts = [(x, within(rows, x), len(x) // n) for x in regions or ()]
+        # Whole pieces of ranks are one copy for each region.
+        even = regions is not None and not any(
+            length and ((cut.start - x.start) % length or len(cut) % length)
+            for x, cut, length in cuts
+        )
+        for x, to in zip(sums, self._split(room), strict=True):
+            x = x.transpose(0, 1)
+            if not even:
+                order = ints_on(self._schedule.by_rank, torch.int64, x)[rows.start : rows.stop]
+                to.index_copy_(0, order, x.to(to.dtype))
+                continue
+            pieces = to.unflatten(0, (n, -1)).split([length for _, _, length in cuts], 1)
+            for (region, cut, length), piece in zip(cuts, pieces, strict=True):
+                if cut:
+                    first = (cut.start - region.start) // length
+                    part = x[cut.start - rows.start : cut.stop - rows.start]
+                    part = part.unflatten(0, (-1, length))
+                    piece[first : first + len(part)].copy_(part)
+
+    def _split(self, rows: Tensor) -> list[Tensor]:
+        """Return the keys' and the values' side of rows that travel, in the shapes of memory."""
+        parts = zip(rows.split(self._widths, -1), self._shapes, strict=True)
+        return [part.unflatten(-1, shape) for part, shape in parts]
 
     def finish(self) -> None:
         if self._coming is None:
             return
-        (parts, work), self._coming = self._coming, None
-        work.wait()
-        for part in parts.values():
-            dk, dv = part[: len(self._mine)], part[len(self._mine) :]
-            for rows, *both in zip(self._mine, dk, dv, strict=True):
-                self._own.add((rows,), *(x.transpose(0, 1) for x in both))
+        (came,), self._coming = self._coming.wait(), None
+        n, mine = self._schedule.n, self._schedule.part.lengths[self._schedule.rank]
+        parts = self._split(came.view(n, mine, sum(self._widths)))
+        for total, part in zip((self._own.k, self._own.v), parts, strict=True):
+            total.add((range(mine),), part.sum(0, dtype=accumulator(came.dtype)).transpose(0, 1))
 
 
 class _Around:
@@ -477,7 +518,7 @@ MOVEMENTS: dict[ScheduleName, Movement] = {
 
 
 def fetch(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
-    """Yield each source of the schedule with its keys and values, this rank first.
+    """Yield each source of the schedule once, with its keys and values.
 
     What comes next is asked for before a part is yielded. Every rank must go to the end.
     """
@@ -522,17 +563,20 @@ class _Attend(torch.autograd.Function):
         rows = OnlineSoftmax(q, v.shape[3], fused=kernel.fused, hides=kernel.masked is not None)
         queries = RowViews(q)
         kept: list[Tensor] = []
+        sources: list[int] = []  # of the kept keys and values
         keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
         with without_autocast(q.device), PendingWork(peers) as calls:
             for source, held_k, held_v in fetch(k, v, schedule, calls):
                 if keep and source != schedule.rank:
                     kept += held_k, held_v
+                    sources.append(source)
                 for batch in schedule.batches[source]:
                     forward_batch(batch, queries, held_k, held_v, kernel, rows)
         out, lse = rows.result(sinks)
         own = (None, None) if kept and schedule.own_place is not None else (k, v)
         ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
         ctx.schedule, ctx.peers, ctx.origin = schedule, peers, schedule.origin
+        ctx.sources = sources
         if not return_lse:
             return out
         lse = lse.transpose(1, 2)
@@ -545,7 +589,8 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         schedule: RankSchedule = ctx.schedule
         if k is None and (place := schedule.own_place) is not None:
-            k, v = (x[:, place.start : place.stop] for x in kept)
+            # Copies: gradients take the memory of what was gathered while own keys are needed.
+            k, v = (x[:, place.start : place.stop].clone() for x in kept)
         grad = grad.contiguous()
         finished = RowViews(grad, q, out, lse)
         dq = RowSum(q)
@@ -553,7 +598,10 @@ class _Attend(torch.autograd.Function):
 
         with without_autocast(q.device), PendingWork(ctx.peers) as calls:
             returns = schedule.movement.returns(schedule, own, (k, v), calls)
-            for source, held_k, held_v in _kept_or_fetched(k, v, kept, schedule, calls):
+            # If others' keys are kept, own keys come last: others' gradients travel meanwhile.
+            others = zip(ctx.sources, kept[::2], kept[1::2], strict=True)
+            parts = [*others, (schedule.rank, k, v)] if kept else fetch(k, v, schedule, calls)
+            for source, held_k, held_v in parts:
                 share = own if source == schedule.rank else KVGradient((k, v), held_k.shape[1])
                 batches = schedule.batches[source]
                 for batch in batches:
@@ -569,13 +617,3 @@ class _Attend(torch.autograd.Function):
         to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
         return *shares, to_sinks, None, None, None
-
-
-def _kept_or_fetched(
-    k: Tensor, v: Tensor, kept: Sequence[Tensor], schedule: RankSchedule, calls: PendingWork
-) -> Arrivals:
-    """Return all parts of keys; own last where all are here, while the others' gradients travel."""
-    if not kept:
-        return fetch(k, v, schedule, calls)
-    others = (source for source in schedule.part.blocks if source != schedule.rank)
-    return iter([*zip(others, kept[::2], kept[1::2], strict=True), (schedule.rank, k, v)])

@@ -7,6 +7,7 @@ module's own forward between two exchanges.
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ from ._routes import Schedule, check_schedule, ring_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads
 from .kernels._choose import check_backend_name, check_device
-from .kernels._interface import AttentionBackend, ScoreOptions
+from .kernels._interface import PLAIN, AttentionBackend, ScoreOptions
 
 
 class ContextParallel(ParallelStyle):
@@ -239,11 +240,13 @@ class ContextParallelForward:
         of_all |= (style.ulysses_degree or 0) >= max(n, 2)
         in_order = of_all and isinstance(options.layout, Contiguous)
         self.runs_inner = in_order and style.mask is None  # the module's own forward attends
-        if self.runs_inner and options.scores.softcap is not None:
+        if self.runs_inner and options.scores != PLAIN:
+            scores = ((x.name, getattr(options.scores, x.name)) for x in fields(ScoreOptions))
+            given = ", ".join(f"{name}={value!r}" for name, value in scores if value is not None)
             raise InputError(
-                f"softcap={options.scores.softcap} would not be used where the module's own "
-                f"forward runs; leave it out, or give the style a mask, a layout or a "
-                f"ulysses_degree under which the forward is replaced"
+                f"{given} would not be used where the module's own forward runs; leave it out, or "
+                f"give the style a mask, a layout or a ulysses_degree under which the forward is "
+                f"replaced"
             )
         if not self.runs_inner:
             check_bare(module)
@@ -281,8 +284,7 @@ class ContextParallelForward:
 
             return exchange_around(inner, q, k, v, self._mesh, options)
         dropout = dropout_of(call.option("dropout_p") or 0.0, call.given("dropout_seed"))
-        softcap = options.scores.softcap
-        scores = ScoreOptions(scale=call.option("scale"), softcap=softcap, dropout=dropout)
+        scores = replace(options.scores, scale=call.option("scale"), dropout=dropout)
         check_others(call, keys)
         check_causal(call, style.mask)
         check_grouped(call, q.shape[options.head_dim], k.shape[options.head_dim])

@@ -233,6 +233,21 @@ def frees_graph() -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+# Whether two tensors are views of one storage (2.11 to 2.13), also if they have no values. There is
+# no public name.
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def as_one(a: Tensor, b: Tensor) -> Tensor | None:
+    """Return the memory of two dense tensors as a flat one if ``b`` lies right behind ``a``.
+
+    None if it does not.
+    """
+    if not _is_alias_of(a, b) or a.storage_offset() + a.numel() != b.storage_offset():
+        return None
+    return a.as_strided((a.numel() + b.numel(),), (1,), a.storage_offset())
+
+
 def has_values(x: Tensor) -> bool:
     """Return whether a tensor has values that can be read."""
     return not (x.is_meta or isinstance(x, FakeTensor))

@@ -141,12 +141,12 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
             )
     mine, lengths = packing.counts[index], lengths_of(exchange.chunks)
     per_row = batch * step
-    received = exchange.peers.all_to_all(
+    (received,) = exchange.peers.all_to_all(
         send,
         [rows * per_row * count for count in packing.counts],
         [length * per_row * mine for length in lengths],
-    ).view(sum(lengths), batch, mine, step)
-    whole = sort_rows(received, exchange.chunks, 0)
+    ).wait()
+    whole = sort_rows(received.view(sum(lengths), batch, mine, step), exchange.chunks, 0)
     held_here = [len(of_ranks[index]) for of_ranks in heads]
     sizes = [count * unit for count, unit in zip(held_here, packing.units, strict=True)]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
@@ -167,11 +167,11 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
     rows, per_row = lengths[index], batch * packing.step
     mine = packing.counts[index]
-    received = exchange.peers.all_to_all(
+    (received,) = exchange.peers.all_to_all(
         _by_rank(tensors, packing, exchange.chunks).flatten(),
         [length * per_row * mine for length in lengths],
         [rows * per_row * count for count in packing.counts],
-    )
+    ).wait()
     blocks = _blocks(received, packing, rows, batch)
     return [_assemble(blocks, packing, i) for i in range(len(tensors))]
 

@@ -11,12 +11,12 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._permutation import TokenGroups, gather_tokens, scatter_tokens
 from ._checks import REPORT_SIZE, check_config, expert_axis, or_torch, raise_faults
-from ._exchange import AsyncAllToAll, HostTables, RowBlocks
+from ._exchange import AsyncAllToAll, HostTables, Places, RowBlocks
 from ._interface import AsyncDispatcher, Dispatched, DispatchState, Pending, Step, consume
 from ._local import SortedAssignments, sort_assignments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RowPlan:
     """Who gets how many rows in one call, and in which blocks they come."""
 
@@ -26,10 +26,19 @@ class RowPlan:
     """None where the order in which rows come is that of the experts."""
     num_rows: int
     """How many rows this rank's experts get."""
+    received: Tensor
+    """Rows from each rank for each local expert ``[ranks, local experts]``."""
     counts: Tensor
     """Rows per local expert ``[local experts]``."""
     needs_grad: tuple[bool, bool]
     """Whether any rank's rows, and any rank's weights, need a gradient."""
+    _places: Places | None = None
+
+    def find_places(self) -> Places | None:
+        """Return those of `RowBlocks.find_places`, which all exchanges of a call share."""
+        if self._places is None and self.blocks is not None:
+            self._places = self.blocks.find_places(self.received)
+        return self._places
 
 
 class RowExchange:
@@ -87,12 +96,14 @@ class RowExchange:
             tuple(0 if rank == self._own else sum(row[here]) for rank, row in enumerate(table))
             for table in (sent, got)
         )
+        counts = received[:, here]
         return RowPlan(
             send=send,
             receive=receive,
             blocks=RowBlocks(sizes=sizes, own=self._own) if self._reorders else None,
             num_rows=sum(map(sum, sizes)),
-            counts=received[:, here].sum(0),
+            received=counts,
+            counts=counts.sum(0),
             needs_grad=needs_grad,
         )
 
@@ -107,12 +118,22 @@ class RowExchange:
         They arrive by expert.
         """
         return rows.start(
-            plan.send, plan.receive, blocks=plan.blocks, needs_grad=plan.needs_grad[weights]
+            plan.send,
+            plan.receive,
+            blocks=plan.blocks,
+            find_places=plan.find_places,
+            needs_grad=plan.needs_grad[weights],
         )
 
     def start_back(self, rows: Tensor, plan: RowPlan) -> AsyncAllToAll:
         """Start returning the rows, by expert, to where they came from."""
-        return self.load(rows).start(plan.receive, plan.send, blocks=plan.blocks, returns=True)
+        return self.load(rows).start(
+            plan.receive,
+            plan.send,
+            blocks=plan.blocks,
+            find_places=plan.find_places,
+            returns=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work
 
+from .._permutation import block_indices
 from .._torch import first_order, run_function
 
 Tables = list[list[list[int]]]
+
+_MANY = 32  # blocks of rows; with 16, slices take the host less time than an index
 
 
 class SideStream(Protocol):
@@ -80,9 +83,16 @@ def _split(numbers: list[int], tables: Sequence[Tensor]) -> Tables:
     return found
 
 
+Places = tuple[Tensor, Tensor]  # by expert, of the rows that travel and of those that stay
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlocks:
-    """Blocks of rows that travel by rank and are computed by expert."""
+    """Blocks of rows that travel by rank and are computed by expert.
+
+    A few blocks are put in order by slices and a concatenation. Many are by an index, which takes
+    the host as long for any number of them.
+    """
 
     sizes: tuple[tuple[int, ...], ...]
     """Rows from each rank for each of the experts here."""
@@ -94,8 +104,30 @@ class RowBlocks:
         """Return how many rows do not travel."""
         return 0 if self.own is None else sum(self.sizes[self.own])
 
-    def by_expert(self, came: Tensor, stayed: Tensor) -> Tensor:
+    def find_places(self, counts: Tensor) -> Places | None:
+        """Return where rows go by expert; None for a few blocks, which need no index.
+
+        ``counts [ranks, experts]`` are ``sizes`` on the device of the rows.
+        """
+        ranks, experts = counts.shape
+        if ranks * experts < _MANY:
+            return None
+        rows = [*map(sum, self.sizes)]
+        places, _ = block_indices(counts.t().reshape(-1), ranks, experts, sum(rows))
+        if self.own is not None:
+            before = sum(rows[: self.own])
+            lengths = [before, self.staying, sum(rows) - before - self.staying]
+            first, stay, last = places.split(lengths)
+            places = torch.cat([first, last, stay])
+        away, stay = places.split([sum(rows) - self.staying, self.staying])
+        return away, stay
+
+    def by_expert(self, came: Tensor, stayed: Tensor, places: Places | None) -> Tensor:
         """Return by expert the rows that ``came``, by rank, and those that ``stayed``."""
+        if places is not None:
+            out = came.new_empty(came.shape[0] + stayed.shape[0], *came.shape[1:])
+            out.index_copy_(0, places[0], came)
+            return out if self.own is None else out.index_copy_(0, places[1], stayed)
         away = [n for rank, sizes in enumerate(self.sizes) if rank != self.own for n in sizes]
         parts, experts = list(came.split(away)), len(self.sizes[0])
         if self.own is not None:
@@ -103,19 +135,30 @@ class RowBlocks:
             parts[first:first] = stayed.split(self.sizes[self.own])
         return torch.cat([part for j in range(experts) for part in parts[j::experts]])
 
-    def by_rank(self, rows: Tensor, coming: int) -> tuple[Tensor, Tensor | None]:
+    def by_rank(
+        self, rows: Tensor, coming: int, places: Places | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return by rank those of ``rows``, by expert, that travel, and memory for what comes back.
 
         The first ``coming`` rows of that are to come, the others are those that stay; None if all
         travel.
         """
         ranks = len(self.sizes)
-        parts = rows.split([n for sizes in zip(*self.sizes, strict=True) for n in sizes])
-        away = torch.cat([part for i in range(ranks) if i != self.own for part in parts[i::ranks]])
+        parts: Sequence[Tensor] = ()
+        if places is not None:
+            away = rows.index_select(0, places[0])
+        else:
+            parts = rows.split([n for sizes in zip(*self.sizes, strict=True) for n in sizes])
+            others = [part for i in range(ranks) if i != self.own for part in parts[i::ranks]]
+            away = torch.cat(others)
         if self.own is None:
             return away, None
         memory = rows.new_empty(coming + self.staying, *rows.shape[1:])
-        torch.cat(parts[self.own :: ranks], out=memory.narrow(0, coming, self.staying))
+        room = memory.narrow(0, coming, self.staying)
+        if places is not None:
+            torch.index_select(rows, 0, places[1], out=room)
+        else:
+            torch.cat(parts[self.own :: ranks], out=room)
         return away, memory
 
 
@@ -129,6 +172,8 @@ class _Route:
     receive: tuple[int, ...] | None = None
     blocks: RowBlocks | None = None
     """How the experts' rows lie; None for as they come."""
+    places: Places | None = field(default=None, repr=False)
+    """Where they go if there are many blocks; autograd keeps them from forward to backward."""
     returns: bool = False
     """Whether forward brings results back, and backward their gradient to the experts."""
     side: SideStream | None = None
@@ -159,7 +204,7 @@ class _Route:
                 self.held = held.narrow(0, 0, leaving)
                 self.stay = held.narrow(0, leaving, self.blocks.staying)
             else:
-                self.held, self.memory = self.blocks.by_rank(held, coming)
+                self.held, self.memory = self.blocks.by_rank(held, coming, self.places)
                 output = None if self.memory is None else self.memory.narrow(0, 0, coming)
         message = self.held
 
@@ -176,7 +221,7 @@ class _Route:
         if self.side is not None:
             self.side.adopt(arrived)
         if self.blocks is not None and self.stay is not None:
-            arrived = self.blocks.by_expert(arrived, self.stay)
+            arrived = self.blocks.by_expert(arrived, self.stay, self.places)
         elif self.memory is not None:
             arrived = self.memory
         self.work = self.held = self.side = self.mark = self.stay = self.memory = None
@@ -219,13 +264,14 @@ class AsyncAllToAll:
         receive: Sequence[int] | None,
         *,
         blocks: RowBlocks | None = None,
+        find_places: Callable[[], Places | None] = lambda: None,
         returns: bool = False,
         needs_grad: bool = False,
     ) -> "AsyncAllToAll":
         """Send ``send`` rows to each rank, for ``receive`` rows from each; None: equal blocks.
 
         With ``blocks`` what arrives is put by expert, or with ``returns`` what leaves by rank, and
-        the contrary in backward.
+        the contrary in backward; ``find_places`` returns those of `RowBlocks.find_places`.
         A rank whose own rows need no gradient, for want of tokens, say, takes part in the
         communication of its peers' backward where some rank ``needs_grad``.
         """
@@ -241,7 +287,11 @@ class AsyncAllToAll:
             self._rows = run_function(_Start, route.held.requires_grad_(), route)
         route.send, route.receive = (None if s is None else tuple(s) for s in (send, receive))
         route.blocks, route.returns = blocks, returns
+        if returns:
+            route.places = find_places()
         route.start(route.held, back=False)
+        if not returns:  # while the rows travel
+            route.places = find_places()
         return self
 
     def wait(self) -> Tensor:
@@ -267,7 +317,9 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.route.wait(), None
+        arrived = ctx.route.wait()
+        ctx.route.places = None
+        return arrived, None
 
 
 class _Wait(torch.autograd.Function):
@@ -275,7 +327,10 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, stand_in: Tensor, route: _Route, message: Tensor | None) -> Tensor:
         ctx.route = route
         if message is None:
-            return route.wait()
+            arrived = route.wait()
+            ctx.save_for_backward(*route.places or ())
+            route.places = None
+            return arrived
         # A copy even where there is nothing to copy: the bits must begin where a number may.
         bits = message[:, 1:].clone(memory_format=torch.contiguous_format)
         return bits.view(stand_in.dtype)[:, 0]
@@ -283,6 +338,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.route.places = ctx.saved_tensors or None
         ctx.route.start(grads[0], back=True)
         return None, None, None  # the other side takes what arrives
 
