@@ -12,9 +12,10 @@ too, and so is a world that does not start; a row that says FAILED ends the scri
 import argparse
 import json
 import math
-import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
 Row = tuple[str, str, str]  # world, what, result
-PORT = 29500
+LOOPBACK = "127.0.0.1"
+GROUP_TIMEOUT = timedelta(seconds=60)
+WORLD_SECONDS = 900.0  # torch gives the groups of a mesh its own timeout: 10 or 30 minutes
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def main(about: str | None, worlds_of: Callable[[bool], list[World]], checks: Ch
         print("no GPU here; --device cpu runs the same code on CPUs")
         return 1
     rows: list[Row] = []
-    for number, world in enumerate(worlds_of(on_gpu)):
+    for world in worlds_of(on_gpu):
         # Gloo goes through the CPU.
         large = on_gpu and not arguments.quick and world.backend != "gloo"
         if world.lack is not None:
@@ -92,7 +96,7 @@ def main(about: str | None, worlds_of: Callable[[bool], list[World]], checks: Ch
         elif not world.backend:
             found = seen(world, torch.device(arguments.device), large, checks)
         else:
-            found = spawned(world, PORT + number, arguments.device, large, checks)
+            found = spawned(world, arguments.device, large, checks)
         for row in found:
             print(f"{row[0]:18} {row[1]:40} {row[2]}", flush=True)
         rows += found
@@ -101,13 +105,26 @@ def main(about: str | None, worlds_of: Callable[[bool], list[World]], checks: Ch
     return int(any("FAILED" in result for _, _, result in rows))
 
 
-def spawned(world: World, port: int, kind: str, large: bool, checks: Checks) -> list[Row]:
-    """Start the ranks of a world and return the rows that their first rank sends."""
+def spawned(
+    world: World, kind: str, large: bool, checks: Checks, seconds: float = WORLD_SECONDS
+) -> list[Row]:
+    """Start the ranks of a world and return the rows that their first rank sends.
+
+    Ranks that have not ended after ``seconds`` are killed.
+    """
     queue: Any = mp.get_context("spawn").SimpleQueue()
     launch: Any = start_processes
-    given = (world, port, kind, large, checks, queue)
     try:
-        launch(serve, given, nprocs=world.ranks, start_method="spawn")
+        # In this process, which gets a free port from the system and keeps it.
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        given = (world, store.port, kind, large, checks, queue)
+        started = launch(serve, given, nprocs=world.ranks, join=False, start_method="spawn")
+        end = time.monotonic() + seconds
+        while not started.join(max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                for process in started.processes:
+                    process.kill()
+                raise TimeoutError(f"its ranks did not end in {seconds:.0f} s")
         found: list[Row] = queue.get()
     except Exception as error:  # noqa: BLE001 - the other worlds still say what they see
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -119,15 +136,19 @@ def serve(
     rank: int, world: World, port: int, kind: str, large: bool, checks: Checks, queue: Any
 ) -> None:
     """Be one rank of a world; the first one sends the rows, of each the worst that a rank saw."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.ranks))
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device(kind, rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group(world.backend)
+    dist.init_process_group(
+        world.backend,
+        store=TCPStore(LOOPBACK, port, is_master=False, timeout=GROUP_TIMEOUT),
+        rank=rank,
+        world_size=world.ranks,
+        timeout=GROUP_TIMEOUT,
+    )
     found = seen(world, device, large, checks)
     every: list[Any] = [None] * world.ranks
     dist.all_gather_object(every, found)

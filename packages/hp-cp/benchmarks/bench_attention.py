@@ -4,11 +4,12 @@ Every round runs each arm once, in turn, on the same inputs: this package's ring
 schedules (zigzag) and Ulysses (contiguous); torch's ring algorithm (zigzag, both ways to rotate;
 ``_templated_ring_attention``) with the CPU kernel passed in, since its public entry raises on CPU;
 and one process alone with one thread, whose time over two cores is the limit: what no split of the
-same kernels over these cores can be below. In the case ``packed`` the sequence is 64 documents of
-128 to 2,048 tokens, cut by ``Greedy(8)`` (contiguous for Ulysses); torch's ring, which has no
-documents, is left out. There one process computes each document by itself, with one launch forward
-and one backward, on the parts of one split, whose backward is one copy of each gradient: of slices
-it would be a tensor of zeros as long as all documents, and a sum, for each of them.
+same kernels over these cores can be below. In the case ``packed`` the sequence is 16 documents
+(``--long``: 64) of 128 to 2,048 tokens, cut by ``Greedy(8)`` (contiguous for Ulysses); torch's
+ring, which has no documents, is left out. There one process computes each document by itself, with
+one launch forward and one backward, on the parts of one split, whose backward is one copy of each
+gradient: of slices it would be a tensor of zeros as long as all documents, and a sum, for each of
+them.
 
 Processor time is that of all ranks over that of one process in the same round, without what ranks
 wait: it says how much more is computed and copied, also where the machine has other work to do.
@@ -34,6 +35,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +56,10 @@ ScheduleName = Literal["gather", "direct", "ring"]
 Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
 CORES = 2
 CASES = ("causal", "packed")
+TIMEOUT = timedelta(minutes=2)  # a rank that waits longer has lost its peer
+DEFAULT = {"rounds": 3, "seq_len": 4096, "documents": 16, "lengths": [128, 2048]}
+LONG = {"rounds": 7, "seq_len": 8192, "documents": 64, "lengths": [128, 2048]}
+QUICK = {"rounds": 1, "seq_len": 512, "documents": 64, "lengths": [8, 64]}
 SINGLE = "one process"
 TORCH = "torch ring, all-to-all"
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -196,7 +202,9 @@ def measure(
 ) -> None:
     """Run all arms on one rank; rank 0 writes the report."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=FileStore(store, n), rank=rank, world_size=n)
+    dist.init_process_group(
+        "gloo", store=FileStore(store, n), rank=rank, world_size=n, timeout=TIMEOUT
+    )
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     mask = mask_of(args)
     seq_len: int = mask.ends[0][-1] if mask.ends else args.seq_len
@@ -288,7 +296,8 @@ def summarize(n: int, seconds: dict[str, list[float]], ranks: Any, ranks_in_memo
         print(
             f"  {name:24s} {row['seconds']:8.4f} s{ratios_shown}   "
             f"processor {row['processor']:.3f}   launches {row['launches']}   "
-            f"peak +{row['added_peak_mib']:.1f} MiB   received {row['received_mib']:.1f} MiB"
+            f"peak +{row['added_peak_mib']:.1f} MiB   received {row['received_mib']:.1f} MiB",
+            flush=True,
         )
     return rows
 
@@ -310,20 +319,23 @@ def run(n: int, args: argparse.Namespace, rounds: int, allocator: dict[str, str]
 def main() -> None:
     """Run on 2 and 4 ranks, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="small sizes, one round")
+    size.add_argument("--long", action="store_true", help="the sizes of the README, seven rounds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seq-len", type=int)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--documents", type=int, default=64)
-    parser.add_argument("--lengths", type=int, nargs=2, default=[128, 2048])
+    parser.add_argument("--documents", type=int)
+    parser.add_argument("--lengths", type=int, nargs=2)
     args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.seq_len, args.lengths = 1, 512, [8, 64]
+    for name, value in (QUICK if args.quick else LONG if args.long else DEFAULT).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rows = []
     for n in args.ranks:
@@ -331,7 +343,7 @@ def main() -> None:
             chosen = argparse.Namespace(**vars(args), case=case)
             seconds, ranks = run(n, chosen, args.rounds, KEEP_FREED)
             _, in_memory = run(n, chosen, 1, RETURN_FREED)
-            print(f"{case}, ", end="")
+            print(f"{case}, ", end="", flush=True)
             rows += [{"case": case, **row} for row in summarize(n, seconds, ranks, in_memory)]
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key != "json"}

@@ -1,7 +1,9 @@
 """A redistribution enters few modules, downwards: what the README says of it is true."""
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -66,3 +68,9 @@ def test_a_change_of_layout_enters_five_modules_downwards(ranks: Ranks) -> None:
             order = [module for module in first if module in DOWN]
             assert order[:4] == DOWN[:4]
             assert first.index("_convert") < first.index("_planner") < first.index("_execute")
+
+
+def test_the_readme_lists_the_modules_that_a_change_of_layout_enters() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\d\. `([\w/]+)`:", text, re.MULTILINE)
+    assert [name.replace("/", ".") for name in listed] == DOWN

@@ -213,5 +213,6 @@ def show(rows: Sequence[Row]) -> None:
         low, high = row["quartiles"]
         print(
             f"{row['case']}: {row['arm']} {row['ours_ms']:.1f} ms, {row['against']} "
-            f"{row['theirs_ms']:.1f} ms, ratio {row['ratio']:.3f} ({low:.3f}-{high:.3f})"
+            f"{row['theirs_ms']:.1f} ms, ratio {row['ratio']:.3f} ({low:.3f}-{high:.3f})",
+            flush=True,
         )

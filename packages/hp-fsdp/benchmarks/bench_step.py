@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_fsdp import Ring
 
 TORCH = ("torch", "torch tuned")
+ROUNDS = {"quick": 2, "default": 4, "long": 12}
 
 
 def case(
@@ -55,24 +56,28 @@ def case(
     return timed(sides, rounds, dist.barrier)
 
 
-def rank_main(rank: int, world: int, store: str, out: str, quick: bool) -> None:
-    """Be one gloo rank; rank 0 writes the rows."""
+def rank_main(rank: int, world: int, store: str, out: str, size: str) -> None:
+    """Be one gloo rank; rank 0 prints the rows of each case as it ends, and writes all."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     torch.manual_seed(0)
-    width, blocks, rounds = (64, 2, 2) if quick else (512, 8, 12)
+    quick = size == "quick"
+    width, blocks = (64, 2) if quick else (512, 8)
     cases = [("8 x Block(512), 256 tokens, AdamW, no clip", Net(Block, width, blocks), 256, width)]
-    if world == 2:
+    if world == 2 and size != "default":
         cases.append(("8 x Block(512), 1024 tokens, AdamW, no clip", cases[0][1], 1024, width))
     small = 2 if quick else 16
     cases.append(("16 x 24 Linear(64), 256 tokens, AdamW, no clip", Net(Small, 64, small), 256, 64))
     rows: list[Row] = []
-    for name, base, tokens, size in cases:
+    for name, base, tokens, width in cases:
         label = f"{world} ranks, {'QUICK, ' if quick else ''}{name}"
-        times = case(base, tokens, size, mesh, rounds)
-        rows += rows_of(label, times, TORCH, tuple(name for name in times if name not in TORCH))
+        times = case(base, tokens, width, mesh, ROUNDS[size])
+        found = rows_of(label, times, TORCH, tuple(name for name in times if name not in TORCH))
+        if rank == 0:
+            show(found)
+        rows += found
     dist.barrier()
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
@@ -82,9 +87,12 @@ def rank_main(rank: int, world: int, store: str, out: str, quick: bool) -> None:
 def main() -> None:
     """Run all cases and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all")
+    sizes.add_argument("--long", action="store_true", help="12 rounds, also with 1,024 tokens")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
+    size = "quick" if options.quick else "long" if options.long else "default"
     context = multiprocessing.get_context("spawn")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -93,12 +101,11 @@ def main() -> None:
             store = str(Path(folder) / f"store{world}")
             run_all(
                 [
-                    context.Process(target=rank_main, args=(r, world, store, out, options.quick))
+                    context.Process(target=rank_main, args=(r, world, store, out, size))
                     for r in range(world)
                 ]
             )
             rows += json.loads(Path(out).read_text())
-    show(rows)
     if options.json:
         options.json.write_text(json.dumps({"name": "fsdp_step", "rows": rows}, indent=1))
 

@@ -11,13 +11,18 @@ from ._pool import RankPool
 
 
 def pytest_configure() -> None:
-    """Let no process of the tests interrupt another because it has just been woken up.
+    """Set the scheduling policy and the compile threads that all processes of the tests inherit.
 
-    A message over loopback wakes its reader up, which usually takes the processor from the writer
-    at once. The writer still holds the lock of its connection then, and the thread of gloo that
-    finds an answer there asks again and again until it is free: 250,000 times a second, a third of
-    the time of two processors.
+    Under Linux's batch policy no process interrupts another because it has just been woken up. A
+    message over loopback wakes its reader up, which usually takes the processor from the writer at
+    once. The writer still holds the lock of its connection then, and the thread of gloo that finds
+    an answer there asks again and again until it is free: 250,000 times a second, a third of the
+    time of two processors.
+
+    With more than one compile thread, inductor starts processes that import torch, in each process
+    that compiles: that takes longer than the few kernels of the tests.
     """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if hasattr(os, "SCHED_BATCH"):  # Linux; what is started from here inherits it
         with contextlib.suppress(OSError):  # not allowed here: slower
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

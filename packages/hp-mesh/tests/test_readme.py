@@ -1,6 +1,5 @@
-"""What the READMEs list, where the code has the same list."""
+"""The README lists the names of fields that the code reads."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from hp_mesh import ParallelDims
 from hp_mesh._model import COUNTS, NESTED, RULED, SIZES
 from hp_mesh.planner import ModelShape
 
-PACKAGES = Path(__file__).parents[1] / "packages"
-README = PACKAGES / "hp-mesh" / "README.md"
+README = Path(__file__).parents[1] / "README.md"
 SHAPE = {"n_layers": 2, "dim": 8, "n_heads": 4, "ffn": 8, "vocab": 8, "top_k": 1, "expert_ffn": 8}
 
 
@@ -23,7 +21,7 @@ def rows() -> dict[str, set[str]]:
     return {field.strip(): {*re.findall(r"`(\w+)`", names)} for field, names, *_ in cells}
 
 
-def test_the_readme_of_hp_mesh_lists_every_name_that_the_checks_read() -> None:
+def test_the_readme_lists_every_name_that_the_checks_read() -> None:
     listed = rows()
     assert [n for f, names in RULED.items() for n in names if n not in listed[f]] == []
     text = README.read_text(encoding="utf-8")
@@ -31,7 +29,7 @@ def test_the_readme_of_hp_mesh_lists_every_name_that_the_checks_read() -> None:
     assert [name for name in NESTED if f"`{name}`" not in text] == []
 
 
-def test_the_readme_of_hp_mesh_lists_every_name_that_the_planner_reads() -> None:
+def test_the_readme_lists_every_name_that_the_planner_reads() -> None:
     listed = rows()
     missing = {
         field: {*names} - listed.get(field, set())
@@ -42,7 +40,7 @@ def test_the_readme_of_hp_mesh_lists_every_name_that_the_planner_reads() -> None
 
 
 @pytest.mark.parametrize("field", ["heads", "kv_heads", "ffn", "vocab", "layers", "experts"])
-def test_every_name_in_the_readme_of_hp_mesh_is_read(field: str) -> None:
+def test_every_name_in_the_readme_is_read(field: str) -> None:
     dims = ParallelDims(tp=3, dp_shard=2, pp=5, ep=3)
     for name in rows()[field]:
         checked = any(name in found.values for found in dims.check({name: 4}))
@@ -52,11 +50,3 @@ def test_every_name_in_the_readme_of_hp_mesh_is_read(field: str) -> None:
 def read_by_the_planner(field: str, name: str) -> bool:
     rest = {key: value for key, value in SHAPE.items() if key not in RULED[field]}
     return bool(getattr(ModelShape.from_config({**rest, name: 4}), field) == 4)
-
-
-def test_the_readme_of_hp_dtensor_lists_the_modules_that_its_test_sees_entered() -> None:
-    text = (PACKAGES / "hp-dtensor" / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\d\. `([\w/]+)`:", text, re.MULTILINE)
-    test = (PACKAGES / "hp-dtensor" / "tests" / "test_journey.py").read_text(encoding="utf-8")
-    (seen,) = re.findall(r"^DOWN = (\[.*\])$", test, re.MULTILINE)
-    assert [name.replace("/", ".") for name in listed] == ast.literal_eval(seen)
