@@ -144,7 +144,7 @@ class RowBlocks:
         travel.
         """
         ranks = len(self.sizes)
-        parts: Sequence[Tensor] = ()
+        parts: tuple[Tensor, ...] = ()
         if places is not None:
             away = rows.index_select(0, places[0])
         else:
