@@ -169,7 +169,7 @@ def test_an_attention_mask_that_numbers_documents_is_refused(value: float) -> No
     model = context_parallel(causal_model("llama"), mesh, collectives=collectives)
     part = shard_batch({"input_ids": ids_of(1)}, mesh)
     with pytest.raises(InputError, match=said):
-        model(**part, attention_mask=seen[:, -SEQ_LEN // 2 :])
+        model(**{**part, "attention_mask": seen[:, -SEQ_LEN // 2 :]})
     alone = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
     model = context_parallel(causal_model("llama"), alone)
     for args, kwargs in (((), {"attention_mask": seen}), ((seen,), {})):
