@@ -4,12 +4,20 @@ import contextlib
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import gpu_rows
+import pytest
 import torch
 import torch.distributed as dist
 from gpu_rows import Rows, World
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks, which are new processes, import the functions of this file."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
 
 
 def sums(world: World, device: torch.device, large: bool, rows: Rows) -> None:

@@ -181,7 +181,7 @@ def test_a_run_saves_while_it_goes_on_is_traced_and_goes_on_by_itself(tmp_path: 
         names = {event.get("name") for event in trace["traceEvents"]}
         assert {
             "all_gather over cp in blocks.0.attention.core",
-            "send_recv over cp in blocks.0.attention.core (backward)",
+            "all_to_all over cp in blocks.0.attention.core (backward)",
             "all_to_all over ep in blocks.1.mlp",
             "all_to_all over ep in blocks.1.mlp (backward)",
             "all_reduce over loss in blocks.1.mlp.router",

@@ -363,7 +363,8 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over the replicas in backward (the default), or only reduce-scatter them.
 
-        What is scattered adds up, seen by nobody, until a backward sums it.
+        Reduce-scattered gradients add up outside ``grad`` until a backward all-reduces them. With
+        one replica nothing waits.
         """
         _edit(self, recurse, all_reduce=requires_all_reduce)
 
