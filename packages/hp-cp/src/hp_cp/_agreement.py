@@ -1,6 +1,7 @@
-"""Checks of the ranks that share a sequence: one batch, and parameters sharded over all of them.
+"""Checks that ranks which share a sequence were set up alike.
 
-Without these checks such mistakes would give wrong gradients and no error.
+All of them must be given the same batch, and parameters must be sharded over all of them. Without
+these checks a mistake would give wrong gradients and no error.
 """
 
 from collections.abc import Iterable
@@ -35,10 +36,11 @@ class BatchHash(NamedTuple):
 
 
 def hash_rows(*tensors: Tensor) -> Tensor:
-    """Return a hash of integers of equal shape over their last dim, int64.
+    """Return one int64 hash for each row of integer tensors, reducing their last dim.
 
-    The sum of the values times a pseudo-random weight per position, modulo 2**64. The host does
-    not wait for the device.
+    The tensors have the same shape and are first combined element by element. The hash is the sum
+    of the values times a pseudo-random weight per position, modulo 2**64. The host does not wait
+    for the device.
     """
     first, *rest = (x.to(torch.int64) for x in tensors)
     for x in rest:
@@ -48,9 +50,10 @@ def hash_rows(*tensors: Tensor) -> Tensor:
 
 
 def hash_batch(tensors: Iterable[Tensor], others: int, positions: Tensor) -> BatchHash:
-    """Return the hashes of a batch: of its integer tensors, and of the int64 ``others``.
+    """Return the hashes of a batch and of its position ids.
 
-    Floating-point tensors are skipped, because ranks may round them differently.
+    The batch's hash covers the integer tensors and ``others``, an int64 hash of all values that are
+    no tensors. Floating-point tensors are skipped, because ranks may round them differently.
     """
     total = torch.full((), others, dtype=torch.int64, device=positions.device)
     alike: dict[object, list[Tensor]] = {}  # by shape, so that weights are made once
@@ -63,9 +66,10 @@ def hash_batch(tensors: Iterable[Tensor], others: int, positions: Tensor) -> Bat
 
 
 def find_moved(made: BatchHash, given: object) -> Tensor | None:
-    """Return whether ``given`` has a row that is not among the position ids of `shard_batch`.
+    """Return whether position ids were replaced: a row of ``given`` has no hash in ``made``.
 
-    The result is a bool tensor of shape ``[]``, or None if either is not ``[rows, sequence]``.
+    ``made`` holds the hashes of the position ids that `shard_batch` returned. The result is a bool
+    tensor of shape ``[]``, or None if either is not ``[rows, sequence]``.
     """
     if made.positions is None or not isinstance(given, Tensor) or given.ndim != 2:
         return None
@@ -168,10 +172,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_units(units: UnitRanks, mesh: AxisMesh) -> None:
-    """Raise `InputError` for a unit if no parameter of it is on all ranks of ``mesh``.
+    """Raise `InputError` for a unit if no parameter's mesh contains all ranks of ``mesh``.
 
-    One such parameter is enough: a unit may hold experts that ``fully_shard`` was told to ignore,
-    on another mesh.
+    One such parameter per unit is enough: the unit may also hold parameters on another mesh, as
+    experts that ``fully_shard`` ignores.
     """
     shared = set(list_ranks(mesh))
     for name, meshes in units.items():

@@ -171,15 +171,16 @@ def context_parallel_attention(
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
 
-    Where ``gather`` keeps keys, a backward that frees its graph writes the gradients that it sends
-    into their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients
-    then: let them keep copies, or use ``keep_kv=False``.
+    If ``gather`` keeps keys, a backward that frees its graph overwrites them with the gradients
+    that it sends. ``torch.autograd.graph.saved_tensors_hooks`` that hold on to the saved tensors
+    must therefore copy them. Else use ``keep_kv=False``.
 
-    ``fuse_merges``: the merge of further keys into a row's result is one kernel of
-    ``torch.compile`` instead of six operations; equal but for rounding. None means on CUDA, if
-    Triton is there. The first call that merges compiles and runs the kernel before it communicates.
-    If that fails, as without a C compiler, a warning says so and the operations run; with True it
-    is a `BackendError`, on the ranks where it fails, while the others wait. Ranks may differ.
+    ``fuse_merges``: merge the results of two groups of keys by one kernel of ``torch.compile``
+    instead of six operations. Results are equal but for rounding. None means True on CUDA if Triton
+    is installed. Before the first call communicates it compiles the kernel for small tensors and
+    runs it. If that fails, for example without a C compiler, None warns and uses the six
+    operations. True raises `BackendError` on the ranks where it fails, and the others wait. Ranks
+    may give different values.
 
     Raises `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A

@@ -120,10 +120,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Rows that come together, ascending, as they merge into what came before.
+    """Query rows, ascending, whose partial results are merged together.
 
-    ``whole``: covers every query row. ``fresh``: no earlier layer of the same ``source`` covers one
-    of these rows. Both hold for any order of the sources.
+    ``source``: the rank whose keys they are for. ``whole``: covers every query row. ``fresh``: no
+    earlier layer of the same ``source`` covers one of these rows. Neither flag depends on the order
+    in which sources arrive.
     """
 
     source: int
@@ -579,7 +580,7 @@ class RowSum:
                 (self.total[:, as_slice(run)] if held is None else held).add_(share)
 
     def take(self) -> tuple[range, Tensor]:
-        """Return a range of rows outside of which the sum is zero, and its sum; hold neither."""
+        """Return and release the sum: a range of rows, and their sum; all other rows are zero."""
         taken = self._held, self._zeros(0) if self._sum is None else self._sum
         self._held, self._sum = range(0), None
         return taken
@@ -618,7 +619,7 @@ class KVGradient:
         self.v.add(rows, dv)
 
     def take(self) -> tuple[range, Pair]:
-        """Return a range of rows outside of which both sums are zero, and its sums; hold none."""
+        """Return and release both sums: a range of rows, and their sums; other rows are zero."""
         (rows, k), (_, v) = self.k.take(), self.v.take()
         return rows, (k, v)
 
@@ -707,11 +708,12 @@ def _merge_at_once(
 
 
 def fuses_merges(device: torch.device, dtype: torch.dtype, asked: bool | None) -> bool:
-    """Return whether merges of ``dtype`` are one kernel: as asked, else on CUDA if Triton is there.
+    """Return whether merges of ``dtype`` run as one compiled kernel.
 
-    Compiles the kernel once in this process and runs it, since Triton also needs a C compiler. If
-    that fails, warns and returns False, or raises `BackendError` if the kernel was asked for.
-    Communicates nothing; the answer changes no communication, so ranks may differ.
+    ``asked`` is the user's ``fuse_merges``; None means True on CUDA if Triton is installed. Since
+    Triton also needs a C compiler, the kernel is compiled and run once per device and dtype, on
+    small tensors. If that fails, warns and returns False, or raises `BackendError` if ``asked`` is
+    True. Communicates nothing. Ranks may get different answers.
     """
     if not (device.type == "cuda" and find_spec("triton") if asked is None else asked):
         return False

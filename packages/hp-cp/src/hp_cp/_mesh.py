@@ -88,7 +88,7 @@ class Peers:
         return self.collectives.send_recv(self.axis, sends, receives)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Work:
-        """Send row block ``i`` of ``x`` to peer ``i``; the output has what came in their order."""
+        """Start sending row block ``i`` of ``x`` to peer ``i``; the output is in peer order."""
         return self.collectives.all_to_all(
             self.axis, x, self._widened(send), self._widened(receive)
         )

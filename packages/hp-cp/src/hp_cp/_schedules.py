@@ -49,10 +49,12 @@ from .kernels._interface import ScoreOptions, ints_on
 class RankSchedule:
     """What one rank of a schedule computes, receives and sends; keeps no tensors and no groups.
 
-    ``batches`` are, by source, the blocks as they are launched and merged. What is gathered has
-    ``rows`` in all, of which this rank sends ``sent``; all ranks' pieces of these come in
-    ``regions`` by one all-gather, or point to point where that is None. ``by_rank`` are the places
-    of the gathered rows if each rank's rows follow those of the rank before.
+    ``batches``: by source, the blocks as they are launched and merged. The others are for
+    ``gather``, whose buffer has all ranks' key rows: ``rows`` of them. ``places``: by rank, where
+    its pieces are in the buffer. ``sent``: this rank's pieces as local rows. ``regions``: the part
+    of the buffer that each all-gathered piece fills; None if ranks' lengths differ and rows are
+    sent point to point. ``by_rank``: for each row of the buffer, in order, its position if rows
+    were sorted by rank.
     """
 
     plan: AttentionPlan
@@ -375,10 +377,11 @@ class _Straight:
 
 
 class _Scattered:
-    """By one all-to-all, in the dtype of the keys; summed by the owner in the accumulator's dtype.
+    """Returns gradients by one all-to-all in the dtype of the keys; the owner sums them.
 
-    A reduce-scatter would bring as many bytes, but sums in the dtype of the keys, in an order of
-    its own. A row that travels has the gradients of its key and of its value side by side.
+    The owner sums in the accumulator's dtype and in a fixed order. A reduce-scatter would move as
+    many bytes, but would sum in the dtype of the keys and in no fixed order. Each row of the
+    message holds the gradient of a key, then that of its value.
     """
 
     def __init__(
@@ -399,7 +402,7 @@ class _Scattered:
         if room is None:
             room = self._like[0].new_empty(schedule.rows * sum(self._widths))
         room = room.view(schedule.rows, sum(self._widths))
-        # What is gathered comes back, also if it is seen by no row here.
+        # Owners wait for a gradient of every gathered row: send zeros for those unused here.
         rows, sums = (range(0), None) if share is None else share.take()
         if len(rows) < schedule.rows:
             room.zero_()
@@ -411,10 +414,10 @@ class _Scattered:
         self._coming = self._calls.all_to_all(room, lengths, mine)
 
     def _pack(self, room: Tensor, rows: range, sums: Pair) -> None:
-        """Copy the gradients of some gathered rows to ``room``, the rows of each rank in turn."""
+        """Copy the gradients ``sums`` of the gathered ``rows`` to ``room``, sorted by rank."""
         n, regions = self._schedule.n, self._schedule.regions
         cuts = [(x, within(rows, x), len(x) // n) for x in regions or ()]
-        # Whole pieces of ranks are one copy for each region.
+        # If `rows` holds whole pieces of ranks only, each region is one strided copy.
         even = regions is not None and not any(
             length and ((cut.start - x.start) % length or len(cut) % length)
             for x, cut, length in cuts
@@ -434,7 +437,7 @@ class _Scattered:
                     piece[first : first + len(part)].copy_(part)
 
     def _split(self, rows: Tensor) -> list[Tensor]:
-        """Return the keys' and the values' side of rows that travel, in the shapes of memory."""
+        """Return views of the key and the value gradients in the rows of a message."""
         parts = zip(rows.split(self._widths, -1), self._shapes, strict=True)
         return [part.unflatten(-1, shape) for part, shape in parts]
 
@@ -520,7 +523,8 @@ MOVEMENTS: dict[ScheduleName, Movement] = {
 def fetch(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """Yield each source of the schedule once, with its keys and values.
 
-    What comes next is asked for before a part is yielded. Every rank must go to the end.
+    The transfer of the next source is started before a source is yielded. Every rank must exhaust
+    the iterator, else its peers wait.
     """
     if schedule.n == 1:
         return iter([(schedule.rank, k, v)])
@@ -589,7 +593,7 @@ class _Attend(torch.autograd.Function):
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         schedule: RankSchedule = ctx.schedule
         if k is None and (place := schedule.own_place) is not None:
-            # Copies: gradients take the memory of what was gathered while own keys are needed.
+            # Copies: gradients overwrite the gathered keys while this rank's keys are still needed.
             k, v = (x[:, place.start : place.stop].clone() for x in kept)
         grad = grad.contiguous()
         finished = RowViews(grad, q, out, lse)

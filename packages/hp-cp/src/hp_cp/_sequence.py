@@ -85,24 +85,23 @@ def unshard_sequence(
         seq_len: The whole length, in tokens. None means where the mask's documents end, else the
             local length times the number of ranks, which then compare their lengths as in
             `context_parallel_attention`.
-        replicated_loss: What each rank computes from the whole tensor. False: its own part of the
-            loss, so backward sums the ranks' gradients (one reduce-scatter per tensor and axis if
-            lengths are equal, else one all-to-all) and keeps this rank's rows. True: the whole
-            loss, the same on every rank, as DPO and GRPO do from log-probabilities. Backward then
-            keeps this rank's rows of its own gradient and communicates nothing, so that gradients
-            of parameters are summed over the mesh, as those of other shares. With False the
-            gradients of such a loss are as many times too large as there are ranks.
+        replicated_loss: Whether every rank computes the same loss from the whole tensor. True: it
+            does, as DPO and GRPO do from log-probabilities. Backward takes this rank's rows of its
+            own gradient and communicates nothing; sum the gradients of parameters over the mesh.
+            False: each rank computes its own part of the loss. Backward sums the ranks' gradients
+            and takes this rank's rows: one reduce-scatter per tensor and axis if lengths are equal,
+            else one all-to-all. With False and a replicated loss, gradients are ``n`` times too
+            large on ``n`` ranks.
         collectives: As for `context_parallel_attention`.
 
     Returns:
         ``tree`` with whole tensors, in the order of positions.
 
     Raises:
-        InputError: As from `shard_sequence`, for documents that end elsewhere than at ``seq_len``,
-            and for a ``replicated_loss`` that is no bool, before any communication. For a tensor
-            of another length than the layout gives, on that rank only. If the whole length is
-            inferred and lengths differ, on every rank after their comparison, as in
-            `context_parallel_attention`.
+        InputError: Before any communication: the errors of `shard_sequence`, documents that do not
+            end at ``seq_len``, or a ``replicated_loss`` that is no bool. On one rank only: a tensor
+            whose length is not the one that the layout gives. On every rank, after their
+            comparison: lengths that differ while the whole length is inferred.
 
     Example:
         >>> whole = unshard_sequence(

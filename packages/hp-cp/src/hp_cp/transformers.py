@@ -78,14 +78,14 @@ _MODELS: WeakKeyDictionary[nn.Module, UnitRanks] = WeakKeyDictionary()
 class SequenceShard:
     """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
 
-    ``last_positions``: the largest position id of the whole batch; of position ids
-    ``[axes, batch, sequence]`` one for each axis. ``counted``: position ids are those of
+    ``last_positions``: the largest position id of the whole batch, one for each axis of position
+    ids ``[axes, batch, sequence]``. ``counted``: position ids are those of
     `shard_batch`, not of the batch.
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
     ``dropout_seed``: which of the attention weights become zero where a model has dropout.
-    ``rows``: of the whole batch. ``place``: the number of ranks, and this rank's place among them.
-    ``hashes``: of the whole batch and of the position ids, which ranks compare; None to leave
-    that out.
+    ``rows``: the number of rows of the batch. ``place``: the number of ranks, and this rank's index
+    among them. ``hashes``: hashes of the whole batch and of the position ids, which ranks compare;
+    None skips the comparison.
     """
 
     layout: Layout
@@ -187,7 +187,7 @@ class _Settings:
         return self
 
     def is_new(self, shard: SequenceShard) -> bool:
-        """Return whether ranks compare the batch of a shard: the first ones of new shapes."""
+        """Return whether ranks compare this batch: it has one of the first 8 new shapes."""
         if self.n == 1 or shard.hashes is None or len(self.compared) >= _COMPARED:
             return False
         return (shard.rows, shard.seq_len) not in self.compared
@@ -212,9 +212,9 @@ def context_parallel(
     text config of this model, which models made of the same config object share: such a model
     raises `InputError` until it is given to this function too. Call the model with what
     `shard_batch` returns. A rank's gradients are those of its share of the loss: sum them over the
-    mesh, do not average (hp-fsdp: ``gradient_reduction="sum"``). Communicates nothing. For the
-    first 8 new shapes of batches the model's first attention compares a hash of the batch between
-    the ranks: one all-reduce over each axis, which the host waits for.
+    mesh, do not average (hp-fsdp: ``gradient_reduction="sum"``). Communicates nothing. In the
+    first forward of each of the first 8 batch shapes, the model's first attention compares a hash
+    of the batch between the ranks: one all-reduce over each axis, which the host waits for.
 
     Args:
         model: A ``PreTrainedModel``, changed in place.
@@ -230,23 +230,27 @@ def context_parallel(
         ``model``.
 
     Raises:
-        InputError: ``model`` is none of the library, was given before, reads no attention registry,
-            mixes rows in other ways than by attention (convolutions, recurrences, encoders with
-            cross attention), selects or normalises rows of whole sequences (sequence
-            classification, question answering, poolers), or numbers rows itself (no
-            ``position_ids``, scores scaled by position). When called: caches, returned attention
-            weights, ``logits_to_keep``, padding that is seen, dropout of attention weights without
-            a seed, masks that are neither full, causal, windowed nor of packed documents, labels,
-            packed documents or several ranks without `shard_batch`, an attention that was set
-            afterwards, auxiliary losses of routers, which are means over one rank's tokens, labels
-            of whole sequences, and models that count positions from the ``pad_token_id`` on, where
-            `shard_batch` was given no ``position_ids``. Before any communication, on every rank
-            together where all are called alike. In the first forward that trains: ``fully_shard``
-            took a mesh without the ranks of ``mesh``. After the comparison of a new shape, on every
-            rank: different batches, lengths or seeds, ``position_ids`` other than those of
-            `shard_batch`, a part of another mesh. After the forward, on every rank: outputs of one
-            or two dims, as of a head of one's own that pools. And as from
-            `context_parallel_attention`.
+        InputError: This function raises it if ``model`` is no model of the library, was given
+            before, does not read the registry of attention functions, mixes rows in other ways
+            than by attention (convolutions, recurrences, encoders with cross attention), selects or
+            normalises rows of whole sequences (sequence classification, question answering,
+            poolers), or numbers rows itself (no ``position_ids``, scores scaled by position).
+
+            Calls of the model raise it as below, and as `context_parallel_attention` does.
+
+            - Before any communication, on every rank if all are called alike: caches, returned
+              attention weights, ``logits_to_keep``, or padding that is seen; dropout of attention
+              weights without a seed; masks other than full, causal, windowed or of packed
+              documents; labels, packed documents or several ranks without `shard_batch`; an
+              attention function that was set afterwards; auxiliary losses of routers, which are
+              means over one rank's tokens; labels of whole sequences; no ``position_ids`` given to
+              `shard_batch` for a model that counts positions from the ``pad_token_id`` on.
+            - In the first training forward: ``fully_shard`` was given a mesh without the ranks of
+              ``mesh``.
+            - On every rank, after the comparison of a new batch shape: different batches, lengths
+              or seeds, ``position_ids`` that `shard_batch` did not return, or a batch that was
+              sharded over another mesh.
+            - On every rank, after the forward: outputs of one or two dims, as from a pooling head.
         BackendError: As from `context_parallel_attention`.
 
     Example:
@@ -383,12 +387,12 @@ def shard_batch(
         mesh: That of `context_parallel`.
         layout: That of `context_parallel`; one that follows the mask follows ``mask``, in all
             layers, whatever their own masks.
-        mask: Packed documents, as ``cu_seqlens``, for all or each of the rows of the batch. None
-            means those of ``cu_seq_lens_q`` of the batch, as from ``DataCollatorWithFlattening``,
-            else those that its ``position_ids`` start at 0, or at the position at which a row
-            starts, where the batch has no ``attention_mask``, as in the library, else none.
-            Row 0 of ``position_ids`` ``[4, batch, sequence]`` is that of the text (Qwen2-VL).
-            Causality and windows are the layers' own.
+        mask: Packed documents, as ``cu_seqlens``, for all rows of the batch or for each of them.
+            None: the documents are those of the batch's ``cu_seq_lens_q``, as from
+            ``DataCollatorWithFlattening``. Without these, and without an ``attention_mask``, a
+            document starts where ``position_ids`` return to 0 or to the first id of their row, as
+            in the library. Else there are none. In ``position_ids`` ``[4, batch, sequence]``
+            (Qwen2-VL) row 0 holds the ids of the text. Causality and windows come from the layers.
         dropout_seed: For models with dropout of attention weights in training: an int that ranks
             of one sequence share, another one for every step and batch. The same weights become
             zero on any number of ranks.
@@ -399,14 +403,18 @@ def shard_batch(
         Any other model that reads it raises `InputError`.
 
     Raises:
-        InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
-            ``attention_mask`` with zeros before ones or values other than 0 and 1, or whose padding
-            has labels, position ids that jump, repeat or decrease otherwise than to a document's
-            start, or start again and are ``[axes, batch, sequence]`` without a row of the text,
-            where there is neither a mask nor an ``attention_mask``, a mask with a window or a
-            function, with other documents than the batch tells, or those of another number of rows,
-            fewer tokens than ranks, labels of whole sequences, a seed that is no int of at least 0,
-            DTensors. And as from `shard_sequence`.
+        InputError: As `shard_sequence` raises it, and for:
+
+            - a batch with neither or both of ``input_ids`` and ``inputs_embeds``, with tensors of
+              unknown shape (images), with DTensors, or with fewer tokens than ranks;
+            - an ``attention_mask`` with zeros before ones or with values other than 0 and 1;
+            - labels of whole sequences, or labels of padding;
+            - without a mask and an ``attention_mask``: ``position_ids`` that jump, repeat or
+              decrease, unless a document starts there; ``position_ids`` ``[axes, batch, sequence]``
+              that start again and have no row of the text;
+            - a mask with a window or a function, with other documents than the batch, or with
+              documents of another number of rows;
+            - a ``dropout_seed`` that is no int of at least 0.
     """
     n, rank = place_of(mesh)
     layout = checked_layout(layout)
@@ -718,8 +726,8 @@ def _note_positions(
 def _check_reduction(model: nn.Module, settings: _Settings) -> None:
     """Raise `InputError` if units of ``fully_shard`` are not sharded over the ranks of a sequence.
 
-    In the first forward that trains. Units that are unsharded in it, as that of the model itself,
-    were seen by `shard_batch`.
+    Runs once, in the first training forward. Units that are unsharded by then, such as the model's
+    own, were recorded by `shard_batch`.
     """
     if settings.n > 1 and not settings.trained:
         settings.trained = True
@@ -965,13 +973,16 @@ def _mask_of(batch: dict[str, Any], mask: MaskSpec | None) -> MaskSpec:
 
 
 def _starts_of(positions: object) -> tuple[Tensor, Tensor] | None:
-    """Return which position ids but the first do not follow the one before, and which may start.
+    """Return two bool tensors ``[batch, sequence - 1]`` about all position ids but the first.
 
-    A document starts at 0, or at the smallest id of a row that starts there: what the library's
-    masks, which start one at each id that does not follow, and its flash attention, which starts
-    one at each smallest id, have in common. The ids of text are ``[sequence]``, ``[batch,
-    sequence]`` or row 0 of ``[4, batch, sequence]``, which precedes time, height and width of
-    images. In other ids of three dims a document starts where all axes start.
+    The first tensor: the id is not the previous one plus 1. The second: a document may start here.
+    It may if the id is the smallest of its row, and is 0 or the row's first id. The library does
+    not agree with itself: its masks start a document at every id that does not follow the previous
+    one, its flash attention at every smallest id. A start must satisfy both.
+
+    Ids of text are ``[sequence]``, ``[batch, sequence]``, or row 0 of ``[4, batch, sequence]``,
+    whose other rows are time, height and width of images. In other ids of three dims a document
+    may start where all axes may.
     """
     if not isinstance(positions, Tensor) or positions.ndim not in (1, 2, 3):
         return None
@@ -985,7 +996,7 @@ def _starts_of(positions: object) -> tuple[Tensor, Tensor] | None:
 def _documents_of(positions: Any) -> Documents | None:
     """Return the documents that the library finds in position ids, if any.
 
-    Raises `InputError` where it cannot be told.
+    Raises `InputError` if it is ambiguous whether a document starts at some id.
     """
     found = _starts_of(positions)
     if found is None or not bool(found[0].any()):

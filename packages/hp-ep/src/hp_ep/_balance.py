@@ -16,7 +16,7 @@ from ._router import TopKRouter, as_axes, check_apart
 
 
 class Counted(Protocol):
-    """Loads of a layer's experts and the bias that follows them, as a `TopKRouter` has them."""
+    """What `collect_loads` and `update_router_bias` need of a router: its loads and its bias."""
 
     token_axes: tuple[Axis, ...] | None
     experts_are_split: bool
@@ -26,16 +26,16 @@ class Counted(Protocol):
 
     @property
     def bias(self) -> Tensor | None:
-        """Return what is added to scores before the best are chosen; None without."""
+        """Return the bias that is added to scores before the top k are chosen; None without."""
         ...
 
     def counted_load(self) -> Tensor:
-        """Return how often each expert was chosen ``[num_experts]``, to be set to zero."""
+        """Return how often each expert was chosen ``[num_experts]``; callers may zero it."""
         ...
 
 
 COUNTED = "_expert_loads"
-"""The attribute of a module that has a `Counted` and is no `TopKRouter`."""
+"""Name of the attribute in which a module that is no `TopKRouter` stores its `Counted`."""
 
 
 def collect_loads(
@@ -43,14 +43,25 @@ def collect_loads(
     axes: AxisMesh | Sequence[Axis] | None = None,
     collectives: Collectives | None = None,
 ) -> dict[str, Tensor]:
-    """Return how often each expert was chosen on all ranks, by router, and count from zero again.
+    """Return how often each expert was chosen on all ranks, and reset the counts.
 
-    Values are ``[num_experts]`` int64, keys the routers' names in ``model``. For a model given to
-    `hp_ep.transformers.parallelize_experts` they are the names of its experts. The loads are those
-    of the backward passes since the last call. One all-reduce of all loads together for each of
-    ``axes``, by default those that the routers were told about. `ExpertConfigError` for a model
-    without routers, for routers that were told about different axes, or about none where a style
-    split the experts, and for ``axes`` over ranks that hold the same tokens.
+    Counts the backward passes since the last call. One all-reduce of all loads together over each
+    of ``axes``.
+
+    Args:
+        model: A model with `TopKRouter` modules, or one that was given to
+            `hp_ep.transformers.parallelize_experts`.
+        axes: Mesh axes over which ranks hold different tokens. Defaults to the ``token_axes`` of
+            the routers.
+        collectives: The collectives to use. Defaults to those of the first router.
+
+    Returns:
+        Loads ``[num_experts]`` int64, by the router's name in ``model``. For a model given to
+        `hp_ep.transformers.parallelize_experts`, by the name of the experts' module.
+
+    Raises:
+        ExpertConfigError: ``model`` has no routers, routers have different ``token_axes``, or none
+            although a style split their experts, or ranks of ``axes`` hold the same tokens.
     """
     routers = _counted(model)
     over = _axes(routers) if axes is None else _given(axes, routers)
@@ -72,14 +83,23 @@ def update_router_bias(
 ) -> dict[str, Tensor]:
     """Move each router's bias by its ``bias_rate`` towards even loads; return the loads.
 
-    Call it once per optimizer step: the bias of experts with less than the mean load rises, of
-    those with more falls, of exact ones stays (Wang et al., arXiv 2408.15664, algorithm 1).
-    The routers of transformers models get their rate from the ``bias_rate`` that
-    `hp_ep.transformers.parallelize_experts` was given.
+    Call it once per optimizer step. The bias of an expert rises if its load is below the mean, and
+    falls if it is above (Wang et al., arXiv 2408.15664, algorithm 1). Communicates as
+    `collect_loads`.
 
-    Communicates as `collect_loads`. `ExpertConfigError`, before that, where some routers have a
-    rate and others none, and for biases that are DTensors or narrower than float32, in which small
-    steps are lost.
+    Args:
+        model: As for `collect_loads`. Routers of transformers models have the ``bias_rate`` that
+            `hp_ep.transformers.parallelize_experts` was given.
+        axes: As for `collect_loads`.
+        collectives: As for `collect_loads`.
+
+    Returns:
+        The loads, as `collect_loads` returns them.
+
+    Raises:
+        ExpertConfigError: Before any communication: a router has ``bias_rate=0``, or a bias is a
+            DTensor or narrower than float32, in which small steps are lost. And as from
+            `collect_loads`.
     """
     routers = _counted(model)
     rates = {name: router.bias_rate for name, router in routers.items()}

@@ -79,12 +79,11 @@ def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def attach(x: Tensor, loss: Tensor, add_load: Callable[[Tensor], None], counts: Tensor) -> Tensor:
-    """Return ``x``; its backward gives ``counts`` to ``add_load`` and a gradient of 1 to ``loss``.
+    """Return ``x``; its backward calls ``add_load(counts)`` and gives ``loss`` a gradient of 1.
 
-    ``counts`` may be any tensor that ``add_load`` takes.
-
-    Forward runs twice where activations are recomputed, so the load is counted in backward: in the
-    first one, where the graph is kept for several.
+    ``counts`` may be any tensor that ``add_load`` takes. Loads are counted in backward because
+    forward runs twice if activations are recomputed. If several backward passes use one graph, the
+    first of them counts.
     """
     return run_function(_Attach, x, loss, add_load, counts)
 

@@ -372,7 +372,7 @@ def _kind(x: object) -> str:
 
 
 def check_unwrapped(experts: nn.Module) -> None:
-    """Raise an `ExpertConfigError` where another module has taken the place of the experts."""
+    """Raise an `ExpertConfigError` if the experts' module was replaced by a wrapper."""
     if not isinstance(experts, GroupedExperts):
         raise ExpertConfigError(
             f"the experts are inside a {type(experts).__name__}, and styles split the weights of a "

@@ -51,7 +51,7 @@ _IGNORED = -100  # the label that the library's losses leave out
 # What the library's decorator of experts says of a module.
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _WEIGHTS = ("gate_up_proj", "down_proj")
-_WRAPPED = ".base_layer"  # the module inside one of peft
+_WRAPPED = ".base_layer"  # under this name a module of peft holds the module that it wraps
 _ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -165,13 +165,14 @@ def parallelize_experts(
             that ask the registry, one that was given before, experts that the ranks do not divide,
             of quantized weights, or with parameters that are unknown here; ``token_axes`` over
             which ranks of ``mesh`` would hold the same tokens, or for a model that makes no loss,
-            as the one inside ``Qwen3MoeForCausalLM``; a ``bias_rate`` where no router has such a
-            bias. The model is then as it was. When called,
-            before anything is communicated: an auxiliary loss without ``token_axes``, of a model
-            around the one that was given, with ``return_dict=False`` or by another formula than
-            Mixtral's; adapters that peft has put on experts after this call; ``labels`` where the
-            model's loss takes no ``num_items_in_batch``; its ``save_pretrained`` without a
-            ``state_dict`` of whole tensors.
+            as the one inside ``Qwen3MoeForCausalLM``; a ``bias_rate`` although no router has such
+            a bias. The model is then unchanged.
+
+            Calls of the model raise it before any communication for: an auxiliary loss without
+            ``token_axes``, of a model around the one that was given, with ``return_dict=False``,
+            or by another formula than Mixtral's; adapters that peft has put on experts after this
+            call; ``labels`` if the model's loss takes no ``num_items_in_batch``.
+            ``save_pretrained`` raises it without a ``state_dict`` of whole tensors.
 
     Example:
         >>> parallelize_experts(model, mesh, token_axes=mesh)
@@ -369,11 +370,11 @@ def _adapters_of(model: nn.Module, name: str, experts: nn.Module) -> list[nn.Mod
 
 
 def _replicate_adapter(adapter: nn.Module, mesh: DeviceMesh) -> None:
-    """Let peft add this adapter's product to weights that are DTensors over ``mesh``."""
+    """Replicate an adapter over ``mesh``: peft adds its product to weights that are DTensors."""
     replicate_parameters(adapter, mesh)
     for parameter in adapter.parameters(recurse=False):
         if parameter.requires_grad:
-            # Each rank computes the gradient for its own experts, and DTensor says so.
+            # A rank has the gradient of its own experts only (Partial): sum it over the ranks.
             parameter.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
 
 
@@ -420,10 +421,11 @@ def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) 
 
 
 def _merged(weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """Return weights ``[tokens, k]`` where only the first choice of an expert by a token counts.
+    """Merge a token's repeated choices of one expert; return weights ``[tokens, k]``.
 
-    It gets the sum of the weights of the choices that repeat it, which the library adds up.
-    Dispatchers allow repeated experts if their weights are 0.
+    The first of these choices gets the sum of their weights, the others get 0. The result is the
+    same, since the library adds repeated choices up, and dispatchers allow repeated experts only
+    with weights of 0.
     """
     first = (expert_ids[:, :, None] == expert_ids[:, None]).to(torch.uint8).argmax(2)
     return torch.zeros_like(weights).scatter_add(1, first, weights)

@@ -35,7 +35,10 @@ class RowPlan:
     _places: Places | None = None
 
     def find_places(self) -> Places | None:
-        """Return those of `RowBlocks.find_places`, which all exchanges of a call share."""
+        """Return the result of `RowBlocks.find_places`, computed once for all exchanges of a call.
+
+        None if rows need no index.
+        """
         if self._places is None and self.blocks is not None:
             self._places = self.blocks.find_places(self.received)
         return self._places

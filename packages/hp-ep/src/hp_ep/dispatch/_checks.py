@@ -113,11 +113,11 @@ KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
+    """A rank's valid input, as ranks compare it: row length, dtypes, and what needs a gradient.
 
-    ``kind`` is the CRC-32 of the dispatcher's name: ranks of another one send other messages.
-    ``computed`` is what experts make of the rows' dtype: another one under autocast. ``payload`` is
-    that in which they travel.
+    ``kind``: CRC-32 of the dispatcher's name; all ranks need the same dispatcher, since each sends
+    other messages. ``computed``: dtype in which the experts compute, which autocast changes.
+    ``payload``: dtype in which rows are sent.
     """
 
     length: int
@@ -354,11 +354,11 @@ def check_rows(
 def check_ids(
     expert_ids: Tensor, weights: Tensor, num_experts: int, report: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ``expert_ids [tokens, k]`` made safe to count and sort, and the report ``[3]``.
+    """Check ``expert_ids [tokens, k]``; return ids that are in range, and the report ``[3]``.
 
-    Ids outside ``0 .. num_experts - 1`` come back clamped; without a fault the report is the one
-    given. A choice whose weight in ``weights [tokens, k]`` is 0 may repeat an expert: replayed
-    routings are padded with such choices. Nothing of another device is read by the host.
+    Ids outside ``0 .. num_experts - 1`` are clamped. The report is ``report`` if no id is a fault.
+    A choice whose weight in ``weights [tokens, k]`` is 0 may repeat an expert, since replayed
+    routings are padded with such choices. The host does not wait for a device.
     """
     if expert_ids.numel() == 0:
         return expert_ids, report

@@ -83,15 +83,16 @@ def _split(numbers: list[int], tables: Sequence[Tensor]) -> Tables:
     return found
 
 
-Places = tuple[Tensor, Tensor]  # by expert, of the rows that travel and of those that stay
+# Positions, in expert order, of the rows that are sent and of this rank's rows that are not.
+Places = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlocks:
     """Blocks of rows that travel by rank and are computed by expert.
 
-    A few blocks are put in order by slices and a concatenation. Many are by an index, which takes
-    the host as long for any number of them.
+    Fewer than `_MANY` blocks are reordered by slices and a concatenation. More are reordered by an
+    index, whose host time does not grow with the number of blocks.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -105,9 +106,9 @@ class RowBlocks:
         return 0 if self.own is None else sum(self.sizes[self.own])
 
     def find_places(self, counts: Tensor) -> Places | None:
-        """Return where rows go by expert; None for a few blocks, which need no index.
+        """Return the positions of rows in expert order; None for fewer than `_MANY` blocks.
 
-        ``counts [ranks, experts]`` are ``sizes`` on the device of the rows.
+        ``counts [ranks, experts]`` holds the values of ``sizes``, on the device of the rows.
         """
         ranks, experts = counts.shape
         if ranks * experts < _MANY:
@@ -173,7 +174,7 @@ class _Route:
     blocks: RowBlocks | None = None
     """How the experts' rows lie; None for as they come."""
     places: Places | None = field(default=None, repr=False)
-    """Where they go if there are many blocks; autograd keeps them from forward to backward."""
+    """Positions of the rows if there are many blocks; saved by autograd for backward."""
     returns: bool = False
     """Whether forward brings results back, and backward their gradient to the experts."""
     side: SideStream | None = None
@@ -268,12 +269,22 @@ class AsyncAllToAll:
         returns: bool = False,
         needs_grad: bool = False,
     ) -> "AsyncAllToAll":
-        """Send ``send`` rows to each rank, for ``receive`` rows from each; None: equal blocks.
+        """Start sending ``send`` rows to each rank, for ``receive`` rows from each.
 
-        With ``blocks`` what arrives is put by expert, or with ``returns`` what leaves by rank, and
-        the contrary in backward; ``find_places`` returns those of `RowBlocks.find_places`.
-        A rank whose own rows need no gradient, for want of tokens, say, takes part in the
-        communication of its peers' backward where some rank ``needs_grad``.
+        Args:
+            send: Number of rows for each rank. None: equal blocks.
+            receive: Number of rows from each rank. None: equal blocks.
+            blocks: Reorder the rows that arrive from rank order to expert order. With ``returns``,
+                reorder the rows that leave from expert order to rank order. Backward does the
+                opposite.
+            find_places: Returns the result of `RowBlocks.find_places`. It is called while the rows
+                travel, or before with ``returns``.
+            returns: Whether the rows are results on their way back.
+            needs_grad: Whether any rank's rows need a gradient. A rank whose own rows need none,
+                for example without tokens, then takes part in the backward of its peers.
+
+        Returns:
+            This object.
         """
         route = self._route
         needs_grad = needs_grad and torch.is_grad_enabled() and not self._rows.requires_grad
