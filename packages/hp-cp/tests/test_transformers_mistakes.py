@@ -1,5 +1,6 @@
 """Scripts with a mistake that no error would show: all ranks raise in the first step."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -213,6 +214,11 @@ def test_ranks_of_a_sequence_that_are_given_different_data_raise() -> None:
     def on_rank_data(rank: int, model: Any, mesh: Any) -> None:
         step(model, shard_batch(batch_of(tokens(seed=rank)), mesh))
 
+    def on_rank_data_again(rank: int, model: Any, mesh: Any) -> None:
+        with contextlib.suppress(InputError):
+            on_rank_data(rank, model, mesh)
+        on_rank_data(rank, model, mesh)
+
     def on_rank_labels(rank: int, model: Any, mesh: Any) -> None:
         labels = tokens(seed=rank)
         step(model, shard_batch({"input_ids": tokens(), "labels": labels}, mesh))
@@ -227,7 +233,14 @@ def test_ranks_of_a_sequence_that_are_given_different_data_raise() -> None:
     def on_rank_order(rank: int, model: Any, mesh: Any) -> None:
         model(**shard_batch({"input_ids": tokens().flip(0) if rank else tokens()}, mesh))
 
-    for script in (on_rank_data, on_rank_labels, on_rank_documents, on_rank_seed, on_rank_order):
+    for script in (
+        on_rank_data,
+        on_rank_data_again,
+        on_rank_labels,
+        on_rank_documents,
+        on_rank_seed,
+        on_rank_order,
+    ):
         for message in on_two(script):
             assert "ranks that share a sequence were given different batches" in message
 

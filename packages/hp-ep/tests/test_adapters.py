@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -148,3 +148,29 @@ def test_adapters_that_no_rank_can_compute_are_refused_by_all(ranks: Any) -> Non
     for text in first[2:]:
         assert "the experts are inside a ParamWrapper" in text
         assert "use target_modules in place of target_parameters" in text
+
+
+class _Around(nn.Module):
+    """Calls what is in it, as modules that recompute or compile do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Tensor:
+        y: Tensor = self.inner(*args)
+        return y
+
+
+def _wrapped(rank: int) -> tuple[Tensor, Tensor]:
+    """Return what layers compute before and after their experts are wrapped."""
+    layer = MoE(4, 6, 4, 2)
+    parallelize_layers(layer, _mesh(2), ExpertParallel())
+    before = layer(torch.ones(2, 4))
+    layer.experts = cast(Any, _Around(layer.experts))
+    return before.detach(), layer(torch.ones(2, 4)).detach()
+
+
+def test_experts_in_a_wrapper_without_parameters_compute(ranks: Any) -> None:
+    for before, after in ranks(2).run(_wrapped):
+        assert torch.equal(before, after)

@@ -701,7 +701,6 @@ def _compare(settings: _Settings, shard: SequenceShard, device: torch.device) ->
     if shard.hashes is None:
         return
     shape = shard.rows, shard.seq_len
-    settings.compared.add(shape)
     check_same_batch(
         settings.mesh,
         settings.collectives,
@@ -711,6 +710,7 @@ def _compare(settings: _Settings, shard: SequenceShard, device: torch.device) ->
         misplaced=shard.place not in (None, settings.place),
         device=device,
     )
+    settings.compared.add(shape)  # not before: a batch that is given again raises again
 
 
 def _note_positions(
@@ -730,8 +730,8 @@ def _check_reduction(model: nn.Module, settings: _Settings) -> None:
     own, were recorded by `shard_batch`.
     """
     if settings.n > 1 and not settings.trained:
-        settings.trained = True
         check_units({**_MODELS.get(model, {}), **find_units(model)}, settings.mesh)
+        settings.trained = True
 
 
 def _check_implementation(model: nn.Module) -> None:

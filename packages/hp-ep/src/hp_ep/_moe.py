@@ -372,8 +372,12 @@ def _kind(x: object) -> str:
 
 
 def check_unwrapped(experts: nn.Module) -> None:
-    """Raise an `ExpertConfigError` if the experts' module was replaced by a wrapper."""
-    if not isinstance(experts, GroupedExperts):
+    """Raise an `ExpertConfigError` if the experts are in a wrapper with parameters of its own."""
+    if isinstance(experts, GroupedExperts):
+        return
+    inside = [module for module in experts.modules() if isinstance(module, GroupedExperts)]
+    theirs = {id(parameter) for module in inside for parameter in module.parameters()}
+    if not inside or any(id(parameter) not in theirs for parameter in experts.parameters()):
         raise ExpertConfigError(
             f"the experts are inside a {type(experts).__name__}, and styles split the weights of a "
             "GroupedExperts alone; use target_modules in place of target_parameters for adapters "

@@ -381,7 +381,10 @@ def _replicate_adapter(adapter: nn.Module, mesh: DeviceMesh) -> None:
 def _check_adapters(layers: Sequence[str], model: nn.Module, _: object) -> None:
     """Raise an `ExpertConfigError` where peft has added adapters to experts that were spread."""
     for name in layers:
-        outermost = model.get_submodule(name.partition(_WRAPPED)[0])
+        try:
+            outermost = model.get_submodule(name.partition(_WRAPPED)[0])
+        except AttributeError:  # a layer that was removed since
+            continue
         for path, parameter in outermost.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise ExpertConfigError(
