@@ -263,7 +263,7 @@ def test_a_copy_of_an_inner_module_belongs_to_nobody(ranks: Ranks) -> None:
     assert ranks(2).run(copied) == [[True, True]] * 2
 
 
-def converted_frozen(rank: int, layout: str) -> list[str]:
+def converted_frozen(rank: int, layout: Any) -> list[str]:
     """Convert a frozen model, as a whole and after `fully_shard`; return its dtypes then."""
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     for module in (model[0], model):
@@ -278,7 +278,7 @@ def test_a_frozen_model_may_be_converted(ranks: Ranks, layout: str) -> None:
         assert {*dtypes} == {"torch.float64"}
 
 
-def called_with_others(rank: int, layout: str) -> tuple[str, float]:
+def called_with_others(rank: int, layout: Any) -> tuple[str, float]:
     """Call a model with other parameters, as averages; return the error and the own's change."""
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     before = [p.detach().clone() for p in model.parameters()]
