@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from itertools import count
+from itertools import count, product
 from typing import Any
 from unittest import mock
 
@@ -123,13 +123,17 @@ RUNS: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-# Every case, and every kind of run; in training each pair waits for a timeout.
 CASES = [*LAYER_DROP][:-1]
-PAIRS = [
+# In training each pair waits for a timeout: every case and every kind always runs.
+ALWAYS = {
     *((case, kind) for case in CASES for kind in ("training", "no_grad")),
     (CASES[0], "training in bfloat16"),
     (CASES[1], "training, accumulate"),
     (CASES[2], "no_grad in float16"),
+}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.long)
+    for pair in product(CASES, RUNS)
 ]
 
 

@@ -18,8 +18,8 @@ from ._errors import InputError
 from ._mesh import axes_of, list_ranks
 from ._torch import has_values
 
-_ODD = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
-_ODD_TOO = 0x2545F4914F6CDD1D
+_HASH_FACTOR = -0x61C8864680B583EB  # 2**64 over the golden ratio, as an int64
+_MIX_FACTOR = 0x2545F4914F6CDD1D
 
 UnitRanks = dict[str, frozenset[frozenset[int]]]
 
@@ -44,9 +44,9 @@ def hash_rows(*tensors: Tensor) -> Tensor:
     """
     first, *rest = (x.to(torch.int64) for x in tensors)
     for x in rest:
-        first = first * _ODD + x
-    weights = torch.arange(1, first.shape[-1] + 1, device=first.device).mul_(_ODD)
-    return (first * weights.bitwise_xor_(weights >> 31).mul_(_ODD_TOO)).sum(-1)
+        first = first * _HASH_FACTOR + x
+    weights = torch.arange(1, first.shape[-1] + 1, device=first.device).mul_(_HASH_FACTOR)
+    return (first * weights.bitwise_xor_(weights >> 31).mul_(_MIX_FACTOR)).sum(-1)
 
 
 def hash_batch(tensors: Iterable[Tensor], others: int, positions: Tensor) -> BatchHash:
@@ -61,7 +61,7 @@ def hash_batch(tensors: Iterable[Tensor], others: int, positions: Tensor) -> Bat
         if not (x.is_floating_point() or x.is_complex()):
             alike.setdefault((x.shape, x.device), []).append(x.reshape(-1))
     for same in alike.values():
-        total = total * _ODD + hash_rows(*same).to(total.device)
+        total = total * _HASH_FACTOR + hash_rows(*same).to(total.device)
     return BatchHash(total, hash_rows(positions) if positions.ndim == 2 else None)
 
 

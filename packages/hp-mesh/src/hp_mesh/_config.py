@@ -1,6 +1,7 @@
 """Constructor arguments from mappings, configuration objects, files and command lines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from numbers import Number
 from os import PathLike, fspath
 from os.path import splitext
@@ -164,6 +165,20 @@ def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
         texts = "*".join(names) + "=" + "*".join(str(value) for value in names.values())
         reason = f"data_parallel_size={data} is not {texts}; leave it out, or give what it is"
         yield Violation(rule="names", values={"data_parallel_size": data, **names}, reason=reason)
+
+
+def name_data(error: ParallelDimsError, config: object) -> ParallelDimsError:
+    """Return the error with the name in ``config`` from which ``dp_shard`` was read."""
+    fields = (DATA, "dp_shard")
+    names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
+    if not names or any(name in str(error) for name in names):
+        return error
+    given = (f"{name}={show(read_field(config, name))}" for name in names)
+    source = f" (dp_shard is read from {join_words(given, 'and')})"
+    return ParallelDimsError(
+        replace(each, reason=each.reason + source) if "dp_shard" in each.values else each
+        for each in error.violations
+    )
 
 
 def _with_sequence(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ._config import (
     arguments_from_args,
     arguments_from_config,
     arguments_from_dict,
+    name_data,
     read_toml,
     read_yaml,
 )
@@ -22,7 +23,7 @@ from ._degrees import (
     summarize,
     world_axes,
 )
-from ._errors import Explanation, Report, raise_errors
+from ._errors import Explanation, ParallelDimsError, Report, raise_errors
 from ._layout import RankLayout, ViewConfig
 from ._model import read_numbers
 from ._names import is_of_framework
@@ -159,7 +160,10 @@ class ParallelDims(_Origin):
     ) -> "ParallelDims":
         arguments, found, etp_is_tp = arguments_from_config(config, world_size)
         given = {**_DEFAULTS, "world_size": world_size, **arguments}
-        dims = cls(**resolve_fields(given, found, needs_world=needs_world, etp_is_tp=etp_is_tp))
+        try:
+            dims = cls(**resolve_fields(given, found, needs_world=needs_world, etp_is_tp=etp_is_tp))
+        except ParallelDimsError as error:
+            raise name_data(error, config) from None
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
 
