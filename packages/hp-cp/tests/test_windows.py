@@ -1,5 +1,6 @@
 """Windows go whole to kernels that take them, and are cut into tiles for others."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -8,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_cp import Block, Contiguous, Layout, MaskSpec, ScoreOptions, _torch, plan_attention
 from hp_cp._plan import part_of
+from hp_cp._torch import compiler_errors
+from hp_cp.kernels import _flex
 from hp_cp.kernels._choose import choose_backends
 from hp_cp.kernels._eager import EAGER
-from hp_cp.kernels._flex import FlexBackend
+from hp_cp.kernels._flex import FlexBackend, _attended, _plain
 from hp_cp.kernels._interface import Places
 from hp_cp.kernels._sdpa import SDPA, FusedBackend
 from hp_cp.kernels._varlen import VARLEN
@@ -212,3 +216,47 @@ def test_flex_attention_takes_windows_and_functions() -> None:
         expected = EAGER.forward(q, k, v, causal=False, options=options)
         for mine, right in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # flex_attention warns where it is not compiled
+def test_a_compiled_flex_attention_serves_all_lengths_and_windows() -> None:
+    """With a program for each window, the compiler would soon reach its limit and give up."""
+    counter: Any = CompileCounter()
+    compiled: Any = (torch.compile(x, backend=counter, dynamic=True) for x in _plain())
+    attention: Any = partial(_attended, *compiled)
+    for rows, keys, window in (
+        (24, 24, (6, 1)),
+        (20, 24, (3, 0)),
+        (33, 57, (9, 4)),
+        (7, 30, (0, 5)),
+    ):
+        q, k, v, _ = inputs(4, 2, 60, dtype=torch.float32)
+        q, k, v = q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]
+        options = ScoreOptions(window=window)
+        expected = EAGER.forward(q, k, v, causal=False, options=options)
+        for mine, right in zip(attention(q, k, v, False, options), expected, strict=True):
+            torch.testing.assert_close(mine, right, rtol=0, atol=2e-6)
+    assert counter.frame_count <= 3  # one of each function, and one for as many rows as keys
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_mask_function_that_does_not_compile_runs_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device's compiler is replaced by one that refuses everything."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise compiler_errors()("no kernel for this")
+
+    q, k, v, _ = inputs(4, 2, 24, dtype=torch.float32)
+    options = ScoreOptions(window=(6, 1))
+    monkeypatch.setattr(_flex, "_TILE", 1)
+    monkeypatch.setattr(_flex, "_FAILED", set())
+    monkeypatch.setattr(_flex, "_compiled", lambda: (refuse, refuse))
+    monkeypatch.setattr(_flex, "_compiles_on", lambda device: True)
+    with pytest.warns(UserWarning, match="runs uncompiled .*float32 here: no kernel for this"):
+        found = FlexBackend().forward(q, k, v, causal=False, options=options)
+    expected = EAGER.forward(q, k, v, causal=False, options=options)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=2e-6)
+    assert {(None, torch.float32)} == _flex._FAILED

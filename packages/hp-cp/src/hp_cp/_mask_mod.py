@@ -62,7 +62,9 @@ def whole_function(mask: MaskSpec) -> MaskMod:
     return mask_mod
 
 
-def in_band(band: Band, rows: Tensor, keys: Tensor) -> Tensor:
+def in_band(
+    band: tuple[int | Tensor | None, int | Tensor | None], rows: Tensor, keys: Tensor
+) -> Tensor:
     """Return whether the positions of keys are in the band of those of rows."""
     lowest, highest = band
     if lowest is None:

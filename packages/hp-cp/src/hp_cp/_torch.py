@@ -25,6 +25,13 @@ _forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attentio
 _backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def compiler_errors() -> type[Exception]:
+    """Return the class of all errors of torch.compile itself (2.11 to 2.13); no public name."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -1,6 +1,10 @@
 """Blocks through an attention that autograd knows, such as FlexAttention."""
 
+import warnings
 from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,8 +12,15 @@ from torch import Tensor
 from .._mask_mod import in_band
 from .._masks import MaskMod
 from .._ranges import Band, Kernel
+from .._torch import compiler_errors
 from ._interface import ScoreOptions
 
+_TILE = 128  # rows and keys of a block from which on there are compiled kernels for any length
+
+# Mask functions and dtypes for which compiling failed in this process.
+_FAILED: set[tuple[MaskMod | None, torch.dtype]] = set()
+
+Result = TypeVar("Result")
 Attention = Callable[[Tensor, Tensor, Tensor, bool, ScoreOptions], tuple[Tensor, Tensor]]
 
 
@@ -42,7 +53,11 @@ def recomputed_gradients(
 
 
 class FlexBackend:
-    """``torch.nn.attention.flex_attention`` on CUDA, whose backward runs the forward again."""
+    """``torch.nn.attention.flex_attention`` on CUDA, compiled if Triton is installed.
+
+    The backward runs the forward again. Blocks with fewer than 128 rows or keys, and blocks for
+    which compiling failed, run uncompiled: the memory then holds all scores of the block.
+    """
 
     name = "flex"
 
@@ -66,7 +81,7 @@ class FlexBackend:
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        return _flex(q, k, v, causal, options)
+        return _run(lambda attention: attention(q, k, v, causal, options), q, k, options)
 
     def backward(
         self,
@@ -81,35 +96,84 @@ class FlexBackend:
         options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk, dv."""
-        return recomputed_gradients(_flex, grad, q, k, v, out, lse, causal, options)
+        given = grad, q, k, v, out, lse, causal, options
+        return _run(lambda attention: recomputed_gradients(attention, *given), q, k, options)
 
 
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, options: ScoreOptions
+def _run(
+    call: Callable[[Attention], Result], q: Tensor, k: Tensor, options: ScoreOptions
+) -> Result:
+    """Call with the compiled attention if there is one for these tensors, else the plain one."""
+    task = options.mask_mod, q.dtype
+    if _compiles_on(q.device) and min(q.shape[2], k.shape[2]) >= _TILE and task not in _FAILED:
+        try:
+            return call(partial(_attended, *_compiled()))
+        except compiler_errors() as error:
+            _note_failure(*task, error)
+    return call(partial(_attended, *_plain()))
+
+
+def _compiles_on(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _attended(
+    attention: Callable[..., Any],
+    blocks: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    options: ScoreOptions,
 ) -> tuple[Tensor, Tensor]:
-    # Imported where it is called: it loads much that nothing else here needs.
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+    """Return the output and the log-sum-exp of FlexAttention's two functions, compiled or not."""
+    from torch.nn.attention.flex_attention import AuxRequest
 
-    grouped, aux, cap = q.shape[1] != k.shape[1], AuxRequest(lse=True), options.softcap
-    rows, keys = q.shape[2], k.shape[2]
-    seen = _mask_of(options.band(causal, rows, keys), options)
+    cap, rows, keys = options.softcap, q.shape[2], k.shape[2]
+    seen = _mask_of(options.band(causal, rows, keys), options, q.device)
     batch, heads = q.shape[:2] if options.mask_mod is not None else (None, None)
-    out, extra = flex_attention(
+    out, extra = attention(
         q,
         k,
         v,
         None if cap is None else lambda score, *at: cap * torch.tanh(score / cap),
-        None if seen is None else create_block_mask(seen, batch, heads, rows, keys, q.device),
+        None if seen is None else blocks(seen, batch, heads, rows, keys, q.device),
         scale=options.scale,
-        enable_gqa=grouped,
-        return_aux=aux,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
     )
     if extra.lse is None:
         raise RuntimeError("flex_attention returned no log-sum-exp, for which it was asked")
     return out, extra.lse
 
 
-def _mask_of(band: Band, options: ScoreOptions) -> MaskMod | None:
+def _plain() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # Imported where it is called: it loads much that nothing else here needs.
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return flex_attention, create_block_mask
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return FlexAttention's two functions, compiled once for blocks of all lengths."""
+    attention, blocks = (torch.compile(function, dynamic=True) for function in _plain())
+    return attention, blocks
+
+
+def _note_failure(function: MaskMod | None, dtype: torch.dtype, error: Exception) -> None:
+    """Warn once for a mask function and a dtype that blocks run uncompiled."""
+    _FAILED.add((function, dtype))
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(
+        f"FlexAttention runs uncompiled and holds all scores of a block: torch.compile makes no "
+        f"kernel for mask_mod={function!r} and {dtype} here: {reason}; backend='eager' holds a few "
+        f"million scores at a time",
+        stacklevel=2,
+    )
+
+
+def _mask_of(band: Band, options: ScoreOptions, device: torch.device) -> MaskMod | None:
     """Return the mask function of a call's rows and keys, counted from its first ones."""
     function, places = options.mask_mod, options.places
     if function is not None and places is not None:
@@ -121,4 +185,10 @@ def _mask_of(band: Band, options: ScoreOptions) -> MaskMod | None:
         return mask_mod
     if band == (None, None):
         return None
-    return lambda b, h, i, j: in_band(band, i, j)
+    # As tensors, because numbers would be constants of a kernel for each block's own band.
+    lowest, highest = (None if x is None else torch.full((), x, device=device) for x in band)
+
+    def in_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return in_band((lowest, highest), i, j)
+
+    return in_window
