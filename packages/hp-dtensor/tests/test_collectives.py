@@ -1,7 +1,7 @@
 """The three implementations of `Collectives` agree, and gradients are adjoints."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -101,6 +101,43 @@ def reduce_dtypes(collectives: Collectives, axis: Axis) -> list[Tensor]:
     return collectives.all_reduce(axis, parts).wait()
 
 
+def flags(rank: int, *shape: int) -> Tensor:
+    return numbers(rank, *shape) % 2 == 0
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Bools with a byte of 2 print and count as True, but do not equal it."""
+    return [x.view(torch.uint8) if x.dtype == torch.bool else x for x in tensors]
+
+
+def reduce_bool(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return as_bytes(collectives.all_reduce(axis, [flags(axis.index, 6)]).wait())
+
+
+def reduce_bool_and_number(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    parts = [flags(0, 6), numbers(axis.index, 3)]
+    return as_bytes(collectives.all_reduce(axis, parts).wait())
+
+
+def scatter_bool(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return as_bytes(collectives.reduce_scatter(axis, [flags(0, 3 * axis.size)]).wait())
+
+
+def scatter_bool_into(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    output = torch.zeros(3, dtype=torch.bool)
+    return as_bytes(collectives.reduce_scatter(axis, [flags(0, 3 * axis.size)], [output]).wait())
+
+
+def scatter_bools(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    parts = [flags(axis.index, 2 * axis.size), flags(0, axis.size, 3)]
+    return as_bytes(collectives.reduce_scatter(axis, parts).wait())
+
+
+def scatter_bool_and_number(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    parts = [flags(0, 2 * axis.size), numbers(axis.index, axis.size)]
+    return as_bytes(collectives.reduce_scatter(axis, parts).wait())
+
+
 def swap_equal(collectives: Collectives, axis: Axis) -> list[Tensor]:
     return collectives.all_to_all(axis, numbers(axis.index, 2 * axis.size, 3)).wait()
 
@@ -196,6 +233,12 @@ PROGRAMS: list[Program] = [
     reduce_all,
     reduce_list,
     reduce_dtypes,
+    reduce_bool,
+    reduce_bool_and_number,
+    scatter_bool,
+    scatter_bool_into,
+    scatter_bools,
+    scatter_bool_and_number,
     swap_equal,
     swap_uneven,
     send_onwards,
@@ -261,6 +304,21 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
         n * (torch.arange(2) + 2**53),
         sum_of(n, 3),
     ],
+    reduce_bool: lambda me, n: [any_of([flags(r, 6) for r in range(n)])],
+    reduce_bool_and_number: lambda me, n: [
+        any_of([flags(0, 6)]),
+        sum_of(n, 3),
+    ],
+    scatter_bool: lambda me, n: [any_of([flags(0, 3 * n)])[3 * me : 3 * me + 3]],
+    scatter_bool_into: lambda me, n: [any_of([flags(0, 3 * n)])[3 * me : 3 * me + 3]],
+    scatter_bools: lambda me, n: [
+        any_of([flags(r, 2 * n) for r in range(n)])[2 * me : 2 * me + 2],
+        any_of([flags(0, n, 3)])[me : me + 1],
+    ],
+    scatter_bool_and_number: lambda me, n: [
+        any_of([flags(0, 2 * n)])[2 * me : 2 * me + 2],
+        sum_of(n, n)[me : me + 1],
+    ],
     swap_equal: lambda me, n: [
         torch.cat([numbers(r, 2 * n, 3)[2 * me : 2 * me + 2] for r in range(n)])
     ],
@@ -285,6 +343,10 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
     ],
     spread_strided: lambda me, n: [numbers(me, 3, 4)[:, 1::2], numbers(0, 3, 4)[:, ::2]],
 }
+
+
+def any_of(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).any(0).view(torch.uint8)
 
 
 def woven(even: Tensor, whole: Tensor) -> Tensor:
@@ -425,6 +487,12 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     reduce_all: lambda me, n: 5 * (2 * 40 * (n - 1) // n),
     reduce_list: lambda me, n: 2 * 72 * (n - 1) // n,
     reduce_dtypes: lambda me, n: 2 * 60 * (n - 1) // n,
+    reduce_bool: lambda me, n: 2 * 6 * (n - 1) // n,
+    reduce_bool_and_number: lambda me, n: 2 * 30 * (n - 1) // n,
+    scatter_bool: lambda me, n: (n - 1) * 3,
+    scatter_bool_into: lambda me, n: (n - 1) * 3,
+    scatter_bools: lambda me, n: (n - 1) * 5,
+    scatter_bool_and_number: lambda me, n: (n - 1) * 10,
     swap_equal: lambda me, n: (n - 1) * 48,
     swap_uneven: lambda me, n: 16 * sum((r * 3 + me) % 4 for r in range(n) if r != me),
     send_onwards: lambda me, n: 32,

@@ -105,6 +105,7 @@ def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> An
 
 
 def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
+    op = _for_dtype(op, input)
     parts = _real(output, op), _real(input, op)
     return _direct(_method(group, _SCATTER_SINGLE), ReduceScatterOptions(), *parts, op=op)
 
@@ -128,6 +129,16 @@ _OPS: dict[ReduceOp, Any] = {
 }
 
 _LINEAR = (_OPS["sum"], _OPS["avg"])  # of each part of a complex number alone
+
+
+def _for_dtype(op: Any, tensor: Tensor) -> Any:
+    """Return the operation that gives a valid result for a tensor's dtype.
+
+    gloo adds the bytes of bools. A byte of 2 counts as True, but does not equal it, and 256 ranks
+    would give False. NCCL takes the maximum itself.
+    """
+    return _OPS["max"] if tensor.dtype is torch.bool and op == _OPS["sum"] else op
+
 
 # What c10d only reads, made once.
 _GATHERED = _asynchronous(AllgatherOptions())
@@ -306,11 +317,13 @@ class TorchCollectives:
         """
         scatter = _method(_prepared_group(axis), _SCATTER_SINGLE)
         options, kind = _SCATTERED[op], _OPS[op]
+        of_bools = _SCATTERED["max" if op == "sum" else op]
 
         def start(output: Tensor, input: Tensor) -> Waitable:
             if input.is_complex():
                 output, input = _real(output, kind), _real(input, kind)
-            work: Waitable = scatter(output, input, options)
+            use = options if input.dtype is not torch.bool else of_bools
+            work: Waitable = scatter(output, input, use)
             return work
 
         return start
@@ -328,7 +341,9 @@ class TorchCollectives:
         check_divisible(axis, inputs)
         if op != "avg" and outputs is not None and _is_one_pair(inputs, outputs):
             pair = _real(outputs[0], _OPS[op]), _real(inputs[0], _OPS[op])
-            work = _method(_group(axis), _SCATTER_SINGLE)(*pair, _SCATTERED[op])
+            is_any = op == "sum" and inputs[0].dtype is torch.bool
+            options = _SCATTERED["max" if is_any else op]
+            work = _method(_group(axis), _SCATTER_SINGLE)(*pair, options)
             return _Single(work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
@@ -344,7 +359,7 @@ class TorchCollectives:
             work = _reduce_scatter_single(output, packed, reduce, group)
         elif len(inputs) == 1:
             work = _reduce_scatter_single(dense[0], inputs[0], reduce, group)
-        elif inputs and not _takes_lists(group, _SCATTER, inputs[0].device):
+        elif inputs and (_has_bools(inputs) or not _takes_lists(group, _SCATTER, inputs[0].device)):
             singles = [
                 partial(_reduce_scatter_single, *pair, reduce, group)
                 for pair in zip(dense, inputs, strict=True)
@@ -366,14 +381,18 @@ class TorchCollectives:
         dense, copy_out = _dense(outs)
         finish = _both(copy_out, finish)
         if len(outs) == 1:
-            work = dist.all_reduce(dense[0], op=reduce, group=group, async_op=True)
+            kind = _for_dtype(reduce, dense[0])
+            work = dist.all_reduce(dense[0], op=kind, group=group, async_op=True)
             return _Pending([work], outs, dense, finish)
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in dense:
             alike.setdefault(tensor.dtype, []).append(tensor)
         if outs and not _takes_lists(group, _REDUCE, outs[0].device):
-            single: dict[str, Any] = {"op": reduce, "group": group, "async_op": True}
-            starts = [partial(dist.all_reduce, tensor, **single) for tensor in dense]
+            single: dict[str, Any] = {"group": group, "async_op": True}
+            starts = [
+                partial(dist.all_reduce, tensor, op=_for_dtype(reduce, tensor), **single)
+                for tensor in dense
+            ]
         else:
             start = _method(group, _REDUCE)
             starts = [
@@ -382,7 +401,7 @@ class TorchCollectives:
                     start,
                     AllreduceCoalescedOptions(),
                     [_real(x, reduce) for x in same],
-                    op=reduce,
+                    op=_for_dtype(reduce, same[0]),
                 )
                 for same in alike.values()
             ]
@@ -578,6 +597,10 @@ def _dense(
                 output.copy_(tensor)
 
     return dense, copy_out if apart else None
+
+
+def _has_bools(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.dtype is torch.bool for tensor in tensors)
 
 
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:

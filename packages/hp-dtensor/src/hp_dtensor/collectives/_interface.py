@@ -178,11 +178,17 @@ class Collectives(Protocol):
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce each input ``[size * n, ...]`` and keep this rank's ``[n, ...]``."""
+        """Reduce each input ``[size * n, ...]`` and keep this rank's ``[n, ...]``.
+
+        The sum of bools is True if one of them is, as in torch.
+        """
         ...
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
-        """Reduce each tensor over the axis, in place."""
+        """Reduce each tensor over the axis, in place.
+
+        The sum of bools is True if one of them is, as in torch.
+        """
         ...
 
     def all_to_all(
