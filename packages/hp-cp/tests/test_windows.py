@@ -246,7 +246,7 @@ def test_a_mask_function_that_does_not_compile_runs_uncompiled(
     """The device's compiler is replaced by one that refuses everything."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise compiler_errors()("no kernel for this")
+        raise compiler_errors()[0]("no kernel for this")
 
     q, k, v, _ = inputs(4, 2, 24, dtype=torch.float32)
     options = ScoreOptions(window=(6, 1))
@@ -260,3 +260,25 @@ def test_a_mask_function_that_does_not_compile_runs_uncompiled(
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=2e-6)
     assert {(None, torch.float32)} == _flex._FAILED
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_blocks_beyond_the_compilers_limit_run_uncompiled_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By itself, the compiler would write one line to its log, and hold all scores from then on."""
+    compiled = [torch.compile(x, backend="eager", dynamic=True) for x in _plain()]
+    monkeypatch.setattr(_flex, "_TILE", 1)
+    monkeypatch.setattr(_flex, "_FAILED", set())
+    monkeypatch.setattr(_flex, "_compiled", lambda: compiled)
+    monkeypatch.setattr(_flex, "_compiles_on", lambda device: True)
+    options = ScoreOptions(window=(6, 1))
+    q, k, v, _ = inputs(4, 2, 24, dtype=torch.float32)
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        pytest.warns(UserWarning, match="runs uncompiled .*raise torch._dynamo.config.recompile"),
+    ):
+        found = FlexBackend().forward(q, k, v, causal=False, options=options)
+    expected = EAGER.forward(q, k, v, causal=False, options=options)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=2e-6)

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,11 +26,36 @@ _forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attentio
 _backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def compiler_errors() -> type[Exception]:
-    """Return the class of all errors of torch.compile itself (2.11 to 2.13); no public name."""
-    from torch._dynamo.exc import TorchDynamoException
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of all errors of torch.compile itself (2.11 to 2.13); no public names."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return TorchDynamoException
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why torch.compile failed."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    if isinstance(error, FailOnRecompileLimitHit):
+        return (
+            "it has made as many programs as it keeps for one function; raise "
+            "torch._dynamo.config.recompile_limit"
+        )
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def limited_recompiles() -> AbstractContextManager[Any]:
+    """Let the compiler raise where it keeps no more programs (2.11 to 2.13).
+
+    Its default is to run the function uncompiled from then on, with a line in the log.
+    """
+    import torch._dynamo
+
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        fail_on_recompile_limit_hit=True
+    )
+    return patch
 
 
 F = TypeVar("F", bound=Callable[..., Any])

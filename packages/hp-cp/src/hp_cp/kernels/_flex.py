@@ -12,7 +12,7 @@ from torch import Tensor
 from .._mask_mod import in_band
 from .._masks import MaskMod
 from .._ranges import Band, Kernel
-from .._torch import compiler_errors
+from .._torch import compiler_errors, limited_recompiles, reason_of
 from ._interface import ScoreOptions
 
 _TILE = 128  # rows and keys of a block from which on there are compiled kernels for any length
@@ -107,7 +107,8 @@ def _run(
     task = options.mask_mod, q.dtype
     if _compiles_on(q.device) and min(q.shape[2], k.shape[2]) >= _TILE and task not in _FAILED:
         try:
-            return call(partial(_attended, *_compiled()))
+            with limited_recompiles():
+                return call(partial(_attended, *_compiled()))
         except compiler_errors() as error:
             _note_failure(*task, error)
     return call(partial(_attended, *_plain()))
@@ -148,10 +149,21 @@ def _attended(
 
 
 def _plain() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return FlexAttention's two functions, as functions of this module.
+
+    The compiler keeps a limited number of programs for a function. Those that users compile from
+    FlexAttention itself do not count here.
+    """
     # Imported where it is called: it loads much that nothing else here needs.
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return flex_attention, create_block_mask
+    def attend(*given: Any, **options: Any) -> Any:
+        return flex_attention(*given, **options)
+
+    def make_blocks(*given: Any) -> Any:
+        return create_block_mask(*given)
+
+    return attend, make_blocks
 
 
 @cache
@@ -164,11 +176,10 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _note_failure(function: MaskMod | None, dtype: torch.dtype, error: Exception) -> None:
     """Warn once for a mask function and a dtype that blocks run uncompiled."""
     _FAILED.add((function, dtype))
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     warnings.warn(
         f"FlexAttention runs uncompiled and holds all scores of a block: torch.compile makes no "
-        f"kernel for mask_mod={function!r} and {dtype} here: {reason}; backend='eager' holds a few "
-        f"million scores at a time",
+        f"kernel for mask_mod={function!r} and {dtype} here: {reason_of(error)}; "
+        f"backend='eager' holds a few million scores at a time",
         stacklevel=2,
     )
 
