@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .accelerators import peak_flops
 from .checkpoint import WriteError
 from .loop import StepResult
 from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
@@ -49,6 +50,7 @@ class Report:
         self._peak_memory = 0
         self._traffic: Mapping[str, Counts] = {}
         self._flops = options.model.shape.flops_per_token(options.train.seq_len)
+        self._peak = peak_flops(options.dtype) if options.device == "cuda" else None
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = self._open_log(options.out / LOG_FILE, done)
         self._board = _board(options.out, done)
@@ -77,6 +79,7 @@ class Report:
             **asdict(result),
             "tokens_per_second": speed,
             "model_flops_per_second": speed * self._flops,
+            "mfu": self._utilization(speed),
             "peak_memory_bytes": peak_memory,
             "bytes_by_axis": _plain(traffic),
         }
@@ -98,11 +101,22 @@ class Report:
             + ("" if math.isfinite(result.grad_norm) else "[bold]no update: not finite[/]  ")
             + f"{datetime.timedelta(seconds=round(left))} left  "
             f"{speed:,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
-            f"peak {_size(peak_memory)}" + (f"  [dim]moved {moved}[/]" if moved else ""),
+            + ("" if record["mfu"] is None else f"MFU {record['mfu']:.1%}  ")
+            + f"peak {_size(peak_memory)}"
+            + (f"  [dim]moved {moved}[/]" if moved else ""),
             keep=result.eval_loss is not None
             or result.step == self._options.steps
             or not math.isfinite(result.grad_norm),
         )
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        """Return the share of the accelerators' peak that the model's own operations take (MFU).
+
+        Recomputed operations do not count (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+        """
+        if self._peak is None:
+            return None
+        return tokens_per_second * self._flops / (self._peak * self._options.world_size)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         try:
@@ -145,6 +159,8 @@ class Report:
             "final_loss": _or_none(losses[-1]),
             "reference_max_rel_diff": None if difference is None else difference.relative,
             "tokens_per_second": statistics.median(self._speeds),
+            "model_flops_per_second": statistics.median(self._speeds) * self._flops,
+            "mfu": self._utilization(statistics.median(self._speeds)),
             "peak_memory_bytes": self._peak_memory,
             "dims": options.dims.to_dict(),
             "world_size": options.world_size,
