@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,37 +34,40 @@ def test_plans_are_drawn_into_the_file_that_is_named(
     assert (tmp_path / "plans.svg").read_text().startswith("<svg")
 
 
-def test_the_gpu_script_checks_on_a_cpu_what_is_there_and_says_what_is_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names of the script for GPUs."""
     monkeypatch.setattr("sys.argv", ["gpu.py"])
-    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
-    rows = script["Rows"](script["World"]("kernels", ""))
-    script["kernels"](torch.device("cpu"), False, rows)
-    results = {what: result for _, what, result in rows.found}
-    assert not [row for row in rows.found if "FAILED" in row[2]]
-    assert results["eager, function, float32"].startswith("error")
-    assert results["sdpa, causal, bfloat16"].startswith("error")
-    for backend in ("efficient", "cudnn", "varlen", "flex"):
-        skipped = [result for what, result in results.items() if what.startswith(backend)]
-        assert len(skipped) == 10
-        assert all(result.startswith("SKIPPED: it has") for result in skipped)
+    return runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+
+
+def test_the_gpu_script_checks_on_a_cpu_what_is_there(script: dict[str, Any]) -> None:
+    rows = script["Rows"]("hp-cp", script["World"]("kernels", ""))
+    script["kernels"](torch.device("cpu"), script["SMALL"], rows)
+    found = {row.check: row for row in rows.found}
+    assert {row.status for row in rows.found} == {"passed"}
+    kinds = ("full", "causal", "window", "function", "soft cap", "other values")
+    dtypes = ("float32", "bfloat16")
+    assert {f"eager, {kind}, {dtype}" for kind in kinds for dtype in dtypes} <= set(found)
+    assert found["sdpa, causal, bfloat16"].ours.startswith("error")
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_gpu_script_knows_windows_by_their_definition(causal: bool) -> None:
-    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+def test_the_gpu_script_knows_windows_by_their_definition(
+    script: dict[str, Any], causal: bool
+) -> None:
     mask = MaskSpec(causal=causal, window=3)
     given = inputs(2, 2, 12)
-    found = script["exact"](list(given), mask)
+    found = script["dense"](list(given), script["shown"](mask, 2, 12, torch.device("cpu")))
     torch.testing.assert_close(found[0], dense_attention(*given[:3], mask), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("bad", range(4))
-def test_the_gpu_script_fails_where_an_output_or_a_gradient_is_no_number(bad: int) -> None:
-    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+def test_the_gpu_script_fails_where_an_output_or_a_gradient_is_no_number(
+    script: dict[str, Any], bad: int
+) -> None:
     right = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
     found = [x.float() for x in right]
-    assert script["error_of"](found, right, torch.float32) == "error 0.0e+00"
+    assert script["error_of"](found, right, torch.float32).status == "passed"
     found[bad] = torch.full((4,), torch.nan)
-    assert script["error_of"](found, right, torch.float32) == "FAILED: error nan"
+    assert script["error_of"](found, right, torch.float32).status == "failed"

@@ -7,16 +7,18 @@ Worlds: one rank, and gloo with two and with four ranks on one GPU, for what sev
 NCCL with one rank for each GPU where there are several. In each world, for each dispatcher:
 
 - outputs and gradients of a layer in one process, by plain operators in float64;
-- host waits of a forward, which ``torch.cuda.set_sync_debug_mode`` counts, against their number in
-  the README;
-- steps of the layer in turn, plain operators, ours, plain, ours, as medians of paired ratios, and
-  the highest memory above rest. The plain layer sorts, sends by torch's own differentiable
-  all-to-all, loops over the experts and adds by ``index_add``.
+- host waits of a forward and backward, which ``torch.cuda.set_sync_debug_mode`` counts, against
+  their number in the README;
+- steps of the layer beside those of the plain one, and the highest memory of a step.
 
-Also the experts alone, and what `choose_dispatcher` prices: an operator, a small all-to-all and the
-bandwidth of a large one. A check that fails is a row that says so, and the script then ends with 1.
-Rows that need a GPU are skipped on CPUs and say so. Times on CPUs mean nothing here, nor do those
-of gloo on GPUs.
+The plain layer is torchtitan's way, restated: it sorts the rows by expert, sends them by torch's
+differentiable all-to-all, multiplies by ``torch._grouped_mm`` on GPUs from capability 9.0 on, else
+in a loop over the experts, and adds by ``index_add``. Routing is even, as a random router has it,
+and skewed, with three of four tokens on the same four of 16 experts.
+
+Also the experts alone, float8 products against the same rounding on the CPU, and what
+`choose_dispatcher` prices: an operator, a small all-to-all and the bandwidth of a large one. Times
+on CPUs mean nothing here, nor do those of gloo on GPUs.
 """
 
 import copy
@@ -41,6 +43,7 @@ from hp_ep import (
     AllToAll,
     Dedup,
     ExpertParallel,
+    GroupedExperts,
     Hierarchical,
     Local,
     MoE,
@@ -49,13 +52,13 @@ from hp_ep import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
-from gpu_rows import Rows, World, main, nccl
+from gpu_rows import Result, Rows, World, interleaved, main, nccl, skipped
 
 Step = Callable[[], object]
 WAITS = {"Local": 0, "AllToAll": 1, "Dedup": 1, "Hierarchical": 1, "Padded": 0}
 DTYPES = {"float32": (torch.float32, 1e-4), "bfloat16": (torch.bfloat16, 5e-2)}
 EXPERTS, TOP_K = 16, 4
-SKIPPED = "SKIPPED: it needs a GPU"
+NO_GPU = skipped("it needs a GPU")
 
 
 @dataclass
@@ -100,13 +103,28 @@ class Bench:
         else:
             dist.barrier()
 
+    def groups(self, dtype: torch.dtype) -> bool:
+        """Return whether there are grouped products of a dtype."""
+        able = self.on_gpu and torch.cuda.get_device_capability()[0] >= 9
+        return able and dtype == torch.bfloat16
+
+
+def products(rows: Tensor, counts: Tensor, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Compute the experts of sorted rows by torch's grouped products."""
+    ends = counts.cumsum(0).to(torch.int32)
+    grouped: Any = torch._grouped_mm
+    gate, down, up = (weight.transpose(-2, -1) for weight in parts)
+    hidden = F.silu(grouped(rows, gate, offs=ends)) * grouped(rows, up, offs=ends)
+    done: Tensor = grouped(hidden, down, offs=ends)
+    return done
+
 
 def gated(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """Return what one expert makes of its rows."""
     return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
 
 
-def plain_layer(layer: MoE, x: Tensor, ranks: int) -> Tensor:
+def plain_layer(layer: MoE, x: Tensor, ranks: int, grouped: bool = False) -> Tensor:
     """Compute the layer by torch's own operators, experts split over all ``ranks`` or all here."""
     weights, ids = layer.router(x)
     order = ids.flatten().argsort(stable=True)
@@ -120,11 +138,16 @@ def plain_layer(layer: MoE, x: Tensor, ranks: int) -> Tensor:
         send, receive = (c.view(ranks, -1).sum(1).tolist() for c in (counts, got))
         rows = all_to_all_single_autograd(rows, receive, send, group)
     here = EXPERTS // ranks
-    owner = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(got)
+    total = rows.shape[0]  # given, so that the host need not wait for the sum
+    owners = torch.arange(here, device=x.device).repeat(ranks)
+    owner = owners.repeat_interleave(got, output_size=total)
     by_expert = owner.argsort(stable=True)
-    sizes = got.view(ranks, here).sum(0).tolist()
-    each = zip(rows[by_expert].split(sizes), *parts, strict=True)
-    done = torch.cat([gated(row, w1, w2, w3) for row, w1, w2, w3 in each])
+    if grouped:
+        done = products(rows[by_expert], got.view(ranks, here).sum(0), parts)
+    else:
+        sizes = got.view(ranks, here).sum(0).tolist()
+        each = zip(rows[by_expert].split(sizes), *parts, strict=True)
+        done = torch.cat([gated(row, w1, w2, w3) for row, w1, w2, w3 in each])
     rows = torch.empty_like(done).index_copy(0, by_expert, done)
     if ranks > 1:
         rows = all_to_all_single_autograd(rows, send, receive, group)
@@ -138,7 +161,7 @@ def stacked(layer: MoE) -> tuple[Tensor, Tensor, Tensor]:
     return gate, layer.experts.down_proj, up
 
 
-def parity(bench: Bench, name: str, kind: str) -> str:
+def parity(bench: Bench, name: str, kind: str) -> Result:
     """Compare output and gradients with those of one process in float64."""
     dtype, bound = DTYPES[kind]
     layer = bench.layer(name, dtype)
@@ -167,13 +190,14 @@ def parity(bench: Bench, name: str, kind: str) -> str:
             raise RuntimeError("an input without gradient")
         found.append((a.double() - b).norm() / b.norm().clamp(min=1e-30))
     worst = float(torch.stack(found).detach().max())  # NaN if any is
-    return f"{'' if worst < bound else 'FAILED: '}{worst:.1e} of one process's output and gradients"
+    said = f"{worst:.1e} of one process's output and gradients"
+    return Result(said, status="passed" if worst < bound else "failed")
 
 
-def waits(bench: Bench, name: str) -> str:
+def waits(bench: Bench, name: str) -> Result:
     """Count the host's waits in a second forward and backward of a bfloat16 layer."""
     if not bench.on_gpu:
-        return SKIPPED
+        return NO_GPU
     layer, x = bench.layer(name, torch.bfloat16), bench.batch.bfloat16().requires_grad_()
     layer(x).sum().backward()
     torch.cuda.synchronize()
@@ -188,7 +212,8 @@ def waits(bench: Bench, name: str) -> str:
     # What gloo itself waits for is not ours.
     most = WAITS[name] + (torch.cuda.get_device_capability()[0] not in (9, 10))
     counted = "nccl" in bench.world.backend
-    return f"{'FAILED: ' if counted and number > most else ''}{number}, at most {most}"
+    passed = not counted or number <= most
+    return Result(f"{number}, at most {most}", status="passed" if passed else "failed")
 
 
 def trained(layer: Callable[[Tensor], Tensor], x: Tensor) -> Step:
@@ -196,64 +221,94 @@ def trained(layer: Callable[[Tensor], Tensor], x: Tensor) -> Step:
     return lambda: layer(x).float().square().mean().backward()
 
 
-def ratio(bench: Bench, name: str) -> str:
-    """Run our step and the plain one in turn; return the median of the paired ratios."""
+def skew(layer: MoE) -> None:
+    """Let three of four tokens choose the first experts, whatever the router chose."""
+    router = layer.router
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = type(router).forward(router, x)
+        most = (torch.arange(x.shape[0], device=x.device) % 4 > 0)[:, None]
+        return weights, torch.where(most, torch.arange(TOP_K, device=x.device), ids)
+
+    vars(router)["forward"] = choose
+
+
+def step_time(bench: Bench, name: str, skewed: bool) -> Result:
+    """Compare our step with the plain layer's."""
+    x, plain = bench.batch.bfloat16().requires_grad_(), copy.deepcopy(bench.base).bfloat16()
+    layer = bench.layer(name, torch.bfloat16)
+    if skewed:
+        skew(layer)
+        skew(plain)
+    ranks = 1 if name == "Local" else bench.world.ranks
+    grouped = bench.groups(torch.bfloat16)
+    theirs = trained(lambda rows: plain_layer(plain, rows, ranks, grouped), x)
+    return interleaved(trained(layer, x), theirs, bench.rounds, bench.device)
+
+
+def memory(bench: Bench, name: str) -> Result:
+    """Compare the highest memory of a step above what is held between steps."""
+    if not bench.on_gpu:
+        return NO_GPU
     x, plain = bench.batch.bfloat16().requires_grad_(), copy.deepcopy(bench.base).bfloat16()
     ranks = 1 if name == "Local" else bench.world.ranks
-    sides = [
-        trained(bench.layer(name, torch.bfloat16), x),
-        trained(lambda rows: plain_layer(plain, rows, ranks), x),
-    ]
-    return compared(bench, *sides)
+    grouped = bench.groups(torch.bfloat16)
+
+    def highest(layer: Callable[[Tensor], Tensor]) -> float:
+        step = trained(layer, x)
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        rest = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - rest) / 2**20
+
+    mine = highest(bench.layer(name, torch.bfloat16))
+    theirs = highest(lambda rows: plain_layer(plain, rows, ranks, grouped))
+    return Result(f"{mine:.0f} MiB", f"{theirs:.0f} MiB", mine / theirs)
 
 
-def compared(bench: Bench, ours: Step, theirs: Step) -> str:
-    """Return the median and the quartiles of the ratios of neighbouring steps."""
-    ratios = []
-    for _ in range(bench.rounds + 2):
-        seconds = []
-        for step in (ours, theirs):
-            bench.sync()
-            started = time.perf_counter()
-            step()
-            bench.sync()
-            seconds.append(time.perf_counter() - started)
-        ratios.append(seconds[0] / seconds[1])
-    low, middle, high = statistics.quantiles(ratios[2:], n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f}) of the plain operators' time"
-
-
-def memory(bench: Bench, name: str) -> str:
-    """Return the highest memory above rest of the second step."""
-    if not bench.on_gpu:
-        return SKIPPED
-    step = trained(bench.layer(name, torch.bfloat16), bench.batch.bfloat16().requires_grad_())
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    rest = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return f"{(torch.cuda.max_memory_allocated() - rest) / 2**20:.1f} MB above rest"
-
-
-def experts(bench: Bench) -> str:
-    """Compare the experts alone with a loop of linear layers, in time."""
+def experts(bench: Bench) -> Result:
+    """Compare the experts alone with torch's grouped products, or a loop where there are none."""
     ours = copy.deepcopy(bench.base.experts).bfloat16()
     theirs = copy.deepcopy(ours)
     rows = bench.batch.bfloat16().repeat(TOP_K, 1).requires_grad_()
     counts = torch.full((EXPERTS,), rows.shape[0] // EXPERTS, device=bench.device)
 
-    def loop(x: Tensor) -> Tensor:
+    def plain(x: Tensor) -> Tensor:
         gate, up = theirs.gate_up_proj.unbind(1)
+        if bench.groups(torch.bfloat16):
+            return products(x, counts, (gate, theirs.down_proj, up))
         parts = (gate.unbind(), theirs.down_proj.unbind(), up.unbind())
         each = zip(x.chunk(EXPERTS), *parts, strict=True)
         return torch.cat([gated(part, w1, w2, w3) for part, w1, w2, w3 in each])
 
-    return compared(bench, trained(lambda x: ours(x, counts), rows), trained(loop, rows))
+    sides = trained(lambda x: ours(x, counts), rows), trained(plain, rows)
+    return interleaved(*sides, bench.rounds, bench.device)
 
 
-def operator(bench: Bench) -> str:
+def float8(bench: Bench) -> Result:
+    """Compare float8 products with the CPU's, which round alike and multiply one by one."""
+    torch.manual_seed(0)
+    here = GroupedExperts(128, 256, EXPERTS, float8=True).bfloat16()
+    there = copy.deepcopy(here).to(bench.device)
+    rows = torch.randn(EXPERTS * 16, 128).bfloat16()
+    counts = torch.full((EXPERTS,), 16)
+    found = []
+    for layer, device in ((there, bench.device), (here, torch.device("cpu"))):
+        x = rows.to(device, copy=True).requires_grad_()
+        y = layer(x, counts.to(device))
+        y.float().square().mean().backward()
+        grads = [p.grad for p in (x, *layer.parameters())]
+        found.append([t.detach().float().cpu() for t in (y, *grads) if t is not None])
+    pairs = zip(*found, strict=True)
+    worst = float(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max())
+    said = f"{worst:.1e} of the CPU's output and gradients"
+    return Result(said, status="passed" if worst < 2e-2 else "failed")
+
+
+def operator(bench: Bench) -> Result:
     """Measure the host's time for an operator on a few numbers: `choose_dispatcher` prices it."""
     x = torch.ones(8, device=bench.device, requires_grad=True)
     for _ in range(2):
@@ -263,14 +318,14 @@ def operator(bench: Bench) -> str:
         for _ in range(1000):
             y = y * 1.0
         spent = time.perf_counter() - started
-    return f"{1e6 * spent / 1000:.1f} us"
+    return Result(f"{1e6 * spent / 1000:.1f} us")
 
 
-def exchange(bench: Bench) -> str:
+def exchange(bench: Bench) -> Result:
     """Measure a small all-to-all and the bandwidth of a large one, forward alone."""
     axis = Axis.of(bench.mesh, 0)
     if axis.size == 1:
-        return "one rank, nothing is communicated"
+        return skipped("one rank, nothing is communicated")
     found = []
     for number in (axis.size, axis.size * bench.batch.numel()):
         sent, seconds = torch.ones(number, device=bench.device), []
@@ -282,7 +337,7 @@ def exchange(bench: Bench) -> str:
             seconds.append(time.perf_counter() - started)
         found.append(statistics.median(seconds))
     moved = 4 * bench.batch.numel() * (axis.size - 1)
-    return f"{1e6 * found[0]:.0f} us a call, {moved / found[1] / 1e9:.2f} GB/s"
+    return Result(f"{1e6 * found[0]:.0f} us a call, {moved / found[1] / 1e9:.2f} GB/s")
 
 
 def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
@@ -303,7 +358,12 @@ def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
         for kind in DTYPES:
             rows.add(f"{name}, {kind}", parity, bench, name, kind)
         rows.add(f"{name}, host waits", waits, bench, name)
-        rows.add(f"{name}, step", ratio, bench, name)
+    if world.ranks == 1:
+        rows.add("float8 products", float8, bench)
+    names = [name for name in WAITS if (name == "Local") == (world.ranks == 1)]
+    for name in names if large or not bench.on_gpu else ():
+        rows.add(f"{name}, even routing, step", step_time, bench, name, False)
+        rows.add(f"{name}, skewed routing, step", step_time, bench, name, True)
         rows.add(f"{name}, memory", memory, bench, name)
     if world.ranks == 1:
         rows.add("experts alone", experts, bench)
@@ -312,8 +372,10 @@ def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
-    """Return the worlds, also those that cannot be here."""
-    gpus = torch.cuda.device_count() if on_gpu else 0
+    """Return the worlds, also those that cannot be here; on CPUs those with most of the code."""
+    if not on_gpu:
+        return [World("1 rank", "gloo"), World("2 ranks, gloo", "gloo", (2,))]
+    gpus = torch.cuda.device_count()
     most = max(n for n in (2, 4, 8, 16) if n <= max(gpus, 2))  # they divide the experts
     lack = None if gpus > 1 else "it needs two GPUs"
     return [
@@ -325,4 +387,4 @@ def worlds_of(on_gpu: bool) -> list[World]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, worlds_of, checks))
+    sys.exit(main("hp-ep", __doc__, worlds_of, checks))

@@ -1,24 +1,21 @@
-"""Check and measure sharded models on GPUs, torch's `fully_shard` beside ours, in one table.
+"""Check sharded models on GPUs against torch's `fully_shard`, and look at streams and host waits.
 
     python benchmarks/gpu.py                 on the GPUs that there are
     python benchmarks/gpu.py --device cpu    the same code on CPUs, to see that it runs
 
-Worlds: one rank, and gloo with two and with 2 x 2 ranks on one GPU, for what several ranks compute;
-NCCL with one rank for each GPU where there are several, also as 2 x n/2. NCCL's groups are made as
-"cpu:gloo,cuda:nccl". In each world:
+Worlds: one rank, and gloo with two and with 2 x 2 ranks on one GPU. With several GPUs, also NCCL
+with one rank for each GPU, and as 2 x n/2. NCCL's groups are made as "cpu:gloo,cuda:nccl". Each
+world checks:
 
-- the gradients of one process, in float32 and with bfloat16 parameters, in every layout and mode;
+- losses and parameters after three steps of AdamW, equal to torch's, for each mode and option;
 - host waits in a step, which ``torch.cuda.set_sync_debug_mode`` turns into errors. Offloaded shards
   are waited for once, by events, at the end of backward, which it does not count;
 - accesses of streams that nothing orders, as ``torch.cuda._sanitizer`` finds them;
 - the streams that copies and sums run on beside the computation's, and the names in a profile;
-- which gradients are fused, whether the backend averages, and from which size on a parameter is
-  gathered into place faster than packed: the number for ``DIRECT_BYTES_OF``;
-- steps in turn, torch, ours, torch, ours, as medians of paired ratios, and the highest memory above
-  rest.
+- whether the backend averages, and from which size on a parameter is gathered into place faster
+  than packed: the number for ``DIRECT_BYTES_OF``.
 
-A check that fails is a row that says so, and the script then ends with 1. Times on CPUs mean
-nothing here, nor do those of gloo on GPUs.
+`gpu_speed.py` measures times and memory.
 """
 
 import copy
@@ -31,35 +28,30 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from arms import Block, Net, Step, ours, rows_of, timed, torchs, training
+from arms import Block, Net, Step, ours, torchs, training
 from bench_gather import KILOBYTES, cheaper_from, sweep
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from hp_dtensor import Axis, TorchCollectives
-from hp_fsdp import Ring
+from hp_dtensor import Axis, Replicate, TorchCollectives, redistribute
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
-from gpu_rows import Rows, World, main, nccl
+from gpu_rows import Result, Rows, World, main, nccl, skipped
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-MODES: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "exact, accumulate": {"grads": "accumulate"},
-    "exact, fused": {"grads": "fused"},
-    "exact, Ring(2)": {"ring": 2},
-    "ragged": {"layout": "ragged"},
-    "ragged, fused": {"layout": "ragged", "grads": "fused"},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "offload, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "ragged, offload": {"layout": "ragged", "offload_policy": CPUOffloadPolicy()},
+# What only hp-fsdp is given, and what both are given.
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "exact": ({}, {}),
+    "ragged": ({"layout": "ragged"}, {}),
+    "offload": ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "offload, pinned": ({}, {"offload_policy": CPUOffloadPolicy()}),
+    "ragged, offload, pinned": ({"layout": "ragged"}, {"offload_policy": CPUOffloadPolicy()}),
 }
-KINDS: dict[str, tuple[dict[str, Any], float]] = {
-    "float32": ({}, 1e-4),
-    "bfloat16": ({"mp_policy": BF16}, 5e-2),
-}
-TIMED = ("exact", "exact, fused", "exact, Ring(2)", "ragged", "ragged, fused", "offload")
+OPTIONS = ("float32", "bfloat16", "accumulation", "checkpointing", "compile")
+BOUNDS = {"bfloat16": 2e-2}
+Trained = tuple[list[float], list[Tensor]]
 
 
 @dataclass
@@ -75,9 +67,13 @@ class Bench:
 
     def model(self, mode: str, **more: Any) -> Any:
         """Shard a copy of the model in one of the modes."""
-        options = {**MODES[mode], **more}
-        ring = Ring(options.pop("ring")) if "ring" in options else None
-        return ours(self.base, self.mesh, ring, **options)
+        own, shared = MODES[mode]
+        return ours(self.base, self.mesh, **own, **shared, **more)
+
+    @property
+    def over_nccl(self) -> bool:
+        """Return whether NCCL communicates: over gloo, the host waits and copies by itself."""
+        return self.on_gpu and "nccl" in self.world.backend
 
     def sync(self) -> None:
         """Wait for the device, or for the other ranks."""
@@ -87,78 +83,68 @@ class Bench:
             dist.barrier()
 
 
-def whole(gradient: Any) -> Tensor:
-    """Return the gradient of the whole parameter."""
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[no-any-return]
+def compared(bench: Bench, mode: str, option: str) -> str | Result:
+    """Compare losses and parameters after three steps with those of torch's `fully_shard`."""
+    own, shared = MODES[mode]
+    if option == "bfloat16":
+        shared = {**shared, "mp_policy": BF16}
+    base = copy.deepcopy(bench.base)
+    if option == "checkpointing":
+        base.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in base.blocks)
+    sides = (
+        three_steps(bench, ours(base, bench.mesh, **own, **shared), option),
+        three_steps(bench, torchs(base, bench.mesh, tuned=True, **shared), option),
+    )
+    losses = [abs(a - b) / abs(b) for a, b in zip(sides[0][0], sides[1][0], strict=True)]
+    starts = bench.base.parameters()
+    changes = []
+    for mine, theirs, start in zip(sides[0][1], sides[1][1], starts, strict=True):
+        changes.append(float((mine - theirs).norm() / (theirs - start).norm()))
+    found = float(torch.tensor([*losses, *changes]).max())  # NaN if any is
+    status: Any = "passed" if found < BOUNDS.get(option, 1e-4) else "failed"
+    return Result(
+        f"losses {max(losses):.1e}, changes {max(changes):.1e} from torch's", status=status
+    )
 
 
-def parity(bench: Bench, mode: str, kind: str) -> str:
-    """Compare the gradients of two steps, the second added to the first, with one process's."""
-    more, bound = KINDS[kind]
-    model, plain, batch = bench.model(mode, **more), copy.deepcopy(bench.base), bench.batch
-    parts = [torch.empty_like(batch) for _ in range(bench.world.ranks)]
-    dist.all_gather(parts, batch)
-    for _ in range(2):
-        model(batch).pow(2).mean().backward()
-        for part in parts:
-            (plain(part).pow(2).mean() / len(parts)).backward()
-    found = []
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        if p.grad is None or q.grad is None:
-            raise RuntimeError("a parameter without gradient")
-        difference = whole(p.grad.to(batch.device)).float() - q.grad
-        found.append(difference.norm() / q.grad.norm())
-    worst = float(torch.stack(found).max())  # NaN if any is
-    return f"{'' if worst < bound else 'FAILED: '}{worst:.1e} of one process's gradients"
+def three_steps(bench: Bench, model: Any, option: str) -> Trained:
+    """Train, and return the losses and whole parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    if option == "compile":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    for step in range(3):
+        parts = bench.batch.chunk(2) if option == "accumulation" else (bench.batch,)
+        for number, part in enumerate(parts):
+            model.set_requires_gradient_sync(number == len(parts) - 1)
+            loss = model(part * (step + 1)).pow(2).mean()
+            loss.backward()
+            losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = []
+    for parameter in model.parameters():
+        # torch's own full_tensor() ends the process for CUDA tensors over gloo (torch 2.11).
+        full: Any = redistribute(parameter.detach(), [Replicate()] * bench.mesh.ndim)
+        whole.append(full.to_local().to(bench.batch.device))
+    return losses, whole
 
 
-def trained(bench: Bench, mode: str) -> str:
-    """Compare what three steps of SGD change with what they change in one process."""
-    model, plain, batch = bench.model(mode), copy.deepcopy(bench.base), bench.batch
-    parts = [torch.empty_like(batch) for _ in range(bench.world.ranks)]
-    dist.all_gather(parts, batch)
-    sides = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
-    for _ in range(3):
-        with torch.no_grad():  # gathers that no backward follows, before the shards change
-            model(batch)
-        model(batch).pow(2).mean().backward()
-        for part in parts:
-            (plain(part).pow(2).mean() / len(parts)).backward()
-        for optimizer in sides:
-            optimizer.step()
-            optimizer.zero_grad()
-    found = []
-    with torch.no_grad():
-        each = zip(model.parameters(), plain.parameters(), bench.base.parameters(), strict=True)
-        for p, q, start in each:
-            change = q - start
-            difference = whole(p.to(batch.device)) - q
-            found.append(difference.norm() / change.norm())
-    worst = float(torch.stack(found).max())
-    verdict = "" if worst < 1e-3 else "FAILED: "
-    return f"{verdict}{worst:.1e} of the change in one process"
-
-
-def waits(bench: Bench, step: Step) -> str:
+def waits(step: Step) -> str:
     """Run a step in which a wait of the host is an error."""
-    if not bench.on_gpu:
-        return "not asked on CPUs"
     for _ in range(2):
         step()
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
-    except RuntimeError as error:
-        return f"FAILED: {error}"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "none"
 
 
-def unordered(bench: Bench, step: Step) -> str:
+def unordered(step: Step) -> str:
     """Run steps under torch's sanitizer of streams; what NCCL's own streams do it does not see."""
-    if not bench.on_gpu:
-        return "not asked on CPUs"
     from torch.cuda import _sanitizer
 
     step()
@@ -168,7 +154,7 @@ def unordered(bench: Bench, step: Step) -> str:
         for _ in range(2):
             step()
     except _sanitizer.CUDASanitizerErrors as errors:
-        return f"FAILED: {len(errors.errors)}, first: {str(errors.errors[0])[:300]}"
+        raise AssertionError(f"{len(errors.errors)}, first: {errors.errors[0]}") from None
     finally:
         sanitizer.disable()
     return "none"
@@ -188,7 +174,7 @@ def profiled(bench: Bench, step: Step) -> Any:
 
 def ranges(bench: Bench, mode: str) -> str:
     """Look for the names of what a block communicates and copies, with its path."""
-    offloads = "offload_policy" in MODES[mode]
+    offloads = "offload_policy" in MODES[mode][1]
     events = profiled(bench, training(bench.model(mode), bench.batch))
     found = {event.name for event in events if event.name.startswith("hp_fsdp.")}
     shard, replicas = bench.world.shape[-1], bench.world.ranks // bench.world.shape[-1]
@@ -200,7 +186,8 @@ def ranges(bench: Bench, mode: str) -> str:
     if offloads and bench.on_gpu:
         expected |= {f"hp_fsdp.copy_{what} blocks.1" for what in ("shard", "gradients")}
     missing = sorted(expected - found)
-    return f"FAILED: no {missing}" if missing else f"{len(found)} names, {sorted(expected)[0]}"
+    assert not missing, f"no {missing}"
+    return f"{len(found)} names, {sorted(expected)[0]}"
 
 
 # What runs beside the computation, by what the names of its kernels and copies hold.
@@ -213,8 +200,6 @@ BESIDE = {
 
 def streams(bench: Bench, mode: str) -> str:
     """Say which streams carry the products, copies and collectives of a step."""
-    if not bench.on_gpu:
-        return "not asked on CPUs"
     found: dict[str, Counter[int]] = {}
     for event in profiled(bench, training(bench.model(mode), bench.batch)):
         if str(event.device_type).endswith("CUDA"):
@@ -226,23 +211,15 @@ def streams(bench: Bench, mode: str) -> str:
     computing = set(found.get("products", ()))
     # The batch and single numbers may travel on the stream of the computation.
     shared = [k for k in BESIDE if k in found and found[k].most_common(1)[0][0] in computing]
-    return f"{f'FAILED: beside nothing: {shared}; ' if shared else ''}{said or 'nothing seen'}"
+    assert not shared, f"on the stream of the products: {shared}; {said}"
+    return said or "nothing seen"
 
 
-def fused(bench: Bench, mode: str) -> str:
-    """Say how many gradients are fused, and why others are not."""
-    report = bench.model(mode).plan_report()
-    every = [p for group in report.groups for p in group.parameters]
-    reasons = Counter(p.unfused for p in every if not p.fused)
-    said = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    return f"{sum(p.fused for p in every)} of {len(every)} fused; {said}"
-
-
-def averages(bench: Bench) -> str:
+def averages(bench: Bench) -> str | Result:
     """Check a mean over the axis, and say how it was asked for."""
     axis = Axis.of(bench.mesh, bench.mesh.ndim - 1)
     if axis.size == 1:
-        return "one rank, nothing is communicated"
+        return skipped("one rank, nothing is communicated")
     asked = []
     all_reduce = dist.all_reduce
 
@@ -254,101 +231,55 @@ def averages(bench: Bench) -> str:
     with mock.patch.object(dist, "all_reduce", noted):
         (mean,) = TorchCollectives().all_reduce(axis, [given], "avg").wait()
     expected = (axis.size - 1) / 2
-    over_nccl = bench.on_gpu and "nccl" in bench.world.backend
-    right = bool((mean == expected).all()) and ("AVG" in asked[0]) == over_nccl
-    return f"{'' if right else 'FAILED: '}{asked[0]} gives {float(mean[0])}, expected {expected}"
+    right = bool((mean == expected).all()) and ("AVG" in asked[0]) == bench.over_nccl
+    assert right, f"{asked[0]} gives {float(mean[0])}, expected {expected}"
+    return f"{asked[0]} gives {expected}"
 
 
-def threshold(bench: Bench) -> str:
+def threshold(bench: Bench) -> Result:
     """Measure from which size on gathering into place is cheaper than packing."""
     axis = Axis.of(bench.mesh, bench.mesh.ndim - 1)
-    if axis.size == 1:
-        return "one rank, nothing is gathered"
-    over_nccl = bench.on_gpu and "nccl" in bench.world.backend
-    sizes = (*KILOBYTES, 1024, 2048, 4096) if over_nccl else KILOBYTES
-    device = bench.batch.device.type
-    sync = torch.cuda.synchronize if bench.on_gpu else bench.sync
-    rows = sweep(axis, sizes, bench.rounds, device, sync)
+    if not (axis.size > 1 and bench.over_nccl):
+        return skipped("it needs several GPUs")
+    sizes = (*KILOBYTES, 1024, 2048, 4096)
+    rows = sweep(axis, sizes, bench.rounds, bench.batch.device.type, torch.cuda.synchronize)
     said = ", ".join(f"{r['kilobytes_per_rank']}: {r['direct_to_packed']:.2f}" for r in rows)
-    return (
-        f"direct from {cheaper_from(rows, rows[0]['case'])} on; direct / packed by KiB per rank: "
-        f"{said}"
-    )
-
-
-def ratio(bench: Bench, one: Step, other: Step) -> str:
-    """Run both in turn, to their end on the device; return the median of the paired ratios."""
-
-    def to_end(step: Step) -> Step:
-        def run() -> None:
-            step()
-            bench.sync()
-
-        return run
-
-    sides = {"hp-fsdp": to_end(one), "torch": to_end(other)}
-    (row,) = rows_of("step", timed(sides, bench.rounds, bench.sync), ("torch",))
-    low, high = row["quartiles"]
-    return f"{row['ratio']:.3f} ({low:.3f} to {high:.3f}) of torch's time"
-
-
-def memory(bench: Bench, step: Step) -> str:
-    """Return the highest memory above rest of the third step."""
-    for _ in range(2):
-        step()
-    if not bench.on_gpu:
-        return "not asked on CPUs"
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    rest = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return f"{(torch.cuda.max_memory_allocated() - rest) / 2**20:.1f} MB above rest"
+    return Result(f"from {cheaper_from(rows, rows[0]['case'])} on; direct / packed by KiB: {said}")
 
 
 def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
     """Add the rows of one world."""
     names = ("replicate", "shard")[-len(world.shape) :]
     mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=names)
-    width, blocks, tokens, rounds = (2048, 8, 2048, 20) if large else (128, 3, 32, 5)
+    width, blocks, tokens = (512, 4, 512) if large else (64, 3, 16)
     torch.manual_seed(0)
     base = Net(Block, width, blocks).to(device)
     batch = torch.randn(tokens, width, device=device) + dist.get_rank()
-    bench = Bench(world, mesh, base, batch, rounds, device.type == "cuda")
-    for mode in MODES:
-        for kind in KINDS:
-            rows.add(f"{mode}, {kind}", parity, bench, mode, kind)
-        rows.add(f"{mode}, trained", trained, bench, mode)
-    for mode in ("exact", "offload"):
-        rows.add(f"{mode}, profile", ranges, bench, mode)
+    bench = Bench(world, mesh, base, batch, 20 if large else 5, device.type == "cuda")
+    for option in OPTIONS:
+        for mode in MODES:
+            if "pinned" not in mode or bench.on_gpu:
+                rows.add(f"{mode}, {option}", compared, bench, mode, option)
+    for mode in ("exact", "offload, pinned") if bench.on_gpu else ("exact",):
+        rows.add(f"{mode}, names in a profile", ranges, bench, mode)
+    for mode in ("exact", "ragged", "offload, pinned") if bench.over_nccl else ():
+        step = training(bench.model(mode), bench.batch)
+        rows.add(f"{mode}, host waits", waits, step)
+        rows.add(f"{mode}, unordered accesses", unordered, step)
         rows.add(f"{mode}, streams", streams, bench, mode)
-    for mode in ("exact, fused", "ragged, fused"):
-        rows.add(f"{mode}, plan", fused, bench, mode)
+    if bench.over_nccl:
+        mixed = training(bench.model("exact", mp_policy=BF16), bench.batch)
+        rows.add("exact, bfloat16, host waits", waits, mixed)
+        rows.add("exact, bfloat16, unordered accesses", unordered, mixed)
     rows.add("mean", averages, bench)
     rows.add("packing threshold", threshold, bench)
-    policy = CPUOffloadPolicy(pin_memory=bench.on_gpu)
-    theirs = {
-        False: training(torchs(copy.deepcopy(base), bench.mesh, tuned=True), bench.batch),
-        True: training(
-            torchs(copy.deepcopy(base), bench.mesh, tuned=True, offload_policy=policy), bench.batch
-        ),
-    }
-    for offloads, step in theirs.items():
-        rows.add(f"torch{', offload' if offloads else ''}, memory", memory, bench, step)
-    for mode in TIMED:
-        step = training(bench.model(mode), bench.batch)
-        rows.add(f"{mode}, step", ratio, bench, step, theirs["offload_policy" in MODES[mode]])
-        rows.add(f"{mode}, memory", memory, bench, step)
-        rows.add(f"{mode}, host waits", waits, bench, step)
-        rows.add(f"{mode}, unordered", unordered, bench, step)
-    mixed = training(bench.model("exact", mp_policy=BF16), bench.batch)
-    rows.add("exact, bfloat16, host waits", waits, bench, mixed)
-    rows.add("exact, bfloat16, unordered", unordered, bench, mixed)
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
-    """Return the worlds, also those that cannot be here."""
-    gpus = torch.cuda.device_count() if on_gpu else 0
+    """Return the worlds, also those that cannot be here; on CPUs the one with most of the code."""
+    if not on_gpu:
+        return [World("2 x 2 ranks, gloo", "gloo", (2, 2))]
+    gpus = torch.cuda.device_count()
     two, four = (None if gpus > n - 1 else f"it needs {n} GPUs" for n in (2, 4))
     pairs = max(2, gpus // 2)
     return [
@@ -361,4 +292,4 @@ def worlds_of(on_gpu: bool) -> list[World]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, worlds_of, checks))
+    sys.exit(main("hp-fsdp", __doc__, worlds_of, checks))
