@@ -5,14 +5,25 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hp_mesh import ParallelDimsError
+from hp_mesh import ParallelDims, ParallelDimsError
 from train.config import CATALOGUE, SEED_STRIDE, SEEDS, ModelConfig, ModelError
-from train.options import CHECKPOINT, LOG_FILE, PREVIOUS, RUN_FILE, Options, OptionsError, parse
+from train.options import (
+    CHECKPOINT,
+    INHERITED,
+    LOG_FILE,
+    PREVIOUS,
+    RUN_FILE,
+    Options,
+    OptionsError,
+    _parser,
+    parse,
+)
 
 FIELDS = ["world_size", "dims", "seed", "dtype", "text", "step", "samples", "model", "options"]
 
@@ -572,3 +583,57 @@ def test_dropout_is_refused_where_it_cannot_be_that_of_one_process(tmp_path: Pat
     path.write_text(json.dumps({**fields, "model_type": "mixtral", "router_jitter_noise": 0.5}))
     with pytest.raises(OptionsError, match=r"--compare with router_jitter_noise=0\.5: "):
         parse([*words, "--compare"])
+
+
+# Options that are fields of a checkpoint by themselves: a run that goes on takes them too.
+SAVED_APART = {"procs": 2, "seed": 3, "dtype": "float32"}
+# Options that a run which goes on does not take from the run before it.
+OF_ONE_RUN = {"steps", "out", "resume", "profile", "compare", "reference"}
+# A value of each inherited option that is not its default.
+OTHER_VALUES = {
+    "device": "cuda",
+    "model": "built-in-tied",
+    "vocab_size": 320,
+    "data": "",  # the test's own text
+    "tokenizer": "bytes",
+    "token_dtype": "uint32",
+    "seq_len": 32,
+    "batch_size": 16,
+    "accumulate": 4,
+    "lr": 1e-4,
+    "warmup_steps": 7,
+    "decay_steps": 90,
+    "weight_decay": 0.3,
+    "eval_every": 4,
+    "checkpoint_every": 6,
+    "keep": 5,
+    "compile": "eager",
+    "checkpoint_activations": None,
+    "pp_schedule": "interleaved",
+    "stages_per_rank": 2,
+}
+
+
+def test_a_resumed_run_has_every_option_of_the_run_before_it(tmp_path: Path) -> None:
+    text = tmp_path / "t.bin"
+    (np.arange(9000, dtype=np.uint32) % 300).tofile(text)
+    degrees = {field.name for field in fields(ParallelDims)} - {"world_size"}
+    assert set(OTHER_VALUES) == set(INHERITED)
+    assert set(vars(_parser().parse_args([]))) == {*INHERITED, *SAVED_APART, *degrees} | OF_ONE_RUN
+    values = {**OTHER_VALUES, **SAVED_APART, "data": text, "pp": 2}
+    words = ["--checkpoint-activations"]
+    for name, value in values.items():
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    first = parse(words)
+    _checkpoint(tmp_path, first)
+    again, plain = parse(["--resume", str(tmp_path)]), parse([])
+    for field in fields(Options):
+        if field.name in ("steps", "out", "resume", "done"):
+            continue
+        value = getattr(again, field.name)
+        assert value == getattr(first, field.name), field.name
+        if field.name not in ("reference", "compare", "out_given", "profile", "unit"):
+            assert value != getattr(plain, field.name), field.name
+    differing = {n for n, v in asdict(again.train).items() if v != asdict(plain.train)[n]}
+    assert {"seed", "batch_size", "seq_len", "accumulate", "learning_rate"} <= differing
+    assert {"warmup_steps", "decay_steps", "weight_decay"} <= differing
