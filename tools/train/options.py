@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -195,7 +196,9 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     )
     if saved is not None:
         _check_same(options.identity, saved)
-    if options.out_given and not options.goes_on_in_place and given.resume != AUTO:
+    if saved is not None and options.goes_on_in_place:
+        _check_none_is_later(saved)
+    elif options.out_given and given.resume != AUTO:
         _check_holds_no_run(options.out)
     return options
 
@@ -214,7 +217,7 @@ def name_degrees(dims: Mapping[str, Any]) -> str:
 def checkpoints_beside(folder: Path) -> list[Path]:
     """Return the other checkpoints in a checkpoint's folder, the latest first, whole or not."""
     run = Path(os.path.abspath(folder)).parent
-    names = [name.rpartition("-") for name in os.listdir(run)]
+    names = [name.rpartition("-") for name in (os.listdir(run) if os.path.isdir(run) else ())]
     steps = [int(step) for stem, _, step in names if stem == CHECKPOINT and step.isdecimal()]
     all_names = [CHECKPOINT, PREVIOUS, *(f"{CHECKPOINT}-{n}" for n in sorted(steps, reverse=True))]
     found = [folder.parent / name for name in all_names]
@@ -664,8 +667,17 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
         return _saved_run(given.resume)
     if given.out is None:
         raise OptionsError(f"resume={AUTO} goes on in --out; give that folder")
-    saved = any(os.path.isfile(given.out / name / RUN_FILE) for name in (CHECKPOINT, PREVIOUS))
-    return _saved_run(given.out) if saved else None
+    found = any(os.path.isdir(given.out / name) for name in (CHECKPOINT, PREVIOUS))
+    if found or _named_beside(given.out / CHECKPOINT):
+        return _saved_run(given.out)
+    log = given.out / LOG_FILE
+    # torchrun starts its ranks anew if one has failed: the first start found the folder free.
+    if _has_steps(log) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        raise OptionsError(
+            f"resume={AUTO} finds no checkpoint in {given.out}, but {log} has steps; to begin "
+            f"anew, give another folder or remove {log}"
+        )
+    return None
 
 
 def _profiled(word: str | None, done: int, steps: int) -> range:
@@ -692,13 +704,22 @@ def _saved_run(folder: Path) -> _SavedRun:
                 damaged = damaged or error
     if damaged is not None:
         raise damaged
+    named = re.fullmatch(rf"{CHECKPOINT}(-\d+)?|{re.escape(PREVIOUS)}", folder.name)
+    asked = folder if named else folder / CHECKPOINT
+    others = _named_beside(asked)
+    if others or os.path.isdir(asked):
+        raise OptionsError(f"{asked / RUN_FILE} is missing; {other_checkpoint(others)}")
     raise OptionsError(f"no checkpoint in {folder}; give a run's folder or its checkpoint folder")
+
+
+def _named_beside(folder: Path) -> list[Path]:
+    """Return the other checkpoints in a checkpoint's folder that have their file of the run."""
+    return [path for path in checkpoints_beside(folder) if os.path.isfile(path / RUN_FILE)]
 
 
 def _read_fields(path: Path) -> Mapping[str, Any]:
     """Return what a checkpoint says about its run, with every field that a run goes on from."""
-    beside = [each for each in checkpoints_beside(path.parent) if os.path.isfile(each / RUN_FILE)]
-    remedy = f"the checkpoint is damaged; {other_checkpoint(beside)}"
+    remedy = f"the checkpoint is damaged; {other_checkpoint(_named_beside(path.parent))}"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -728,11 +749,32 @@ _FIELDS = {
 
 
 def _check_holds_no_run(out: Path) -> None:
-    saved, log = os.path.exists(out / CHECKPOINT), out / LOG_FILE
-    if saved or (os.path.exists(log) and os.path.getsize(log)):  # no step, no run
+    saved = os.path.isfile(out / CHECKPOINT / RUN_FILE)
+    kept = _named_beside(out / CHECKPOINT)
+    if saved or kept or os.path.exists(out / CHECKPOINT) or _has_steps(out / LOG_FILE):
+        ways = [out] if saved else kept
         raise OptionsError(
             f"out={out} holds a run already; give another folder"
-            + (f", or go on with --resume {out}" if saved else "")
+            + (f", or go on with --resume {' or '.join(map(str, ways))}" if ways else "")
+        )
+
+
+def _has_steps(log: Path) -> bool:
+    return os.path.exists(log) and os.path.getsize(log) > 0
+
+
+def _check_none_is_later(saved: _SavedRun) -> None:
+    """Raise if a run would go on in a folder whose kept checkpoints are of later steps.
+
+    The latest steps are kept: those of the run itself would be removed.
+    """
+    done = saved.fields["step"]
+    names = ((path, path.name.rpartition("-")[2]) for path in checkpoints_beside(saved.folder))
+    later = [str(path) for path, step in names if step.isdecimal() and int(step) > done]
+    if later:
+        raise OptionsError(
+            f"{saved.folder} is of step {done}, but checkpoints of later steps are beside it; "
+            f"move them away, or go on from one: --resume {' or '.join(later)}"
         )
 
 

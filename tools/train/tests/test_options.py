@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -637,3 +638,75 @@ def test_a_resumed_run_has_every_option_of_the_run_before_it(tmp_path: Path) -> 
     differing = {n for n, v in asdict(again.train).items() if v != asdict(plain.train)[n]}
     assert {"seed", "batch_size", "seq_len", "accumulate", "learning_rate"} <= differing
     assert {"warmup_steps", "decay_steps", "weight_decay"} <= differing
+
+
+def _keep(run: Path, *steps: int) -> list[str]:
+    """Copy the checkpoint of a run to ones that are kept; return their paths, the latest first."""
+    for step in steps:
+        kept = run / f"{CHECKPOINT}-{step}"
+        shutil.copytree(run / CHECKPOINT, kept)
+        fields = json.loads((kept / RUN_FILE).read_text())
+        (kept / RUN_FILE).write_text(json.dumps({**fields, "step": step}))
+    return [str(run / f"{CHECKPOINT}-{step}") for step in sorted(steps, reverse=True)]
+
+
+def _lose_folder(run: Path) -> None:
+    shutil.rmtree(run / CHECKPOINT)
+
+
+def _lose_run_file(run: Path) -> None:
+    (run / CHECKPOINT / RUN_FILE).unlink()
+
+
+@pytest.mark.parametrize("lose", [_lose_folder, _lose_run_file])
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_run_that_lost_its_latest_checkpoint_does_not_begin_anew(
+    tmp_path: Path, lose: Callable[[Path], None], logged: bool
+) -> None:
+    _checkpoint(tmp_path, parse([]))
+    kept = " or ".join(_keep(tmp_path, 15, 18))
+    lose(tmp_path)
+    if logged:
+        (tmp_path / LOG_FILE).write_text('{"step": 1}\n')
+    ways = [["--resume", "auto", "--out", str(tmp_path)], ["--resume", str(tmp_path)]]
+    ways += [["--resume", str(tmp_path / CHECKPOINT)]]
+    for words in ways:
+        with pytest.raises(OptionsError) as raised:
+            parse(words)
+        assert str(tmp_path / CHECKPOINT / RUN_FILE) in str(raised.value)
+        assert str(raised.value).endswith(f"; go on from another, --resume {kept}")
+    with pytest.raises(OptionsError, match=f"out={tmp_path} holds a run already; .*{kept}$"):
+        parse(["--out", str(tmp_path)])
+
+
+def test_auto_does_not_begin_over_a_log_or_a_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--resume", "auto", "--out", str(tmp_path)]
+    (tmp_path / CHECKPOINT).mkdir()
+    with pytest.raises(OptionsError, match=f"{tmp_path / CHECKPOINT / RUN_FILE} .* no other"):
+        parse(words)
+    (tmp_path / CHECKPOINT).rmdir()
+    log = tmp_path / LOG_FILE
+    log.write_text('{"step": 1}\n')
+    with pytest.raises(OptionsError, match=f"no checkpoint.* but {log} has steps; .* remove {log}"):
+        parse(words)
+    # torchrun starts its ranks anew: the first of them found no log here.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert parse(words).resume is None
+    log.unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert parse(words).resume is None
+
+
+def test_a_run_does_not_go_on_beside_later_checkpoints(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]), step=15)
+    _keep(tmp_path, 10, 15)
+    words = ["--resume", "auto", "--out", str(tmp_path)]
+    assert parse(words).done == 15
+    later = " or ".join(_keep(tmp_path, 18, 20))
+    with pytest.raises(OptionsError) as raised:
+        parse(words)
+    assert str(raised.value).startswith(f"{tmp_path / CHECKPOINT} is of step 15, but ")
+    assert str(raised.value).endswith(f"; move them away, or go on from one: --resume {later}")
+    assert parse(["--resume", str(tmp_path)]).done == 15  # in another folder
