@@ -3,9 +3,10 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,7 @@ class Checkpoints:
         self._keep = keep
         self._fields: dict[str, Any] = {}
         self._writing: Future[Any] | None = None
+        self._failure: str | None = None  # known to the first rank alone until `finish`
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def start(self, trainer: Trainer) -> None:
@@ -66,11 +68,8 @@ class Checkpoints:
         """
         self.finish()
         self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
-        if _first():
-            with self._said():
-                shutil.rmtree(self._partial, ignore_errors=True)
-                self._partial.mkdir(parents=True)
-        _barrier()
+        self._on_first(self._make_partial)
+        self._raise_alike()
         state = _state(trainer)
         if self._group is None:
             with _alone_in_silence(), self._said():
@@ -88,12 +87,12 @@ class Checkpoints:
         Returns whether it could not be written, for which `finish` raises, on all ranks that call
         it: the ranks must agree on when they do.
         """
-        if self._writing is None or not self._writing.done():
-            return False
-        if self._writing.exception() is not None:
-            return True
-        self._complete()
-        return False
+        if self._writing is not None and self._writing.done():
+            if self._writing.exception() is not None:
+                return True
+            self._writing = None
+            self._on_first(self._take_name)
+        return self._failure is not None
 
     def finish(self) -> None:
         """Wait until what is under way has been written on all ranks, and named.
@@ -101,19 +100,38 @@ class Checkpoints:
         Raises:
             WriteError: It was not written.
         """
-        if self._writing is not None:
-            self._complete()
-        _barrier()
-
-    def _complete(self) -> None:
         writing, self._writing = self._writing, None
-        with self._said():
-            if writing is not None:
+        if writing is not None:
+            with self._said():
                 writing.result()  # the first rank's comes when all have written
-            if _first():
-                self._take_name()
+            self._on_first(self._take_name)
+        self._raise_alike()
+
+    def _on_first(self, act: Callable[[], None]) -> None:
+        """Do on the first rank what it does alone; keep a failure for `_raise_alike`."""
+        if _first():
+            try:
+                with self._said():
+                    act()
+            except WriteError as error:
+                self._failure = str(error)
+
+    def _raise_alike(self) -> None:
+        """Wait for all ranks; raise on all of them what the first one alone failed at."""
+        found = [self._failure]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        self._failure = None
+        if found[0] is not None:
+            raise WriteError(found[0])
+
+    def _make_partial(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
 
     def _take_name(self) -> None:
+        if (damage := _damage(self._partial)) is not None:
+            raise OSError(_rank_of(damage) + damage)
         with (self._partial / RUN_FILE).open("w") as file:
             file.write(json.dumps(self._fields, indent=1))
             file.flush()
@@ -231,6 +249,12 @@ def _damage(folder: Path) -> str | None:
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise whatever it likes
         return _unreadable(path, error)
     return None
+
+
+def _rank_of(damage: str) -> str:
+    """Return whose file `_damage` names, as the start of a sentence."""
+    found = re.search(r"__(\d+)_\d+\.distcp ", damage)
+    return f"rank {found[1]}: " if found else ""
 
 
 def _unreadable(path: Path, error: BaseException) -> str:

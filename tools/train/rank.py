@@ -4,8 +4,10 @@ import contextlib
 import datetime
 import gc
 import os
+import platform
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -39,6 +41,7 @@ from .profile import Profiler
 from .report import Counts, Report
 from .text import TextError, read_corpus
 
+SHARED_SECONDS = 5.0
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
@@ -163,6 +166,7 @@ def _train_together(options: Options, device: torch.device) -> tuple[_Terminatio
     if not options.out_given:  # every rank of a cluster must write to the same folder
         started = largest_of_ranks(int(time.time()), mesh, device)
         options = replace(options, out=default_out(started))
+    check_shared(options.out)
     profiler = Profiler(options.profile, options.out)
     collectives = RecordingCollectives(profiler.collectives)
     with _refusals():
@@ -359,6 +363,46 @@ def check_agreement(options: Options) -> None:
                 f"rank 0 has {first}, rank {rank} has {its}; give all ranks the same options, "
                 "text, Python's library and checkpoint"
             )
+
+
+def check_shared(out: Path) -> None:
+    """Raise `Refused` on all ranks unless each sees in ``out`` the file that rank 0 writes there.
+
+    Checkpoints have a file of each rank, which nodes may otherwise write to disks of their own.
+    """
+    said: list[str | None] = [None, None]  # the file and its folder, or why there is none
+    if dist.get_rank() == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix=".shared-", dir=out)
+            os.close(descriptor)
+            said = [os.path.basename(name), os.path.abspath(out)]
+        except OSError as error:
+            said = [None, f"out={out} is no folder that can be written: {error.strerror}"]
+    dist.broadcast_object_list(said)
+    if said[0] is None:
+        raise Refused(f"{said[1]}; give another")
+    where = None if _appears(out / said[0]) else f"({platform.node()}: {os.path.abspath(out)})"
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, where)
+    if dist.get_rank() == 0:
+        (out / said[0]).unlink(missing_ok=True)
+    lacking = [f"rank {rank} {each}" for rank, each in enumerate(found) if each is not None]
+    if lacking:
+        raise Refused(
+            f"out={said[1]} of rank 0 is not seen by {', '.join(lacking)}; give all nodes one shared "
+            "folder, by its absolute path"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Return whether a file is there, or soon: a file system of a network may show it late."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _difference(after: Mapping[str, Counts], before: Mapping[str, Counts]) -> dict[str, Counts]:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import run_program
+from rank_pool import Ended, run_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from train.config import CATALOGUE
@@ -339,3 +341,54 @@ def test_what_is_left_after_the_last_step_is_made_though_the_run_is_told_to_end(
     assert "1 of 2 steps: SIGTERM came" in done.stdout
     assert str(out / "checkpoint") in done.stdout
     assert (out / "loss.png").is_file()
+
+
+# Each rank is a node with a disk of its own: the same words name another folder on each.
+APART = """
+import os, runpy, sys
+folder = os.path.join(sys.argv[1], "node" + os.environ["RANK"])
+os.makedirs(folder, exist_ok=True)
+os.chdir(folder)
+if sys.argv[2] == "unchecked":
+    sys.path.insert(0, os.path.dirname(sys.argv[3]))
+    import train.rank
+    train.rank.check_shared = lambda out: None
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _on_nodes(program: str, *words: str) -> list[Ended]:
+    """Return how the two ranks of a cluster ended, each of which is a node of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def run(rank: int) -> Ended:
+        return run_program(program, words, {**world, "RANK": str(rank)}, timeout=500)
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(run, range(2)))
+
+
+@pytest.mark.parametrize("check", ["checked", "unchecked"])
+def test_nodes_that_do_not_share_the_folder_end_with_one_message(
+    tmp_path: Path, check: str
+) -> None:
+    program = tmp_path / "apart.py"
+    program.write_text(APART)
+    words = [PROGRAM, *_tiny(tmp_path), "--dp-shard", "2", "--steps", "2", "--out", "out"]
+    first, second = _on_nodes(str(program), str(tmp_path), check, *words)
+    assert (first.status, second.status) == ((2, 2) if check == "checked" else (1, 1))
+    assert second.stderr == ""  # the first rank of a cluster says it for all
+    (line,) = first.stderr.splitlines()
+    written = tmp_path / "node0" / "out"
+    if check == "checked":
+        assert line.startswith(f"train: error: out={written} of rank 0 is not seen by rank 1 ")
+        assert str(tmp_path / "node1" / "out") in line
+    else:
+        assert line.startswith("train: error: the checkpoint of step 2 was not written to ")
+        assert "(rank 1: " in line
+        assert line.endswith("; there is none before it")
+    assert not [*written.glob("checkpoint*")]
