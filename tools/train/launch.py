@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -61,7 +62,8 @@ def launch(program: Program, world_size: int) -> int:
     ``WORLD_SIZE``. What they write to standard error is kept and shown when one fails, that of the
     rank that failed first before the others', once where they say the same, and alone where the
     ranks refuse to run, which they do together. SIGTERM is sent on and they get time to save and
-    end, until a second signal; SIGINT and SIGHUP end all of them at once. The ranks also end by
+    end, until a second signal; SIGINT and SIGHUP end all of them at once. SIGTERM to one rank lets
+    all of them save and end too; the status is then that of the signal. The ranks also end by
     themselves when this process is gone (`watch_parent`).
     """
     with tempfile.TemporaryDirectory(prefix="train-") as name, _signals_raise():
@@ -98,18 +100,21 @@ def launch(program: Program, world_size: int) -> int:
             _explain(failures, folder)
             return 1
         sys.stderr.write(_standard_error(folder, 0))
-        return 0
+        stopped = STOPPED_STATUS in [process.returncode for process in processes]
+        return STOPPED_STATUS if stopped else 0
 
 
 def watch_parent() -> None:
     """End this rank at once when the process that launched it is gone.
 
-    The launcher holds the other end of the ranks' standard input and never writes to it.
+    The launcher holds the other end of the ranks' standard input and never writes to it. If it was
+    killed it could not remove the folder that they share.
     """
 
     def wait_for_end() -> None:
         while os.read(0, 1):
             pass
+        shutil.rmtree(os.environ[RENDEZVOUS], ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="watch-parent", daemon=True).start()
@@ -215,12 +220,16 @@ def _run(start: _Start) -> int:
 
 
 def _wait(processes: list[_Process], folder: Path) -> list[Failure]:
-    """Return what failed, the cause first; empty when every rank ended well."""
+    """Return what failed, the cause first; empty when every rank ended well.
+
+    A rank that saved and ended after SIGTERM is no failure: all ranks agreed to, and the others
+    have as much time as they need.
+    """
     while True:
         statuses = [process.poll() for process in processes]
-        if any(statuses):
+        if any(status not in (None, 0, STOPPED_STATUS) for status in statuses):
             break
-        if all(status == 0 for status in statuses):
+        if None not in statuses:
             return []
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -237,15 +246,14 @@ def _terminate(processes: list[_Process], folder: Path) -> list[Failure]:
         deadline = time.monotonic() + SAVE_SECONDS
         for process in processes:
             process.wait(deadline)
-    well = (-signal.SIGTERM, STOPPED_STATUS)
-    return [each for each in _failures(processes, folder) if each.status not in well]
+    return [each for each in _failures(processes, folder) if each.status != -signal.SIGTERM]
 
 
 def _failures(processes: list[_Process], folder: Path) -> list[Failure]:
     failures = [
-        Failure(rank, process.returncode, _noted_at(folder, rank))
+        Failure(rank, process.returncode or 0, _noted_at(folder, rank))
         for rank, process in enumerate(processes)
-        if process.returncode
+        if process.returncode not in (None, 0, STOPPED_STATUS)
     ]
     # A rank that was killed could note nothing; what the others noted is its consequence.
     return sorted(failures, key=lambda failure: failure.noted_at)

@@ -93,19 +93,25 @@ def test_a_killed_rank_is_the_cause_and_ends_the_others(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    started, temporary = tmp_path / "started", tmp_path / "temporary"
+    started.mkdir()
+    temporary.mkdir()
     launcher = subprocess.Popen(
-        [*_python(LAUNCH_STAYING), STAY, str(tmp_path)],
+        [*_python(LAUNCH_STAYING), STAY, str(started)],
         stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temporary)},
         # A shell makes its background jobs, which tests may be in, ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    _wait_for("ranks", lambda: len(list(tmp_path.iterdir())) == 3)
-    pids = [int(path.name) for path in tmp_path.iterdir()]
+    _wait_for("ranks", lambda: len(list(started.iterdir())) == 3)
+    assert len(list(temporary.iterdir())) == 1
+    pids = [int(path.name) for path in started.iterdir()]
     assert all(_alive(pid) for pid in pids)
     launcher.send_signal(number)
     launcher.communicate(timeout=120)
     _wait_for("end of the ranks", lambda: not any(_alive(pid) for pid in pids))
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    assert not [*temporary.iterdir()]  # nor does the folder that they shared
 
 
 def test_what_ranks_refuse_is_one_message_and_its_status(capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +153,25 @@ def test_ranks_may_save_when_they_are_asked_to_end(tmp_path: Path, failing: str)
     assert errors == "SIGTERM: ending 2 ranks\n" + (failed if failing == "1" else "")
     saved = {path.name for path in tmp_path.glob("saved*")}
     assert saved == {"saved0", "saved1"} - {f"saved{failing}"}
+
+
+def test_a_rank_that_saved_and_ended_is_no_failure_and_the_others_may_end_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Only one rank was sent SIGTERM: all saved, and the first one still draws the curves.
+    program = RANK + (
+        f"time.sleep(2.5 * (rank == 0)); open(os.path.join({str(tmp_path)!r}, str(rank)), 'w'); "
+        "sys.exit(143)"
+    )
+    assert launch(_python(program), 3) == 143
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failure_beside_ranks_that_saved_is_one(capfd: pytest.CaptureFixture[str]) -> None:
+    program = RANK + "time.sleep(0.3 * (rank == 0)); sys.exit('full' if rank == 0 else 143)"
+    assert launch(_python(program), 2) == 1
+    assert capfd.readouterr().err == "rank 0 failed with exit status 1\nfull\n"
 
 
 # Rank 1 cannot write what it printed; rank 0 goes on until it is told to end.
