@@ -51,6 +51,7 @@ class Checkpoints:
     def __init__(self, folder: Path, identity: Mapping[str, Any], keep: int = 1) -> None:
         self._folder = folder
         self._partial = folder.with_name(folder.name + ".partial")
+        self._previous = folder.with_name(PREVIOUS)
         self._identity = identity
         self._keep = keep
         self._fields: dict[str, Any] = {}
@@ -137,15 +138,20 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
         _sync_folder(self._partial)
-        previous = self._folder.with_name(PREVIOUS)
-        if self._folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            os.replace(self._folder, previous)
+        if _step_of(self._folder) is None:  # not there, or damaged: the one before may be whole
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            shutil.rmtree(self._previous, ignore_errors=True)
+            os.replace(self._folder, self._previous)
         os.replace(self._partial, self._folder)
         _sync_folder(self._folder.parent)  # before the one before is removed
-        if self._keep > 1 and (step := _step_of(previous)) is not None:
-            self._retire(previous, step)
-        shutil.rmtree(previous, ignore_errors=True)
+        self._retire()
+
+    def tidy(self, latest: Path | None) -> None:
+        """Finish what a killed run left undone, if ``latest`` is the folder of the checkpoints."""
+        if _first() and latest is not None and latest.resolve() == self._folder.resolve():
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._on_first(self._retire)
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
@@ -169,15 +175,20 @@ class Checkpoints:
                 + (before if self._folder.exists() else "there is none before it")
             ) from None
 
-    def _retire(self, previous: Path, step: int) -> None:
+    def _retire(self) -> None:
         """Name the one before the latest after its step, and remove the oldest that is too many."""
-        kept = self._folder.with_name(f"{self._folder.name}-{step}")
-        shutil.rmtree(kept, ignore_errors=True)
-        os.replace(previous, kept)
-        names = self._folder.parent.glob(f"{self._folder.name}-*")
-        steps = {int(n): path for path in names if (n := path.name.rpartition("-")[2]).isdecimal()}
-        for older in sorted(steps, reverse=True)[self._keep - 1 :]:
-            shutil.rmtree(steps[older], ignore_errors=True)
+        step = _step_of(self._previous)
+        if self._keep > 1 and step is not None:
+            kept = self._folder.with_name(f"{self._folder.name}-{step}")
+            shutil.rmtree(kept, ignore_errors=True)
+            os.replace(self._previous, kept)
+        shutil.rmtree(self._previous, ignore_errors=True)
+        if self._keep > 1:
+            names = self._folder.parent.glob(f"{self._folder.name}-*")
+            found = [(path.name.rpartition("-")[2], path) for path in names]
+            steps = {int(word): path for word, path in found if word.isdecimal()}
+            for older in sorted(steps, reverse=True)[self._keep - 1 :]:
+                shutil.rmtree(steps[older], ignore_errors=True)
 
 
 class CheckpointError(ValueError):

@@ -46,6 +46,7 @@ UPDATE_WORDS = ("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps",
 NO_COMPILER = "none"  # in the place of a compiler's name
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
+SUMMARY_FILE = "summary.json"
 PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
 AUTO = Path("auto")  # in the place of a folder to go on from: the run's own, if it has been saved
 
@@ -164,8 +165,11 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     schedule, stages = _stages(given, dims, model, train.accumulate)
     done = 0 if saved is None else int(saved.fields["step"])
     if given.resume == AUTO and given.steps is not None and 0 < given.steps == done:
-        raise FinishedError(f"the run in {given.out} has made its {counted(done, 'step')}")
-    steps = _steps(given.steps, done)
+        if _is_summed_up(given.out, done):
+            raise FinishedError(f"the run in {given.out} has made its {counted(done, 'step')}")
+        steps = done  # it was killed before it had a summary and curves
+    else:
+        steps = _steps(given.steps, done)
     options = Options(
         steps=steps,
         world_size=processes,
@@ -185,7 +189,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         eval_every=given.eval_every or 0,
         checkpoint_every=given.checkpoint_every or 0,
         keep=given.keep or 1,
-        profile=_profiled(given.profile, done, steps),
+        profile=_profiled(given.profile, done, steps, again=given.resume == AUTO),
         source=source,
         unit=corpus.unit,
         digest=corpus.digest,
@@ -629,7 +633,9 @@ def _compared(given: argparse.Namespace, saved: _SavedRun | None) -> int:
     done = 0 if saved is None else int(saved.fields["step"])
     if given.compare and given.reference:
         raise OptionsError("--compare with --reference, which is the one process; leave one out")
-    if given.compare is not None and (steps < 0 or 0 < steps <= done):
+    # A run that goes on in its folder has the losses of all its steps in the log.
+    least = 0 if given.resume == AUTO else done
+    if given.compare is not None and (steps < 0 or 0 < steps <= least):
         raise OptionsError(
             f"compare={steps} steps from the first are "
             + (f"all before the checkpoint's step {done}; " if steps > 0 else "no number of them; ")
@@ -680,14 +686,17 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
     return None
 
 
-def _profiled(word: str | None, done: int, steps: int) -> range:
-    """Return the steps from A to B of ``A:B``, both included; some are among those of the run."""
+def _profiled(word: str | None, done: int, steps: int, *, again: bool) -> range:
+    """Return the steps from A to B of ``A:B``, both included; some are among those of the run.
+
+    If the same command line is started ``again``, they may have been made before.
+    """
     if word is None:
         return range(0)
     first, _, last = word.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise OptionsError(f"profile={word} is no range of steps; use A:B, as 10:12")
-    if int(first) > steps or int(last) <= done:
+    if int(first) > steps or (int(last) <= done and not again):
         raise OptionsError(
             f"profile={word} is none of the steps of this run; use some of {done + 1}:{steps}"
         )
@@ -761,6 +770,14 @@ def _check_holds_no_run(out: Path) -> None:
 
 def _has_steps(log: Path) -> bool:
     return os.path.exists(log) and os.path.getsize(log) > 0
+
+
+def _is_summed_up(out: Path, done: int) -> bool:
+    """Return whether a folder has the summary of so many steps, which is written last."""
+    try:
+        return bool(json.loads((out / SUMMARY_FILE).read_text())["steps"] == done)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _check_none_is_later(saved: _SavedRun) -> None:

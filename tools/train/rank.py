@@ -201,6 +201,8 @@ def _train(
     first = saved = trainer.step
     checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
     termination = _Termination()
+    if options.goes_on_in_place:
+        checkpoints.tidy(options.resume)
     before: Mapping[str, Counts] = {}
     while trainer.step < options.steps and not termination.stopped:
         profiler.before(trainer.step + 1, trainer.model)
@@ -390,8 +392,8 @@ def check_shared(out: Path) -> None:
     lacking = [f"rank {rank} {each}" for rank, each in enumerate(found) if each is not None]
     if lacking:
         raise Refused(
-            f"out={said[1]} of rank 0 is not seen by {', '.join(lacking)}; give all nodes one shared "
-            "folder, by its absolute path"
+            f"out={said[1]} of rank 0 is not seen by {', '.join(lacking)}; give all nodes one "
+            "shared folder, by its absolute path"
         )
 
 

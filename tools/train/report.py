@@ -22,7 +22,7 @@ from rich.table import Table
 from .accelerators import peak_flops
 from .checkpoint import WriteError
 from .loop import StepResult
-from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
+from .options import CHECKPOINT, LOG_FILE, SUMMARY_FILE, Options, counted, name_degrees
 from .plot import largest_difference, plot_losses
 
 Counts = tuple[int, int]  # calls, bytes received
@@ -41,6 +41,7 @@ class Report:
     def __init__(self, options: Options, done: int = 0) -> None:
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
+        self._logged: list[dict[str, Any]] = []  # the steps that the log had when this run began
         self._losses: dict[int, float] = {}  # of the whole run where it goes on in its folder
         self._held_out: dict[int, float] = {}
         self._speeds: list[float] = []
@@ -58,8 +59,12 @@ class Report:
         self._shown_at = -math.inf
         self._print(
             (f"going on from step {done} of {options.resume}: " if options.resume else "")
-            + f"training {counted(options.steps - done, 'step')} of "
-            f"{self._tokens:,} {options.unit}s "
+            + (
+                f"training {counted(options.steps - done, 'step')} of "
+                if options.steps > done
+                else f"all {counted(done, 'step')} are made, summary and curves are not; steps of "
+            )
+            + f"{self._tokens:,} {options.unit}s "
             f"in {options.dtype} on "
             f"{options.world_size} {options.device} "
             f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
@@ -151,6 +156,8 @@ class Report:
         if self._board is not None:
             self._board.close()
         options, out = self._options, self._options.out
+        if not self._speeds:
+            self._take_from_log()
         losses = list(self._losses.values())
         difference = largest_difference(self._losses, self._reference)
         summary = {
@@ -168,8 +175,25 @@ class Report:
             "bytes_by_axis": _plain(self._traffic),
             "checkpoint": str(out / CHECKPOINT),
         }
-        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        self._show(summary, self._draw())
+        curves = self._draw()
+        # Last: a run that has it has all.
+        partial = out / (SUMMARY_FILE + ".partial")
+        partial.write_text(json.dumps(summary, indent=1) + "\n")
+        os.replace(partial, out / SUMMARY_FILE)
+        self._show(summary, curves)
+
+    def _take_from_log(self) -> None:
+        """Take from the log what a run tells that made no step, because the one before made all."""
+        self._speeds = [float(each.get("tokens_per_second") or 0) for each in self._logged] or [0.0]
+        peaks = [int(each.get("peak_memory_bytes") or 0) for each in self._logged]
+        self._peak_memory = max(peaks, default=self._peak_memory)
+        totals: dict[str, Counts] = {}
+        for each in self._logged:
+            for axis, moved in (each.get("bytes_by_axis") or {}).items():
+                calls, received = totals.get(axis, (0, 0))
+                totals[axis] = (calls + moved["calls"], received + moved["bytes"])
+        self._traffic = totals
+        self._losses = self._losses or {self._step: math.nan}
 
     def _draw(self) -> str:
         """Draw the curves and return where they are, or why there are none, in one line."""
@@ -236,6 +260,7 @@ class Report:
         with new.open("w") as file:
             for line, record in kept:
                 file.write(line)
+                self._logged.append(record)
                 self._note(record["step"], record.get("loss"), record.get("eval_loss"))
         os.replace(new, path)
         return path.open("a")

@@ -13,7 +13,7 @@ from train.config import ModelConfig, TrainConfig
 from train.data import Samples
 from train.loop import Trainer
 from train.model import build_model
-from train.options import RUN_FILE
+from train.options import PREVIOUS, RUN_FILE
 
 TINY = ModelConfig(
     hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2
@@ -146,3 +146,28 @@ def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
     said = str(raised.value)
     assert said.startswith(f"{latest} is damaged and cannot be read (RuntimeError: Missing key")
     assert "blocks.2" in said
+
+
+def test_the_whole_one_stays_until_a_newer_has_taken_the_place_of_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latest = _saved_twice(tmp_path)
+    (tmp_path / "checkpoint-1").rename(tmp_path / PREVIOUS)
+    _empty(latest / RUN_FILE)  # so that a run goes on from the one before
+    trainer, checkpoints = _trainer(), Checkpoints(latest, {})
+    load(trainer, tmp_path / PREVIOUS)
+    trainer.train_step(DATA)
+
+    def fail(*paths: Path) -> None:
+        assert _step(tmp_path / PREVIOUS) == 1
+        raise OSError("power is lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("os.replace", fail)
+        checkpoints.start(trainer)
+        with pytest.raises(OSError, match="power is lost"):
+            checkpoints.finish()
+    checkpoints.start(trainer)
+    checkpoints.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert _step(latest) == 2

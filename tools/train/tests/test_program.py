@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.options import CHECKPOINT, RUN_FILE, counted, parse
+from train.options import CHECKPOINT, RUN_FILE, SUMMARY_FILE, counted, parse
 from train.program import HELD, main
 
 
@@ -102,6 +102,7 @@ def test_a_finished_run_that_is_started_again_ends_well(
     fields = {**parse([]).identity, "step": 7, "samples": 56}
     (tmp_path / CHECKPOINT).mkdir()
     (tmp_path / CHECKPOINT / RUN_FILE).write_text(json.dumps(fields))
+    (tmp_path / SUMMARY_FILE).write_text(json.dumps({"steps": 7}))
     words = ["--resume", "auto", "--out", str(tmp_path), "--steps"]
     assert main([*words, "7"]) == 0
     assert capsys.readouterr().out == f"the run in {tmp_path} has made its 7 steps\n"

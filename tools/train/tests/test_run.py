@@ -392,3 +392,85 @@ def test_nodes_that_do_not_share_the_folder_end_with_one_message(
         assert "(rank 1: " in line
         assert line.endswith("; there is none before it")
     assert not [*written.glob("checkpoint*")]
+
+
+# One rank alone hears SIGTERM, after step 2; the first takes its time to draw.
+ONE_HEARS = """
+import os, runpy, signal, sys, time
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import train.report
+from train.loop import Trainer
+
+step, draw = Trainer.train_step, train.report.plot_losses
+def stop(self, data):
+    found = step(self, data)
+    if os.environ["RANK"] == "1" and self.step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return found
+def slowly(*words):
+    time.sleep(1.5)
+    draw(*words)
+Trainer.train_step = stop
+train.report.plot_losses = slowly
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_sigterm_to_one_rank_saves_and_ends_the_run_in_order(tmp_path: Path) -> None:
+    program, out = tmp_path / "one.py", tmp_path / "out"
+    program.write_text(ONE_HEARS)
+    words = [PROGRAM, *_tiny(tmp_path), *_two(9), "--out", str(out)]
+    done = run_program(str(program), words, timeout=500)
+    assert (done.status, done.stderr) == (143, "")
+    assert json.loads((out / "summary.json").read_text())["steps"] == 2
+    assert (out / "loss.png").is_file()
+    assert (out / "checkpoint" / ".metadata").is_file()
+
+
+# The first rank is killed where the run has made its last step: when it renames a checkpoint for
+# the last time (all that stays and the one before, with its own name), and when it draws.
+KILLED = """
+import os, runpy, signal, sys
+sys.path.insert(0, os.path.dirname(sys.argv[2]))
+import train.checkpoint, train.report
+
+def die(*words, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "drawing":
+    train.report.plot_losses = die
+else:
+    retire = train.checkpoint.Checkpoints._retire
+    def last(self):
+        die() if self._fields["step"] == 4 else retire(self)
+    train.checkpoint.Checkpoints._retire = last
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("moment", ["renaming", "drawing"])
+def test_a_run_that_was_killed_after_its_last_step_is_completed(
+    tmp_path: Path, moment: str
+) -> None:
+    program, out = tmp_path / "killed.py", tmp_path / "out"
+    program.write_text(KILLED)
+    words = [*_tiny(tmp_path), *_two(4), "--checkpoint-every", "1", "--keep", "2", "--compare", "4"]
+    words += ["--resume", "auto", "--profile", "2:2"]
+    killed = [moment, PROGRAM, *words, "--out", str(out)]
+    done = run_program(str(program), killed, timeout=500)
+    assert (done.status, (out / "summary.json").exists()) == (1, False)
+    logged = [record for _, record in sorted(_log(out))]
+    summary, losses, shown = _train(out, *words)
+    assert f"going on from step 4 of {out / 'checkpoint'}: all 4 steps are made" in shown
+    assert [loss for _, loss, _ in losses] == logged
+    assert set(summary) == SUMMARY
+    assert (summary["steps"], summary["final_loss"]) == (4, logged[-1])
+    assert summary["reference_max_rel_diff"] < 1e-12
+    assert summary["tokens_per_second"] > 0
+    assert summary["peak_memory_bytes"] > 2**20
+    assert summary["bytes_by_axis"]["fsdp"]["bytes"] > 0
+    assert (out / "loss.svg").is_file()
+    assert sorted(path.name for path in out.glob("checkpoint*")) == ["checkpoint", "checkpoint-3"]
+    _, _, shown = _train(out, *words)
+    assert shown == f"the run in {out} has made its 4 steps\n"
