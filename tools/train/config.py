@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hp_mesh import ModelShape
+from hp_mesh import ModelShape, ParallelDimsError
 
 # The order of a pass over the text has the seed ``seed * SEED_STRIDE + pass``, a signed 64-bit
 # number for torch: these seeds leave room for SEED_STRIDE passes.
@@ -128,9 +128,28 @@ class TransformersConfig:
     tp_plan: Mapping[str, str]
 
     @property
-    def shape(self) -> ModelShape:
-        """Return the sizes from which the work of a step follows."""
-        return ModelShape.from_config(self.numbers)
+    def shape(self) -> ModelShape | None:
+        """Return the sizes from which the work of a step follows; None if it cannot be estimated.
+
+        So it is for models with state-space layers, for example. Training needs no estimate.
+        """
+        try:
+            return ModelShape.from_config(self.numbers)
+        except ParallelDimsError:
+            return None
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens that the model knows.
+
+        Raises:
+            ModelError: The configuration does not say it.
+        """
+        numbers = {**self.numbers, **(self.numbers.get("text_config") or {})}
+        size = numbers.get("vocab_size")
+        if type(size) is not int or size < 1:
+            raise ModelError(f"vocab_size={size} is no number of tokens; use 1 or more")
+        return size
 
     @property
     def dropouts(self) -> dict[str, float]:

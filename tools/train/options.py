@@ -196,7 +196,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         model=model,
         train=train,
         # The vocabulary of this run: its size may follow from the degrees.
-        inherited={**_inherited(given), "vocab_size": _vocabulary_of(model)},
+        inherited={**_inherited(given), "vocab_size": model.vocab_size},
     )
     if saved is not None:
         _check_same(options.identity, saved)
@@ -416,11 +416,10 @@ def _stages(
             f"accumulate={parts} is no multiple of pp={dims.pp}, whose stages take a batch in "
             f"rounds of {dims.pp} parts; use {parts // dims.pp * dims.pp or dims.pp} or another one"
         )
-    layers = model.shape.layers
-    if dims.pp * stages > layers:
+    if isinstance(model, ModelConfig) and dims.pp * stages > model.num_hidden_layers:
         raise OptionsError(
             f"pp={dims.pp} with stages-per-rank={stages} has more stages than "
-            f"num_hidden_layers={layers}; use fewer"
+            f"num_hidden_layers={model.num_hidden_layers}; use fewer"
         )
     return schedule, stages
 
@@ -474,7 +473,7 @@ def _with_vocabulary(
         multiple = math.lcm(PADDED_VOCABULARY, tp)
         size = -(-corpus.vocab_size // multiple) * multiple
     if size is None:
-        size = _vocabulary_of(model)
+        size = model.vocab_size
     needed = max(corpus.largest + 1, corpus.vocab_size or 0)
     if size < needed:
         raise OptionsError(
@@ -489,10 +488,6 @@ def _with_vocabulary(
     if isinstance(model, TransformersConfig):
         return model.with_vocabulary(size)
     return replace(model, vocab_size=size)
-
-
-def _vocabulary_of(model: AnyModelConfig) -> int:
-    return model.vocab_size if isinstance(model, ModelConfig) else model.shape.vocab
 
 
 def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig) -> None:
@@ -511,7 +506,8 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
                 f"plan of tensor parallelism has {', '.join(unknown) or 'nothing'}; only "
                 f"{', '.join(TP_WORDS)} are known here: use tp=1, or another model"
             )
-        if dims.ep > 1 and not model.shape.experts:
+        shape = model.shape
+        if dims.ep > 1 and shape is not None and not shape.experts:
             raise OptionsError(
                 f"ep={dims.ep} with a model of transformers ({model.fields['model_type']}) that "
                 "has no experts; use ep=1"

@@ -243,10 +243,10 @@ def _follow_reference(options: Options, report: Report, termination: _Terminatio
 
 def _samples(options: Options) -> Samples:
     corpus = read_corpus(options.source)
-    train, shape = options.train, options.model.shape
+    train, vocab_size = options.train, options.model.vocab_size
     held_out = options.eval_every > 0
     return Samples(
-        corpus.parts, train.seq_len, train.seed, held_out=held_out, vocab_size=shape.vocab
+        corpus.parts, train.seq_len, train.seed, held_out=held_out, vocab_size=vocab_size
     )
 
 

@@ -50,7 +50,9 @@ class Report:
         self._reference: dict[int, float] = {}
         self._peak_memory = 0
         self._traffic: Mapping[str, Counts] = {}
-        self._flops = options.model.shape.flops_per_token(options.train.seq_len)
+        shape = options.model.shape
+        seq_len = options.train.seq_len
+        self._flops = None if shape is None else shape.flops_per_token(seq_len)
         self._peak = peak_flops(options.dtype) if options.device == "cuda" else None
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = self._open_log(options.out / LOG_FILE, done)
@@ -83,7 +85,7 @@ class Report:
         record = {
             **asdict(result),
             "tokens_per_second": speed,
-            "model_flops_per_second": speed * self._flops,
+            "model_flops_per_second": None if self._flops is None else speed * self._flops,
             "mfu": self._utilization(speed),
             "peak_memory_bytes": peak_memory,
             "bytes_by_axis": _plain(traffic),
@@ -105,7 +107,8 @@ class Report:
             + ("" if result.eval_loss is None else f"held-out loss {result.eval_loss:.4f}  ")
             + ("" if math.isfinite(result.grad_norm) else "[bold]no update: not finite[/]  ")
             + f"{datetime.timedelta(seconds=round(left))} left  "
-            f"{speed:,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
+            f"{speed:,.0f} tokens/s  "
+            + ("" if self._flops is None else f"{_size(speed * self._flops, 'FLOP')}/s  ")
             + ("" if record["mfu"] is None else f"MFU {record['mfu']:.1%}  ")
             + f"peak {_size(peak_memory)}"
             + (f"  [dim]moved {moved}[/]" if moved else ""),
@@ -119,7 +122,7 @@ class Report:
 
         Recomputed operations do not count (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
         """
-        if self._peak is None:
+        if self._peak is None or self._flops is None:
             return None
         return tokens_per_second * self._flops / (self._peak * self._options.world_size)
 
@@ -166,7 +169,9 @@ class Report:
             "final_loss": _or_none(losses[-1]),
             "reference_max_rel_diff": None if difference is None else difference.relative,
             "tokens_per_second": statistics.median(self._speeds),
-            "model_flops_per_second": statistics.median(self._speeds) * self._flops,
+            "model_flops_per_second": (
+                None if self._flops is None else statistics.median(self._speeds) * self._flops
+            ),
             "mfu": self._utilization(statistics.median(self._speeds)),
             "peak_memory_bytes": self._peak_memory,
             "dims": options.dims.to_dict(),

@@ -28,4 +28,4 @@ def test_a_configuration_brings_the_plan_of_its_layers() -> None:
     found = read_model("llama-tiny")
     assert isinstance(found, TransformersConfig)
     assert found.tp_plan["layers.*.self_attn.o_proj"] == "rowwise"
-    assert found.with_vocabulary(512).shape.vocab == 512
+    assert found.with_vocabulary(512).vocab_size == 512

@@ -355,7 +355,8 @@ def test_a_run_that_goes_on_keeps_its_options_unless_they_are_given_anew(
 def test_each_model_of_the_catalogue_can_be_named(name: str) -> None:
     pytest.importorskip("transformers")
     options = parse(["--model", name, "--dp-shard", "2", "--procs", "2"])
-    assert options.model.shape.vocab == 256
+    assert options.model.vocab_size == 256
+    assert options.model.shape is not None
     assert options.model.shape.parameters > 10**5
 
 
@@ -452,7 +453,7 @@ def test_the_vocabulary_of_a_tokenizer_is_rounded_up_so_that_tp_cuts_it(tmp_path
     path.write_text(json.dumps({"model_type": "built-in", **shape, "intermediate_size": 96}))
     words = ["--model", str(path), "--procs", "3", "--tp", "3", "--seq-len", "96"]
     options = parse(words)
-    assert options.model.shape.vocab == 384  # of 256 bytes, a multiple of 64 and of 3
+    assert options.model.vocab_size == 384  # of 256 bytes, a multiple of 64 and of 3
     _checkpoint(tmp_path, options)
     assert parse(["--resume", str(tmp_path)]).model == options.model
     with pytest.raises(ParallelDimsError, match="tp=3 does not divide vocab_size=256"):
@@ -549,7 +550,9 @@ def test_numbers_that_a_configuration_leaves_out_are_those_of_the_library(tmp_pa
     fields = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16}
     path.write_text(json.dumps({"model_type": "mistral", "num_hidden_layers": 2, **fields}))
     words = ["--model", str(path), "--procs", "1"]
-    assert parse(words).model.shape.kv_heads == 8  # the library's, and not one for each head
+    shape = parse(words).model.shape
+    assert shape is not None
+    assert shape.kv_heads == 8  # the library's, and not one for each head
     path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2, **fields}))
     with pytest.raises(ModelError, match="bert with is_decoder=False, which sees the tokens"):
         parse(words)
@@ -710,3 +713,19 @@ def test_a_run_does_not_go_on_beside_later_checkpoints(tmp_path: Path) -> None:
     assert str(raised.value).startswith(f"{tmp_path / CHECKPOINT} is of step 15, but ")
     assert str(raised.value).endswith(f"; move them away, or go on from one: --resume {later}")
     assert parse(["--resume", str(tmp_path)]).done == 15  # in another folder
+
+
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+
+
+def test_a_model_without_an_estimate_is_trained_all_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MAMBA))
+    for words in (["--reference"], ["--dp-shard", "2", "--procs", "2"]):
+        options = parse(["--model", str(path), *words])
+        assert (options.model.shape, options.model.vocab_size) == (None, 256)
+    path.write_text(json.dumps({**MAMBA, "vocab_size": 0}))
+    np.save(tmp_path / "t.npy", np.arange(5000, dtype=np.uint16) % 300)  # which has no tokenizer
+    with pytest.raises(ModelError, match="vocab_size=0 is no number of tokens; use 1 or more"):
+        parse(["--model", str(path), "--data", str(tmp_path / "t.npy")])

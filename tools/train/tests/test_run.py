@@ -155,6 +155,25 @@ def test_experts_of_transformers_train_over_ranks_as_in_one_process(tmp_path: Pa
     assert {"ep", "efsdp", "fsdp", "cp"} <= set(found["bytes_by_axis"])
 
 
+def test_a_model_with_state_space_layers_trains_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_d_state": 4}
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+    model = tmp_path / "model.json"
+    fields = {"model_type": "jamba", **shape, **heads, **layers, "mamba_dt_rank": 4}
+    model.write_text(json.dumps(fields))
+    words = ["--dp-shard", "2", "--batch-size", "4", "--seq-len", "16", "--compare", *_two(2)]
+    words += ["--model", str(model), "--out", str(out := tmp_path / "out")]
+    done = run_program(PROGRAM, words, timeout=500)
+    assert done.status == 0, done.stderr  # where the library says that it has no fast kernels
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["reference_max_rel_diff"] < 1e-6  # its scans are float32
+    assert "FLOP" not in done.stdout  # hp-mesh has no estimate for it
+    records = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    assert [record["model_flops_per_second"] for record in records] == [None, None]
+
+
 def test_blocks_are_compiled_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:
     words = "--dtype bfloat16 --compile aot_eager --ep 2 --batch-size 4 --seq-len 32 --compare"
     data = ["--data", str(_text(tmp_path))]
