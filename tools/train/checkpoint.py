@@ -108,6 +108,10 @@ class Checkpoints:
             self._on_first(self._take_name)
         self._raise_alike()
 
+    def fail(self, message: str) -> None:
+        """Let the next `finish` raise on all ranks what this rank, the first, has failed at."""
+        self._failure = self._failure or message
+
     def _on_first(self, act: Callable[[], None]) -> None:
         """Do on the first rank what it does alone; keep a failure for `_raise_alike`."""
         if _first():
@@ -128,15 +132,15 @@ class Checkpoints:
 
     def _make_partial(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        self._partial.mkdir()  # in the folder of the run, which nobody may have removed
 
     def _take_name(self) -> None:
-        if (damage := _damage(self._partial)) is not None:
-            raise OSError(_rank_of(damage) + damage)
         with (self._partial / RUN_FILE).open("w") as file:
             file.write(json.dumps(self._fields, indent=1))
             file.flush()
             os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
+        if (damage := _damage(self._partial)) is not None:
+            raise OSError(_rank_of(damage) + damage)
         _sync_folder(self._partial)
         if _step_of(self._folder) is None:  # not there, or damaged: the one before may be whole
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -163,7 +167,7 @@ class Checkpoints:
             failures = error.failures.items() if isinstance(error, CheckpointException) else ()
             reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in failures) or str(error)
             # A full disk has many names; this is looked at before the first rank makes room.
-            free = shutil.disk_usage(self._folder.parent).free // 2**20
+            free = free_mebibytes(self._folder)
             if of_all:
                 _barrier()
             if _first():
@@ -281,6 +285,12 @@ def _raise_damage(folder: Path, found: Iterable[str | None]) -> None:
         return
     whole = [path for path in checkpoints_beside(folder) if _damage(path) is None]
     raise CheckpointError(f"{'; '.join(reasons)}; {other_checkpoint(whole)}")
+
+
+def free_mebibytes(path: Path) -> int:
+    """Return how much is free where a path is, or would be if its folders were there."""
+    found = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(found).free // 2**20
 
 
 def _sync_folder(folder: Path) -> None:

@@ -46,7 +46,7 @@ GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
 REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
-# What ends a run, on every rank alike but for a log, and says all that there is to know.
+# What ends a run, between steps on every rank alike, and says all that there is to know.
 ENDS = (WriteError, Diverged)
 
 
@@ -216,7 +216,10 @@ def _train(
             result = replace(result, eval_loss=trainer.evaluate(data))
         before = {} if collectives is None else collectives.by_axis
         if report is not None:
-            report.step(result, peak_memory(trainer.device), moved)
+            try:
+                report.step(result, peak_memory(trainer.device), moved)
+            except WriteError as error:  # after this step, all ranks end with it
+                checkpoints.fail(str(error))
         heard, failed = termination.agreed(checkpoints.poll())
         if failed:
             checkpoints.finish()

@@ -1,11 +1,13 @@
 """What a run shows and leaves behind: progress lines, log, summary and loss curves."""
 
+import contextlib
 import datetime
+import errno
 import json
 import math
 import os
-import shutil
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .accelerators import peak_flops
-from .checkpoint import WriteError
+from .checkpoint import WriteError, free_mebibytes
 from .loop import StepResult
 from .options import CHECKPOINT, LOG_FILE, SUMMARY_FILE, Options, counted, name_degrees
 from .plot import largest_difference, plot_losses
@@ -54,9 +56,9 @@ class Report:
         seq_len = options.train.seq_len
         self._flops = None if shape is None else shape.flops_per_token(seq_len)
         self._peak = peak_flops(options.dtype) if options.device == "cuda" else None
-        options.out.mkdir(parents=True, exist_ok=True)
-        self._log = self._open_log(options.out / LOG_FILE, done)
-        self._board = _board(options.out, done)
+        with _said(f"no log was begun in {options.out}", options.out):
+            options.out.mkdir(parents=True, exist_ok=True)
+            self._log = self._open_log(options.out / LOG_FILE, done)
         self._live = self._console.status("") if self._console.is_terminal else None
         self._shown_at = -math.inf
         self._print(
@@ -71,6 +73,12 @@ class Report:
             f"{options.world_size} {options.device} "
             f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
         )
+        self._print(f"writing to {escape(str(options.out))}")
+        self._board: Any = None
+        try:
+            self._board = _board(options.out, done)
+        except OSError as error:
+            self._lose_board(error)
 
     def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
         """Show and log one step, with this rank's traffic of the step by axis.
@@ -94,10 +102,7 @@ class Report:
         moved = "  ".join(
             f"{axis} {_size(received)}" for axis, (_, received) in sorted(traffic.items())
         )
-        if self._board is not None:
-            for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
-                if record[name] is not None:
-                    self._board.add_scalar(name, record[name], result.step)
+        self._add_events(record)
         # Evaluation and what waits for a checkpoint take time too, which is no step's.
         paces = len(self._ends) - 1
         pace = (self._ends[-1] - self._ends[0]) / paces if paces else result.seconds
@@ -127,15 +132,27 @@ class Report:
         return tokens_per_second * self._flops / (self._peak * self._options.world_size)
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        try:
+        path = self._options.out / LOG_FILE
+        with _said(f"step {record['step']} was not written to {path}", path):
             self._log.write(json.dumps(record) + "\n")
             self._log.flush()
+            if not os.fstat(self._log.fileno()).st_nlink:  # its writes reach no file that is seen
+                raise OSError(errno.ENOENT, "the file has been removed")
+
+    def _add_events(self, record: Mapping[str, Any]) -> None:
+        """Write a step's numbers for TensorBoard; go on without it if that fails."""
+        if self._board is None:
+            return
+        try:
+            for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
+                if record[name] is not None:
+                    self._board.add_scalar(name, record[name], record["step"])
         except OSError as error:
-            free = shutil.disk_usage(self._options.out).free // 2**20
-            raise WriteError(
-                f"step {record['step']} was not written to {self._options.out / LOG_FILE} "
-                f"({error.strerror}), where {free:,} MiB are free"
-            ) from None
+            self._lose_board(error)
+
+    def _lose_board(self, error: OSError) -> None:
+        self._board = None
+        self._print(f"no more events for TensorBoard: {escape(str(error))}")
 
     def reference_step(self, result: StepResult) -> None:
         """Keep one loss of the single-process reference, and show it now and then."""
@@ -153,11 +170,15 @@ class Report:
 
     def finish(self) -> None:
         """Write the summary, then the curves where they can be drawn, and show the summary."""
-        self._log.close()
+        with contextlib.suppress(OSError):  # what was written before was flushed
+            self._log.close()
         if self._live is not None:
             self._live.stop()
-        if self._board is not None:
-            self._board.close()
+        try:
+            if self._board is not None:
+                self._board.close()
+        except OSError as error:
+            self._lose_board(error)
         options, out = self._options, self._options.out
         if not self._speeds:
             self._take_from_log()
@@ -183,8 +204,9 @@ class Report:
         curves = self._draw()
         # Last: a run that has it has all.
         partial = out / (SUMMARY_FILE + ".partial")
-        partial.write_text(json.dumps(summary, indent=1) + "\n")
-        os.replace(partial, out / SUMMARY_FILE)
+        with _said(f"{out / SUMMARY_FILE} was not written", out):
+            partial.write_text(json.dumps(summary, indent=1) + "\n")
+            os.replace(partial, out / SUMMARY_FILE)
         self._show(summary, curves)
 
     def _take_from_log(self) -> None:
@@ -338,10 +360,32 @@ def _or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@contextlib.contextmanager
+def _said(what: str, path: Path) -> Iterator[None]:
+    """Raise `WriteError` that says what could not be written, and why, for an error of a file."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"{what} ({error.strerror or error}), where {free_mebibytes(path):,} MiB are free"
+        ) from None
+
+
 def _board(folder: Path, done: int) -> Any:
     """Return a writer for TensorBoard where that is installed; steps after ``done`` come again."""
     if find_spec("tensorboard") is None:
         return None
+    show = threading.excepthook
+
+    def show_others(found: threading.ExceptHookArgs) -> None:
+        # The thread that writes keeps its error for the next call, and raises it too.
+        if not (
+            type(found.thread).__module__.startswith("tensorboard.")
+            and issubclass(found.exc_type, OSError)
+        ):
+            show(found)
+
+    threading.excepthook = show_others
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=done + 1)

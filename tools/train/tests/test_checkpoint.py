@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.checkpoint import CheckpointError, Checkpoints, load
+from train.checkpoint import CheckpointError, Checkpoints, WriteError, load
 from train.config import ModelConfig, TrainConfig
 from train.data import Samples
 from train.loop import Trainer
@@ -63,6 +63,7 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
             checkpoints.start(trainer)
         assert str(raised.value).endswith(f"; {folder}, the one before it, stays")
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+        (tmp_path / "other").mkdir()
         with pytest.raises(OSError, match=r"; there is none before it$"):
             Checkpoints(tmp_path / "other" / "checkpoint", {}).start(trainer)
         assert not [*(tmp_path / "other").iterdir()]
@@ -171,3 +172,14 @@ def test_the_whole_one_stays_until_a_newer_has_taken_the_place_of_a_damaged_one(
     checkpoints.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert _step(latest) == 2
+
+
+def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    trainer, checkpoints = _trainer(), Checkpoints(out / "checkpoint", {})
+    trainer.train_step(DATA)
+    out.rmdir()
+    with pytest.raises(WriteError, match=r"of step 1 was not written .*No such file.* are free; "):
+        checkpoints.start(trainer)
+    assert not out.exists()

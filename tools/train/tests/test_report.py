@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import shutil
 import sys
+import threading
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 
+from train.checkpoint import WriteError
 from train.loop import StepResult
 from train.options import parse
 from train.report import Report
@@ -34,14 +37,20 @@ class _Writer:
         self.closed = True
 
 
-def test_numbers_of_a_step_go_to_tensorboard_where_it_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _install(writer: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let TensorBoard be installed, with this writer."""
     for name in ("tensorboard", "torch.utils.tensorboard"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(module, "SummaryWriter", _Writer, raising=False)
+    monkeypatch.setattr(module, "SummaryWriter", writer, raising=False)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+
+def test_numbers_of_a_step_go_to_tensorboard_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(_Writer, monkeypatch)
     monkeypatch.setattr(_Writer, "made", [])
     report = Report(parse(["--out", str(tmp_path), "--steps", "2", "--seq-len", "32"]))
     numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1}
@@ -147,3 +156,73 @@ def test_a_comparison_that_was_cut_off_says_how_far_it_came(
     printed = capsys.readouterr().out
     assert re.search(r"compared +1 of 2 steps: SIGTERM came", printed)
     assert re.search(r"largest difference +0\.0e\+00", printed)
+
+
+class _WriterThread(threading.Thread):
+    """Fails as TensorBoard's own does on a full disk: on a thread, and in the next call."""
+
+    __module__ = "tensorboard.summary.writer.event_file_writer"
+
+    def run(self) -> None:
+        raise OSError("no space left")
+
+
+class _FullWriter(_Writer):
+    """Finds the disk full at a step of the run, or when it is made (step 0)."""
+
+    full_at = 0
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        super().__init__(folder, purge_step)
+        self._fail(0)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self._fail(step)
+
+    def close(self) -> None:
+        self._fail(9)
+
+    def _fail(self, step: int) -> None:
+        if step >= self.full_at:
+            thread = _WriterThread()
+            thread.start()
+            thread.join()
+            raise OSError("no space left")
+
+
+@pytest.mark.parametrize("full_at", [0, 2, 9])
+def test_a_run_goes_on_without_events_that_cannot_be_written(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    full_at: int,
+) -> None:
+    _install(_FullWriter, monkeypatch)
+    monkeypatch.setattr(_FullWriter, "full_at", full_at)
+    report = Report(parse(["--out", str(tmp_path), "--seq-len", "32", "--steps", "3"]))
+    for step in (1, 2, 3):
+        report.step(_result(step, 5.0), 0, {})
+    report.finish()
+    printed = capfd.readouterr()
+    assert printed.out.count("no more events for TensorBoard: no space left\n") == 1
+    assert printed.err == ""
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_folder_that_is_removed_is_noticed_at_the_next_step(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = Report(parse(["--out", str(out), "--seq-len", "32", "--steps", "3"]))
+    report.step(_result(1, 5.0), 0, {})
+    shutil.rmtree(out)
+    with pytest.raises(WriteError, match=r"step 2 was not written to .*has been removed\), where"):
+        report.step(_result(2, 5.0), 0, {})
+    with pytest.raises(WriteError, match=r"summary.json was not written \(No such file"):
+        report.finish()
+
+
+def test_a_summary_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    report = Report(parse(["--out", str(tmp_path), "--seq-len", "32", "--steps", "1"]))
+    report.step(_result(1, 5.0), 0, {})
+    (tmp_path / "summary.json.partial").mkdir()
+    with pytest.raises(WriteError, match=r"summary.json was not written \(Is a directory\), where"):
+        report.finish()

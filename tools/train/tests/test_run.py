@@ -322,6 +322,14 @@ def test_a_log_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path)
     assert f"{out / 'log.jsonl'} (File too large), where " in line
 
 
+def test_a_log_that_cannot_be_written_ends_all_ranks_alike(tmp_path: Path) -> None:
+    program, out = tmp_path / "full.py", tmp_path / "out"
+    program.write_text(FULL)
+    line = _ended_alike(out, str(program), PROGRAM, *_tiny(tmp_path), "--steps", "500")
+    assert line.startswith("train: error: step ")
+    assert f" was not written to {out / 'log.jsonl'} (File too large), where " in line
+
+
 def test_a_run_that_diverges_ends_with_one_line(tmp_path: Path) -> None:
     words = ["--lr", "1e30", "--warmup-steps", "0", "--steps", "30"]
     line = _ended_alike(tmp_path / "out", PROGRAM, *_tiny(tmp_path), *words)
