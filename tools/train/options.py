@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -205,6 +207,27 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     elif options.out_given and given.resume != AUTO:
         _check_holds_no_run(options.out)
     return options
+
+
+def how_to_go_on(options: Options) -> str:
+    """Return what a run that was interrupted has saved in its folder, and how to go on from it."""
+    found = (_step_of(options.out / name / RUN_FILE) for name in (CHECKPOINT, PREVIOUS))
+    step = next((step for step in found if step is not None), None)
+    if step is None:
+        before = f"; the run went on from step {options.done} of {options.resume}"
+        return f"no checkpoint was saved in {options.out}{before if options.resume else ''}"
+    words = ["--resume", str(AUTO), "--out", str(options.out), "--steps", str(options.steps)]
+    words += ["--compare", str(options.compare)] if options.compare else []
+    words += ["--reference"] if options.reference else []
+    start = "torchrun ..." if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    return f"step {step} is saved; go on with\n{start} {shlex.join([sys.argv[0], *words])}"
+
+
+def _step_of(path: Path) -> int | None:
+    try:
+        return int(_read_fields(path)["step"])
+    except OptionsError:
+        return None
 
 
 def default_out(started: int) -> Path:

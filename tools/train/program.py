@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from hp_mesh import ParallelDimsError
 
 from .config import ModelError, TransformersConfig
 from .launch import RENDEZVOUS, USAGE_STATUS, launch, watch_parent
-from .options import FinishedError, Options, OptionsError, counted, parse
+from .options import FinishedError, Options, OptionsError, counted, how_to_go_on, parse
 from .text import TextError
 
 HELD = ".lock"  # in the folder of a run, while it goes on
@@ -64,9 +65,13 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
     print(f"starting {number} {'process' if number == 1 else 'processes'}", flush=True)
     words = [*argv, "--out", str(options.out)]
     if options.device != "cpu" or sys.platform != "linux":
-        return launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
-    _import_for_ranks(options)
-    return launch(partial(main, words), number)
+        status = launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
+    else:
+        _import_for_ranks(options)
+        status = launch(partial(main, words), number)
+    if status in (128 + signal.SIGINT, 128 + signal.SIGHUP):
+        print(how_to_go_on(options), file=sys.stderr)
+    return status
 
 
 def _in_option_words(message: str, joins: bool) -> str:

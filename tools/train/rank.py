@@ -34,7 +34,7 @@ from .launch import RENDEZVOUS, STOPPED_STATUS, USAGE_STATUS, note_failure
 from .loop import Diverged, Trainer, largest_of_ranks
 from .memory import peak_memory
 from .model import Forward, LanguageModel, build_model, call_built_in
-from .options import CHECKPOINT, Options, default_out
+from .options import CHECKPOINT, Options, default_out, how_to_go_on
 from .parallelize import parallelize
 from .pipeline import build_pipeline
 from .profile import Profiler
@@ -62,8 +62,15 @@ def run_rank(options: Options) -> int:
     message and status 2; what ends them all, one message and status 1. After SIGTERM the step under
     way is the last, it is saved, and the status is that of the signal.
     """
+    if RENDEZVOUS not in os.environ and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         stopped = record(_run)(options)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(how_to_go_on(options), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
     except (Refused, *ENDS) as error:
         if RENDEZVOUS in os.environ or os.environ.get("RANK", "0") == "0":
             print(f"train: error: {error}", file=sys.stderr, flush=True)

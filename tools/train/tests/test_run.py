@@ -2,7 +2,11 @@
 
 import json
 import os
+import shlex
+import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from rank_pool import Ended, run_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from train.config import CATALOGUE
+from train.options import parse
 
 PROGRAM = str(Path(__file__).resolve().parents[1])
 SUMMARY = {
@@ -501,3 +506,68 @@ def test_a_run_that_was_killed_after_its_last_step_is_completed(
     assert sorted(path.name for path in out.glob("checkpoint*")) == ["checkpoint", "checkpoint-3"]
     _, _, shown = _train(out, *words)
     assert shown == f"the run in {out} has made its 4 steps\n"
+
+
+def _hear_interrupts() -> None:
+    """Undo what a shell does to jobs in the background, where tests may run: ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _start(*words: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=_hear_interrupts,
+    )
+
+
+@pytest.mark.parametrize("processes", [["--procs", "2"], ["--reference"]], ids=["two", "alone"])
+def test_after_ctrl_c_the_last_lines_say_how_to_go_on(tmp_path: Path, processes: list[str]) -> None:
+    out = tmp_path / "out"
+    words = [*_tiny(tmp_path), "--checkpoint-every", "1", "--steps", "100000", *processes]
+    process = _start(*words, "--out", str(out))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step ") and (out / "checkpoint").exists():
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    saved, command = errors.splitlines()[-2:]
+    names = [out / name for name in ("checkpoint", "checkpoint.previous")]
+    folder = next(folder for folder in names if folder.exists())
+    latest = json.loads((folder / "run.json").read_text())
+    assert saved == f"step {latest['step']} is saved; go on with"
+    assert "Traceback" not in errors
+    start, *again = shlex.split(command)
+    assert (start, again[0]) == ("python", PROGRAM)
+    options = parse(again[1:])
+    assert (options.goes_on_in_place, options.done) == (True, latest["step"])
+    assert (options.steps, options.reference) == (100000, "--reference" in words)
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    process = _start(
+        *_tiny(tmp_path), "--reference", "--steps", "99999", "--out", str(tmp_path / "out")
+    )
+    assert process.stdout is not None
+    assert any(line == f"writing to {tmp_path / 'out'}\n" for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    said = f"no checkpoint was saved in {tmp_path / 'out'}\n"
+    assert (process.returncode, errors) == (130, said)
+
+
+@pytest.mark.parametrize("module", ["hp_mesh", "hp_cp"])
+def test_ctrl_c_while_modules_are_imported_prints_nothing(tmp_path: Path, module: str) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = _start("--procs", "2", "--out", str(tmp_path / "out"), PYTHONPATH=path)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
