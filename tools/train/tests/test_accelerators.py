@@ -36,8 +36,10 @@ def test_the_log_and_the_summary_have_the_share_of_the_peak_of_all_processes(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     words = ["--device", "cuda", "--procs", "2", "--dtype", "bfloat16", "--out", str(tmp_path)]
     report = Report(parse(words))
-    numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1, "eval_loss": None}
-    report.step(StepResult(step=1, samples=8, tokens=2048, seconds=0.5, **numbers), 0, {})
+    numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1}
+    report.step(
+        StepResult(step=1, samples=8, tokens=2048, seconds=0.5, eval_loss=None, **numbers), 0, {}
+    )
     report.finish()
     summary = json.loads((tmp_path / "summary.json").read_text())
     (step,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
@@ -47,7 +49,9 @@ def test_the_log_and_the_summary_have_the_share_of_the_peak_of_all_processes(
 
 def test_a_run_on_cpus_has_no_peak(tmp_path: Path) -> None:
     report = Report(parse(["--procs", "1", "--out", str(tmp_path)]))
-    numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1, "eval_loss": None}
-    report.step(StepResult(step=1, samples=8, tokens=2048, seconds=0.5, **numbers), 0, {})
+    numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1}
+    report.step(
+        StepResult(step=1, samples=8, tokens=2048, seconds=0.5, eval_loss=None, **numbers), 0, {}
+    )
     report.finish()
     assert json.loads((tmp_path / "summary.json").read_text())["mfu"] is None
