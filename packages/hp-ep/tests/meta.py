@@ -1,16 +1,16 @@
 """The meta device: it holds no values, and whoever reads one is found out."""
 
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from rank_pool.fake_cuda import ShapeCollectives
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Collectives
 
 META = torch.device("meta")
 
@@ -75,42 +75,4 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class _Shapes:
-    """`Collectives` of the meta device: shapes and nothing else."""
-
-    def all_to_all(
-        self,
-        axis: Axis,
-        input: Tensor,
-        send_splits: Sequence[int] | None = None,
-        receive_splits: Sequence[int] | None = None,
-        output: Tensor | None = None,
-    ) -> Work:
-        rows = input.shape[0] if receive_splits is None else sum(receive_splits)
-        return _Done([input.new_empty(rows, *input.shape[1:])])
-
-    def all_gather(self, axis: Axis, inputs: Any, outputs: Any = None) -> Work:
-        raise AssertionError
-
-    def reduce_scatter(self, axis: Axis, inputs: Any, outputs: Any = None, op: Any = "sum") -> Work:
-        raise AssertionError
-
-    def all_reduce(self, axis: Axis, tensors: Any, op: Any = "sum") -> Work:
-        return _Done(list(tensors))
-
-    def send_recv(self, axis: Axis, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Work:
-        raise AssertionError
-
-    def broadcast(self, axis: Axis, tensors: Any, source: int = 0) -> Work:
-        raise AssertionError
-
-
-class _Done:
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def wait(self) -> list[Tensor]:
-        return self._outputs
-
-
-SHAPES: Collectives = _Shapes()
+SHAPES: Collectives = ShapeCollectives()
