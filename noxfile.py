@@ -281,13 +281,16 @@ def long(session: nox.Session) -> None:
     a wrapper (in place); of checkpoints, optimizers, and weights that are kept while they are
     written to, the other half of the combinations. Of hp-ep: inductor in float64, in bfloat16 and
     over ranks (in float32 on one).
-    Then the GPU checks on CPUs, which show that they run, and all tests of all copies of packages,
-    of which `vendor` runs a hundredth.
+    Then the tests on ranks of all packages with NCCL's rules (one case of those marked ``nccl``
+    always runs), the GPU checks on CPUs, which show that they run, and all tests of all copies of
+    packages, of which `vendor` runs a hundredth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
     nothing_marked = 5  # pytest's exit code
     for folder in (*(f"packages/{package}/tests" for package in PACKAGES), "tests-integration"):
         session.run("pytest", folder, "-m", "long", success_codes=[0, nothing_marked])
+    for package in PACKAGES:
+        session.run("pytest", f"packages/{package}/tests", "--like-nccl", "all")
     results = Path(session.create_tmp()) / "gpu_check"
     shutil.rmtree(results, ignore_errors=True)
     session.run("python", "tools/gpu_check.py", str(results), "--device", "cpu")

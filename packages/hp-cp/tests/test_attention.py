@@ -177,6 +177,7 @@ def root_mean_square(difference: Tensor) -> float:
     return difference.double().square().mean().sqrt().item()
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
 def test_ulysses_is_bitwise_one_process(ranks: Any, n: int, dtype: torch.dtype) -> None:

@@ -45,6 +45,7 @@ def other_dims(
     return [x.permute(order) for x in with_gradients(out, local, grad)]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize(("seq_dim", "head_dim"), [(1, 2), (0, 2), (0, 1)])
 def test_any_order_of_dims_and_any_scale(

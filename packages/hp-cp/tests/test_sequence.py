@@ -108,6 +108,7 @@ def cut_and_join(rank: int, layout: Layout, seq_len: int) -> tuple[Any, Any]:
     return mine, unshard_sequence(mine, mesh, layout, 1, seq_len=seq_len)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("seq_len", [8, 7])
 def test_trees_go_there_and_back_on_gloo(ranks: Any, layout: Layout, seq_len: int) -> None:

@@ -108,6 +108,7 @@ def test_every_mode_gives_the_single_process_result_and_receives_the_planned_byt
             }
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", [PerDocument(), Greedy(2), Zigzag()], ids=repr)
 @pytest.mark.parametrize("degree", [None, 1, 2])
 def test_packed_documents_go_through_the_style(ranks: Any, degree: int | None, layout: Any) -> None:

@@ -174,6 +174,7 @@ def partial_gradients(rank: int) -> list[tuple[Tensor, int]]:
     return results
 
 
+@pytest.mark.nccl
 def test_gradients_said_to_be_partial_are_reduced_in_one_collective(ranks: Pools) -> None:
     total = torch.stack([whole((6, 2), 1 + rank) for rank in range(4)]).sum(0)
     for rank, (rows, everything) in enumerate(ranks(4).run(partial_gradients)):

@@ -229,6 +229,7 @@ def in_a_row(rank: int) -> list[Tensor | None]:
     return [result, local_gradient(x)]
 
 
+@pytest.mark.nccl
 def test_gradients_pass_through_meshes_in_a_row(ranks: Pools) -> None:
     full = whole(SHAPE, 1)
     for rank, (result, grad) in enumerate(ranks(WORLD).run(in_a_row)):
@@ -286,6 +287,7 @@ def ragged(rank: int) -> list[tuple[Tensor | None, str, Tensor | None]]:
     return results
 
 
+@pytest.mark.nccl
 def test_ragged_tensors_come_and_go_with_their_gradients(ranks: Pools) -> None:
     for rank, results in enumerate(ranks(WORLD).run(ragged)):
         for (source, target), (local, kind, grad) in zip(RAGGED, results, strict=True):

@@ -55,6 +55,7 @@ def calls(rank: int) -> list[tuple[str, bool, Tensor]]:
     return [(str(y.placements), y.device_mesh is own, y.full_tensor()) for y in results]
 
 
+@pytest.mark.nccl
 def test_a_mesh_before_the_placements_is_torchs_call(ranks: Pools) -> None:
     one, line = str((theirs.Shard(1), theirs.Replicate())), str((theirs.Shard(1),))
     whole = str((theirs.Replicate(), theirs.Replicate()))

@@ -296,6 +296,7 @@ def own_message(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> Non
     checked.send_recv(axis, sends, {to: torch.empty(2) for to in (0, 1)}).wait()
 
 
+@pytest.mark.nccl
 def test_what_a_rank_alone_sends_itself_wrong_is_an_error_on_its_peers_too(ranks: Ranks) -> None:
     for text in ranks(2).run(errors, own_message, 2):
         assert "rank 1 sends itself float32 [3] over tp and receives float32 [2]" in text

@@ -395,6 +395,7 @@ def test_simulated_collectives_give_the_definition(program: Program, n: int) -> 
     )
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("n", [2, 4])
 def test_torch_collectives_give_the_definition(ranks: Callable[[int], RankPool], n: int) -> None:
     for program in PROGRAMS:
@@ -423,6 +424,7 @@ def prepared(rank: int, n: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_is_prepared_communicates_each_time_that_it_is_started(
@@ -979,6 +981,7 @@ def by_a_registered_name(rank: int) -> tuple[str, list[Tensor]]:
     return _backend(group, torch.device("cpu")), [*gathered, *mean]
 
 
+@pytest.mark.gloo
 def test_a_group_by_a_registered_name_is_served_as_its_backend_is(
     ranks: Callable[[int], RankPool],
 ) -> None:

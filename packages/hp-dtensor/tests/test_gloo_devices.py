@@ -17,6 +17,7 @@ from hp_dtensor import Axis, TorchCollectives
 from .accelerator import OnAccelerator, recorded
 
 Ranks = Callable[[int], RankPool]
+pytestmark = pytest.mark.gloo
 CASES: dict[str, Callable[[int], list[Tensor]]] = {
     "one": lambda rank: [torch.full((3,), float(rank))],
     "two dtypes": lambda rank: [torch.full((3,), float(rank)), torch.full((2, 2), rank)],

@@ -90,6 +90,7 @@ def swapped(rank: int, flat: bool) -> tuple[Tensor, list[str], list[str], str]:
     return y.to_local(), list(collectives.by_axis), kinds, plan.note if plan else ""
 
 
+@pytest.mark.nccl
 def test_a_direct_plan_uses_the_flattened_group_of_a_mesh_smaller_than_the_world(
     ranks: Pools,
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_direct_plan_uses_the_flattened_group_of_a_mesh_smaller_than_the_world
     assert results[4][1] == []
 
 
+@pytest.mark.nccl
 def test_without_such_a_group_it_goes_axis_by_axis_and_the_plan_says_so(ranks: Pools) -> None:
     for rank, (local, axes, kinds, note) in enumerate(ranks(WORLD).run(swapped, False)[:4]):
         assert torch.equal(local, part(rank, (S1, S0)))

@@ -117,6 +117,7 @@ def from_another_source(rank: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.nccl
 def test_the_source_is_a_coordinate_on_every_axis(ranks: Pools) -> None:
     """Coordinate 1 of each axis: rank 1 of a line, the last rank of a square."""
     for found in ranks(4).run(from_another_source):

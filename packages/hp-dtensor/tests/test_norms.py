@@ -80,6 +80,7 @@ def clipped(rank: int, order: float) -> tuple[Tensor, list[Tensor], int]:
     return norm, after, sum(traffic.calls for traffic in collectives.by_axis.values())
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("order", ORDERS)
 def test_norm_and_gradients_equal_those_of_one_process(ranks: Pools, order: float) -> None:
     alone = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients()]

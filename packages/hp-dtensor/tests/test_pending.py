@@ -100,6 +100,7 @@ def both(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> A
     return kinds, locals_[0], locals_[1], grads[0], grads[1], again
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("kinds", WAYS, ids="+".join)
 def test_every_kind_of_plan_can_be_waited_for(ranks: Pools, kinds: tuple[str, ...]) -> None:
     source, target, shape = WAYS[kinds]
@@ -149,6 +150,7 @@ def ragged(rank: int) -> tuple[Tensor, Tensor]:
     return runs.to_local().detach(), back.to_local().detach()
 
 
+@pytest.mark.nccl
 def test_ragged_runs_can_be_waited_for_both_ways(ranks: Pools) -> None:
     full = torch.arange(12, dtype=torch.float64).view(6, 2)
     starts = (0, 1, 1, 4, 6)

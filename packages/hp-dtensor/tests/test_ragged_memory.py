@@ -87,6 +87,7 @@ def replaced(rank: int) -> tuple[Tensor, Tensor]:
     return x.to_local().detach(), y.to_local()
 
 
+@pytest.mark.nccl
 def test_data_is_shared_with_what_it_was_set_to(ranks: Pools) -> None:
     for rank, (mine, given) in enumerate(ranks(4).run(replaced)):
         assert torch.equal(mine, 2 * part_of(whole(UNEVEN.shape, 2), UNEVEN, rank))

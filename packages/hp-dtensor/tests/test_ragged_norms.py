@@ -36,6 +36,7 @@ def clipped(rank: int, world: int, order: float) -> tuple[Tensor, list[Tensor], 
     return norm, parts, plain.grad, sum(traffic.calls for traffic in collectives.by_axis.values())
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
 def test_norm_and_gradients_equal_those_of_one_process(

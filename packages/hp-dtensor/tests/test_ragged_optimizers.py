@@ -119,6 +119,7 @@ def test_steps_are_bitwise_those_of_one_process_on_the_same_elements(
                 assert kind is (Tensor if place == 1 or key in SCALARS else RaggedTensor)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parts_of_a_step_are_parts_of_the_step_on_the_whole(ranks: Pools, name: str) -> None:
     first, _, *rest = trained(*inputs(4, lambda full, case: full), OPTIMIZERS[name])

@@ -213,6 +213,7 @@ def adjoint(rank: int, batch: list[Case]) -> list[tuple[float, float, Tensor, bo
     return results
 
 
+@pytest.mark.nccl
 @settings(deadline=None, max_examples=3)
 @given(batch=st.lists(cases(mesh=(2, 2)), min_size=BATCH, max_size=BATCH))
 def test_backward_is_the_adjoint_and_has_the_layout_of_the_input(
@@ -302,6 +303,7 @@ def linear(rank: int) -> tuple[Tensor, Tensor]:
     return scattered(2 * a + 3 * b), 2 * scattered(a) + 3 * scattered(b)
 
 
+@pytest.mark.nccl
 def test_reduction_is_linear_in_the_partial_values(ranks: Pools) -> None:
     for together, apart in ranks(4).run(linear):
         assert torch.equal(together, apart)

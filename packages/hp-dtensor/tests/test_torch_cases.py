@@ -456,6 +456,7 @@ def partial_gradients(rank: int, torchs: bool) -> tuple[Tensor, int, int]:
     return cast(DTensor, x.grad).to_local(), calls, calls_of(backward_mode, recorder)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("torchs", [True, False])
 def test_a_partial_gradient_is_summed_in_one_collective(ranks: Pools, torchs: bool) -> None:
     for grad, *calls in ranks(4).run(partial_gradients, torchs):

@@ -110,6 +110,7 @@ def test_weights_of_another_dtype_on_one_rank_are_refused_by_all(name: str) -> N
     assert SimulatedWorld(2).run(rank) == [WIDE] * 2
 
 
+@pytest.mark.nccl
 def test_real_ranks_refuse_weights_of_another_dtype_together(ranks: Any) -> None:
     assert ranks(2).run(_wide_weights_on_gloo) == [[WIDE] * len(OVER_RANKS)] * 2
 

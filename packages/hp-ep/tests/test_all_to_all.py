@@ -41,6 +41,7 @@ def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_real_ranks_equal_the_dense_layer(ranks: Any, name: str) -> None:
     routing = ROUTINGS[name]

@@ -77,6 +77,7 @@ def _clipped(
     return found
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("kind", "efsdp", "order", "dim"),
     [

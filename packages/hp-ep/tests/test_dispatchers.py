@@ -163,6 +163,7 @@ def _on_gloo(rank: int, size: int) -> dict[str, Result]:
     }
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("size", [2, 4])
 def test_real_ranks_equal_the_dense_layer(ranks: Any, size: int) -> None:
     results = ranks(size).run(_on_gloo, size)

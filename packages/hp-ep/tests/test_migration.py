@@ -118,6 +118,7 @@ def _both(rank: int, size: int, etp: int, replicas: int, efsdp: int, kind: str) 
     return [_train(rank, size, etp, replicas, moves, efsdp, kind) for moves in (False, True)]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("kind", ["sgd", "large eps", "adamw"])
 @pytest.mark.parametrize(
     ("size", "etp", "replicas", "efsdp"),

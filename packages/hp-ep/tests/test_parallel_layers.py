@@ -112,6 +112,7 @@ def _steps(rank: int, size: int, chunks: int) -> list[dict[str, Tensor]]:
     return [_step(rank, case, chunks) for case in _cases(size)]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_dispatcher_and_split_equals_one_process(ranks: Any, size: int, chunks: int) -> None:

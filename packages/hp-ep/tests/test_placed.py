@@ -93,6 +93,7 @@ def _on_gloo(me: int, size: int) -> dict[str, Result]:
     }
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("size", [2, 4])
 def test_replicas_on_real_ranks_change_nothing_but_the_load(ranks: Any, size: int) -> None:
     results = ranks(size).run(_on_gloo, size)

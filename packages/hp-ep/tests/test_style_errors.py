@@ -242,6 +242,7 @@ def _accepted_axes(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.nccl
 def test_no_axes_some_axes_or_a_mesh_may_split_the_tokens(ranks: Any) -> None:
     assert ranks(2).run(_accepted_axes) == [[[], ["ep"], ["ep"]]] * 2
 

@@ -84,6 +84,7 @@ def _layer_step(rank: int, counts: list[int], recompute: bool) -> dict[str, Tens
     return _result(layer, _tokens(counts)[rank])
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("counts", [[3, 5], [4, 0], [0, 0], [2, 7, 0, 1]], ids=str)
 def test_a_layer_over_ranks_equals_one_process(

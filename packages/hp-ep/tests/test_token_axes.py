@@ -238,6 +238,7 @@ def _twice(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.nccl
 def test_inputs_are_compared_until_they_are_cut_once(ranks: Any) -> None:
     for texts in ranks(2).run(_twice):
         assert [text[:17] for text in texts] == ["the same 6 tokens"] * 2 + ["taken"] * 2

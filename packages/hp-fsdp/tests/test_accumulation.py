@@ -47,6 +47,7 @@ def accumulate(rank: int, shape: tuple[int, ...], how: str) -> tuple[Gradients, 
     return gradients(model), seen
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("how", ["sharded", "zeros", "unsharded", "setter"])
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=["fsdp", "ddp", "hsdp"])
 def test_gradients_of_three_backwards_add_up(
@@ -68,6 +69,7 @@ def keep_old(rank: int) -> bool:
     return all(bool((gradient.to_local() == copy).all()) for gradient, copy in kept)
 
 
+@pytest.mark.nccl
 def test_gradients_that_someone_keeps_are_not_overwritten(ranks: Ranks) -> None:
     assert ranks(2).run(keep_old) == [True, True]
 

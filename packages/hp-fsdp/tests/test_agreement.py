@@ -151,6 +151,7 @@ def compared(rank: int, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return recorded, profiled
 
 
+@pytest.mark.nccl
 def test_it_costs_one_small_gather_per_act_of_a_unit_and_axis_in_the_first_step(
     ranks: Ranks,
 ) -> None:
@@ -218,6 +219,7 @@ def named_as_a_fact(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nccl
 def test_a_parameter_of_any_name_is_compared(ranks: Ranks) -> None:
     for said in ranks(2).run(named_as_a_fact):
         assert "layout: shape (4,) cut along dim 0, trains on rank 0" in said

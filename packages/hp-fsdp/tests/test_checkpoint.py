@@ -157,5 +157,6 @@ def one_place(rank: int) -> bool:
     return in_one_run(model.blocks[0].parameters())
 
 
+@pytest.mark.nccl
 def test_optimizer_steps_write_to_the_flat_shard(ranks: Ranks) -> None:
     assert ranks(2).run(one_place) == [True, True]

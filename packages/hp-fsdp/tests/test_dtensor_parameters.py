@@ -346,6 +346,7 @@ def marked(rank: int, layout: Any) -> list[tuple[int, ...]]:
     return [getattr(parameter, "repeated_rows", ()) for parameter in model.parameters()]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 def test_sharded_parameters_repeat_the_rows_of_the_original_ones(ranks: Ranks, layout: str) -> None:
     for found in ranks(2).run(marked, layout):

@@ -197,6 +197,7 @@ def lost_reductions(rank: int, kind: str, when: str) -> list[float]:
     return seen
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_the_step_after_a_lost_reduction_is_right(ranks: Ranks, kind: str, when: str) -> None:
@@ -639,7 +640,10 @@ def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("mode", EVERYWHERE)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=pytest.mark.gloo) if "ring" in m else m for m in EVERYWHERE],
+)
 def test_an_exception_at_any_call_leaves_no_wrong_weight_and_a_right_next_step(
     ranks: Ranks, mode: str, stride: int
 ) -> None:

@@ -118,6 +118,7 @@ def without_bias(kind: str) -> Gradients:
     return {name: gradient / 2 for name, gradient in gradients(plain).items()}
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_of_model_gets_its_gradients(ranks: Ranks, kind: str, mode: Any) -> None:
@@ -156,6 +157,7 @@ def mixed(rank: int, mode: Any) -> tuple[Gradients, Gradients]:
     return found[0], found[1]
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("mode", MODES)
 def test_microbatches_add_up_in_the_dtype_of_the_reduction(ranks: Ranks, mode: Any) -> None:
     for found, expected in ranks(2).run(mixed, mode):
@@ -285,6 +287,7 @@ def ringed(rank: int, slots: int, mode: Any) -> dict[str, Any]:
     return {"counts": counts, "found": found}
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("mode", ["copy", "fused"])
 def test_a_ring_allocates_nothing_for_its_units(ranks: Ranks, mode: Any) -> None:
     for result in ranks(2).run(ringed, 2, mode):
@@ -452,6 +455,7 @@ def refused_late(rank: int) -> tuple[str, list[str], list[str]]:
     return said, left, [p.name for each in report.groups for p in each.parameters if p.fused]
 
 
+@pytest.mark.nccl
 def test_a_call_that_is_refused_leaves_no_fused_products(ranks: Ranks) -> None:
     for said, left, fused in ranks(2).run(refused_late):
         assert "rows of 2.weight are a Tensor without" in said

@@ -68,6 +68,7 @@ def per_unit(rank: int, options: dict[str, Any]) -> float:
     return (sharded - plain) / (many - few)
 
 
+@pytest.mark.gloo  # whose calls are counted
 @pytest.mark.parametrize(
     ("options", "most"), [({}, 195), ({"layout": "ragged"}, 198)], ids=["exact", "ragged"]
 )

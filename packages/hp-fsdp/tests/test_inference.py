@@ -235,6 +235,7 @@ def stepped_under_way(rank: int) -> bool:
     return torch.equal(block.up.weight, expected)
 
 
+@pytest.mark.nccl
 def test_a_gather_that_was_under_way_during_a_write_is_made_again(ranks: Ranks) -> None:
     assert all(ranks(2).run(stepped_under_way))
 

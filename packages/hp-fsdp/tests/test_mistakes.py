@@ -231,6 +231,7 @@ def ignored(rank: int, order: str, layout: Any) -> Gradients:
     return {name.replace("module.", ""): g for name, g in gradients(model).items()}
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("order", ["torch's root", "torch's block", "DistributedDataParallel"])
 def test_each_kind_may_ignore_the_parameters_of_the_other(

@@ -323,6 +323,7 @@ def changed_state(
     return parameters(model), moments(optimizer, model)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 @pytest.mark.parametrize("change", CHANGES)

@@ -222,6 +222,7 @@ def of_unequal_size(rank: int, case: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.gloo  # which ends with an error where messages have unequal sizes
 @pytest.mark.parametrize("case", list(UNEQUAL))
 def test_units_of_unequal_size_end_with_an_error_at_the_timeout(ranks: Ranks, case: str) -> None:
     said = ranks(2).run(of_unequal_size, case)
@@ -341,6 +342,7 @@ def on_an_accelerator(rank: int, difference: str) -> tuple[str, int]:
     return "", -1
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("difference", ["gathered", "reduced"])
 def test_on_accelerators_the_next_forward_says_which_gradients_are_wrong(
     ranks: Ranks, difference: str
@@ -544,6 +546,7 @@ def saved_at_once(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nccl
 def test_a_mix_up_in_the_last_step_is_not_saved(ranks: Ranks) -> None:
     said = ranks(2).run(saved_at_once)
     assert said[0] == said[1]
@@ -582,6 +585,7 @@ def reversed_blocks(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.gloo
 def test_reversed_ragged_blocks_end_with_an_error_at_the_timeout(ranks: Ranks) -> None:
     said = ranks(2).run(reversed_blocks)
     assert said[0] == said[1]

@@ -156,6 +156,7 @@ def test_gradients_of_a_schedule_equal_one_process(ranks: Ranks, name: str, opti
     assert seen == expected[0].keys()
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("name", "options"),
     [

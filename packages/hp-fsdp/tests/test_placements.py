@@ -191,6 +191,7 @@ def cut_unevenly(rank: int) -> list[Any]:
     return found
 
 
+@pytest.mark.nccl
 def test_ranks_decide_alike_where_other_axes_cut_unevenly(ranks: Ranks) -> None:
     found = ranks(4).run(cut_unevenly)
     assert all(each == found[0] for each in found)

@@ -236,6 +236,7 @@ def fp16_sum(rank: int) -> Tensor:
     return full(model.weight.grad)
 
 
+@pytest.mark.nccl
 def test_a_mean_in_float16_does_not_overflow(ranks: Ranks) -> None:
     for found in ranks(4).run(fp16_sum):
         assert torch.equal(found, torch.full((4, 2), 30000.0).half().float())

@@ -76,6 +76,7 @@ def stepped(rank: int, shape: tuple[int, ...], rows: bool, reshard: Any) -> dict
     }
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(
     ("shape", "reshard"), [((1,), None), ((2,), None), ((4,), True), ((4,), 2), ((2, 2), False)]

@@ -66,6 +66,7 @@ def failing_step(rank: int, where: str, warm: bool) -> tuple[Gradients, bool]:
     return gradients(model), clean and refused
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("warm", [False, True])
 def test_after_reset_the_next_step_is_clean(ranks: Ranks, where: str, warm: bool) -> None:
@@ -186,6 +187,7 @@ def gathers_of_unsharded(rank: int) -> tuple[int, int]:
     return record.by_axis["fsdp"].calls, len(list(model.blocks))
 
 
+@pytest.mark.nccl
 def test_what_the_user_unsharded_is_not_gathered_again(ranks: Ranks) -> None:
     for calls, blocks in ranks(2).run(gathers_of_unsharded):
         assert calls == blocks
@@ -301,6 +303,7 @@ def assigned(rank: int, what: str) -> dict[str, Any]:
     return {"message": message, "same": same, "gradients": gradients(model)}
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("what", ["dtype", "placement", "mesh", "plain"])
 def test_an_assigned_parameter_that_does_not_fit_is_refused_by_name(
     ranks: Ranks, what: str
@@ -359,6 +362,7 @@ def removed(rank: int, how: str, ran: bool, layout: str) -> tuple[list[str], int
     return said, calls, gradients(model)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("ran", [False, True])
 @pytest.mark.parametrize(
     ("how", "layout"), [*((how, "exact") for how in REMOVALS), ("None", "ragged")]

@@ -171,6 +171,7 @@ def no_input(rank: int) -> tuple[Gradients, bool]:
     return gradients(model), isinstance(handle, UnshardHandle)
 
 
+@pytest.mark.nccl
 def test_a_root_may_take_no_input_and_a_unit_have_no_parameters(ranks: Ranks) -> None:
     plain = make(NoInput)
     for rank in range(2):

@@ -46,6 +46,7 @@ def one_step(
     return gradients(model)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     "shape",
     [(1, 2), (2, 1), (2,), (4,), (2, 2), (4, 1), (1, 4)],
@@ -85,6 +86,7 @@ def train(rank: int, theirs: bool) -> tuple[list[Gradients], Gradients]:
     return seen, parameters(model)
 
 
+@pytest.mark.nccl
 def test_three_steps_are_bitwise_those_of_torch_on_two_ranks(ranks: Ranks) -> None:
     ours, theirs = ranks(2).run(train, False), ranks(2).run(train, True)
     for (our_steps, our_end), (their_steps, their_end) in zip(ours, theirs, strict=True):
@@ -173,6 +175,7 @@ def repeated_steps(rank: int) -> list[Gradients]:
     return seen
 
 
+@pytest.mark.nccl
 def test_a_block_called_twice_gets_both_gradients(ranks: Ranks) -> None:
     expected = reference(2, Repeated)
     for steps in ranks(2).run(repeated_steps):

@@ -141,6 +141,7 @@ def by_backend(rank: int) -> dict[str, tuple[bool, ...]]:
     return found
 
 
+@pytest.mark.gloo
 def test_the_threshold_is_that_of_the_backend_unless_it_is_given(ranks: Ranks) -> None:
     for found in ranks(2).run(by_backend):
         assert found["as measured"] == (True, True)

@@ -64,6 +64,7 @@ def classes(rank: int, by: str) -> dict[str, bool]:
     }
 
 
+@pytest.mark.nccl
 def test_a_sharded_module_has_both_classes_and_its_children_stay(ranks: Ranks, by: str) -> None:
     for facts in ranks(2).run(classes, by):
         assert all(facts.values()), facts
@@ -237,6 +238,7 @@ def contiguous(rank: int, by: str) -> dict[str, bool]:
     return seen
 
 
+@pytest.mark.nccl
 def test_what_is_cut_elsewhere_is_contiguous_everywhere(ranks: Ranks, by: str) -> None:
     for seen in ranks(4).run(contiguous, by):
         assert len(seen) == 10
@@ -467,6 +469,7 @@ def two_without_head(rank: int, by: str) -> tuple[Gradients, list[str]]:
     return gradients(model), [name for name, p in model.named_parameters() if p.grad is None]
 
 
+@pytest.mark.nccl
 def test_two_forwards_without_a_head_share_a_backward(ranks: Ranks, by: str) -> None:
     plain = make(Chunks)
     for rank in range(2):
@@ -555,6 +558,7 @@ def preferred(rank: int, by: str, how: str, option: bool, prefetch: bool) -> Gra
     return gradients(model)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("how", ["itself", "composable, before", "composable, after"])
 @pytest.mark.parametrize(("option", "prefetch"), [(False, False), (True, False), (True, True)])
 def test_two_recomputed_forwards_of_nested_units_share_a_backward(
@@ -801,6 +805,7 @@ def interleaved(rank: int, by: str, option: bool) -> list[Gradients]:
     return seen
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("option", [True, False])
 def test_frozen_blocks_between_others_are_thawed_later(ranks: Ranks, by: str, option: bool) -> None:
     plain = make(Mlps)
@@ -1304,6 +1309,7 @@ def leaf_by_leaf(rank: int, by: str) -> Gradients:
     return gradients(model)
 
 
+@pytest.mark.nccl
 def test_modules_may_get_memory_one_by_one(ranks: Ranks, by: str) -> None:
     plain = make(Mlps)
     for rank in range(2):
@@ -1395,6 +1401,7 @@ def beside_newer_replicate(rank: int, by: str) -> Gradients:
     return gradients(model)
 
 
+@pytest.mark.nccl
 def test_what_the_newer_replicate_has_is_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
     for found in ranks(2).run(beside_newer_replicate, by):
         assert worst(found, reference(2)) < 1e-12

@@ -267,7 +267,7 @@ class Waiting(nn.Module):
 
     def forward(self, found: list[tuple[Tensor, Any]]) -> Tensor:
         """Return the sum of all parts."""
-        total = found[0][0] * 0
+        total = torch.zeros_like(found[0][0])
         for part, (x, work) in zip(self.parts, found, strict=True):
             work.wait()
             total = total + part(x)
@@ -611,6 +611,7 @@ def prefetching(rank: int, by: str, shape: tuple[int, ...]) -> list[Gradients]:
     return seen
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
 def test_prefetch_by_hand_changes_no_gradient(
     ranks: Ranks, by: str, shape: tuple[int, ...]
@@ -658,6 +659,7 @@ def with_buffers(rank: int, by: str, shape: tuple[int, ...], option: bool, most:
     return {**gradients(model), **{f"{n} after": v for n, v in parameters(model).items()}}
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("option", [True, RARE])
 def test_the_number_of_packed_gradients_changes_no_bit(

@@ -156,6 +156,7 @@ def test_a_step_copies_the_gradients_and_the_packed_parameters(ranks: Ranks) -> 
     assert ranks(2).run(copied, (2,), "fsdp") == [gradients + packed] * 2
 
 
+@pytest.mark.nccl
 def test_one_rank_copies_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(copied, (2, 1), "fsdp") == [0, 0]
 

@@ -244,6 +244,7 @@ def hooked(rank: int, layout: str) -> tuple[list[bool], list[str], bool]:
     return kept, [str(value) for _, value in seen if value == 1.0], zero and fits and bool(seen)
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("layout", ["copy", "ragged"])
 def test_hooks_on_the_reduction_do_not_see_it(ranks: Ranks, layout: str) -> None:
     expected = [name.startswith(("a.", "b.", "down", "table")) for name, _ in named(Branches())]

@@ -159,6 +159,7 @@ def frozen_before(rank: int) -> list[str]:
     return said_by(lambda: chunked(model, input_of(rank)).backward())
 
 
+@pytest.mark.nccl
 def test_parameters_that_were_frozen_warn_once_they_train(ranks: Ranks) -> None:
     for said in ranks(2).run(frozen_before):
         assert len(said) == 1

@@ -198,6 +198,7 @@ def train_experts(rank: int, dims: ParallelDims, folder: str) -> tuple[Tensor, b
     return gradient, torch.equal(full(others.weight), expert_weight())
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     "dims",
     [

@@ -56,6 +56,7 @@ def reduce_one_hot_ranks(rank: int, dims: ParallelDims) -> dict[str, list[int]]:
     return members
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("dims", CONFIGURATIONS, ids=ParallelDims.summary)
 def test_an_all_reduce_on_every_name_reaches_its_ranks(ranks: Pool, dims: ParallelDims) -> None:
     layout = dims.resolve(4).layout()
@@ -339,6 +340,7 @@ def build_with_one_topology(rank: int) -> str:
     return "built"
 
 
+@pytest.mark.nccl
 def test_ranks_that_differ_in_topology_all_raise(ranks: Pool) -> None:
     for message in ranks(4).run(build_with_one_topology):
         assert message.startswith(

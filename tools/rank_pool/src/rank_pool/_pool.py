@@ -39,11 +39,13 @@ class RankPool:
 
     They are forked from a server that has imported torch and done nothing else: a rank starts in
     milliseconds where an interpreter that imports torch takes seconds. The server and the modules
-    that it has imported are shared by all pools of this process.
+    that it has imported are shared by all pools of this process. With ``like_nccl`` their groups
+    follow the rules of `rank_pool.nccl`.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, like_nccl: bool = False) -> None:
         self.world_size = world_size
+        self._like_nccl = like_nccl
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._store: Any = None
@@ -109,7 +111,9 @@ class RankPool:
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, self.world_size, self._store.port, theirs), daemon=True
+                target=serve,
+                args=(rank, self.world_size, self._store.port, theirs, self._like_nccl),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from . import nccl
 from ._gloo import avoid_coalesced_gathers, share_one_device
 
 LOOPBACK = "127.0.0.1"
 
 
-def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def serve(rank: int, world_size: int, port: int, pipe: Connection, like_nccl: bool = False) -> None:
     """Be ``rank`` of ``world_size``; receive pickled ``(function, args)`` and send back results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # what the server has imported is not garbage, and takes long to go through
@@ -28,6 +29,8 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     share_one_device()
     store = TCPStore(LOOPBACK, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if like_nccl:
+        nccl.install()
     while (message := pipe.recv_bytes()) != b"":
         try:
             function, args = map(pickle.loads, pickle.loads(message))
