@@ -132,7 +132,6 @@ def attend_all(rank: int) -> list[list[Tensor]]:
     return [on_rank(case, rank, cp_mesh(2), TorchCollectives()) for case in REAL]
 
 
-@pytest.mark.nccl
 def test_real_ranks_equal_the_definition(ranks: Any) -> None:
     for case, *per_rank in zip(REAL, *ranks(2).run(attend_all), strict=True):
         check(case, per_rank)

@@ -76,7 +76,7 @@ def mesh_of(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 
 def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     """Shard every block, then the root; what has 256 bytes and divides is gathered directly."""
-    table = mock.patch.object(_offsets, "DIRECT_BYTES_OF", {})
+    table: Any = mock.patch.object(_offsets, "DIRECT_BYTES_OF", {})
     with mock.patch.object(_offsets, "DIRECT_BYTES", 256), table:
         for block in model.blocks:
             fully_shard(block, mesh, **options)

@@ -151,7 +151,6 @@ def compared(rank: int, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return recorded, profiled
 
 
-@pytest.mark.nccl
 def test_it_costs_one_small_gather_per_act_of_a_unit_and_axis_in_the_first_step(
     ranks: Ranks,
 ) -> None:

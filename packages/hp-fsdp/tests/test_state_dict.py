@@ -103,7 +103,6 @@ def whole(rank: int, shape: tuple[int, ...]) -> tuple[Gradients, Gradients, Any]
     return found, trained, list(state)
 
 
-@pytest.mark.nccl
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
 def test_a_whole_state_goes_to_rank_0_and_from_there_to_all(
     ranks: Ranks, shape: tuple[int, ...]
