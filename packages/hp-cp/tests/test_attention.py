@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import (
+    Contiguous,
     DoubleRing,
     Layout,
     MaskSpec,
@@ -55,6 +56,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, int, int, int]:
     schedule=st.sampled_from(["gather", "direct", "ring", "double_ring", DoubleRing(1)]),
     keep_kv=st.sampled_from([None, True, False]),
 )
+@example((4, 2, 3, 3), False, (MaskSpec(causal=False), 8), Contiguous(), "gather", None)
 def test_simulated_ranks_equal_dense_attention_with_the_planned_bytes(
     world: tuple[int, int, int, int],
     two_axes: bool,

@@ -149,6 +149,13 @@ def swap_uneven(collectives: Collectives, axis: Axis) -> list[Tensor]:
     return collectives.all_to_all(axis, numbers(me, sum(send), 2), send, receive).wait()
 
 
+def swap_in_pairs(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    """Every rank has rows for itself alone, of a width of its own."""
+    me, n = axis.index, axis.size
+    rows = [3 if peer == me else 0 for peer in range(n)]
+    return collectives.all_to_all(axis, numbers(me, 3, 2 + me), rows, rows).wait()
+
+
 def send_onwards(collectives: Collectives, axis: Axis) -> list[Tensor]:
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     place = torch.empty(4, dtype=torch.double)
@@ -241,6 +248,7 @@ PROGRAMS: list[Program] = [
     scatter_bool_and_number,
     swap_equal,
     swap_uneven,
+    swap_in_pairs,
     send_onwards,
     send_one_way,
     send_pairs,
@@ -323,6 +331,7 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
         torch.cat([numbers(r, 2 * n, 3)[2 * me : 2 * me + 2] for r in range(n)])
     ],
     swap_uneven: lambda me, n: [torch.cat([uneven_block(r, me, n) for r in range(n)])],
+    swap_in_pairs: lambda me, n: [numbers(me, 3, 2 + me)],
     send_onwards: lambda me, n: [numbers((me - 1) % n, 4)],
     send_one_way: lambda me, n: [numbers(0, 3)] if me == n - 1 else [],
     send_pairs: lambda me, n: [
@@ -497,6 +506,7 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     scatter_bool_and_number: lambda me, n: (n - 1) * 10,
     swap_equal: lambda me, n: (n - 1) * 48,
     swap_uneven: lambda me, n: 16 * sum((r * 3 + me) % 4 for r in range(n) if r != me),
+    swap_in_pairs: lambda me, n: 0,
     send_onwards: lambda me, n: 32,
     send_one_way: lambda me, n: 24 if me == n - 1 else 0,
     send_pairs: lambda me, n: 56,

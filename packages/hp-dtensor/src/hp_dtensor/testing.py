@@ -233,7 +233,11 @@ class SimulatedCollectives:
         blocks = list(input.split(list(send_splits)))
 
         def transpose(posted: list[list[Tensor]]) -> list[list[Tensor]]:
-            return [[torch.cat(blocks)] for blocks in zip(*posted, strict=True)]
+            # As between processes, a rank that sends no rows may have rows of another width.
+            return [
+                [torch.cat([block for block in blocks if len(block)] or [blocks[me]])]
+                for me, blocks in enumerate(zip(*posted, strict=True))
+            ]
 
         def check(result: list[Tensor], posted: list[list[Tensor]]) -> None:
             got = tuple(blocks[axis.index].shape[0] for blocks in posted)
