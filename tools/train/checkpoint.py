@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,8 +27,17 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.futures import Future as TorchFuture
 
+from hp_dtensor.checkpoint import ChecksumError, ChecksumReader
+
 from .loop import Trainer
-from .options import PREVIOUS, RUN_FILE, checkpoints_beside, other_checkpoint
+from .options import (
+    CHECKSUMS_FILE,
+    PREVIOUS,
+    RUN_FILE,
+    checkpoints_beside,
+    checksum_fault,
+    other_checkpoint,
+)
 
 METADATA_FILE = ".metadata"  # of torch's checkpoints
 
@@ -135,10 +145,10 @@ class Checkpoints:
         self._partial.mkdir()  # in the folder of the run, which nobody may have removed
 
     def _take_name(self) -> None:
-        with (self._partial / RUN_FILE).open("w") as file:
-            file.write(json.dumps(self._fields, indent=1))
-            file.flush()
-            os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
+        _write(self._partial / RUN_FILE, json.dumps(self._fields, indent=1))
+        paths = [self._partial / name for name in (RUN_FILE, METADATA_FILE)]
+        checksums = {path.name: zlib.crc32(path.read_bytes()) for path in paths}
+        _write(self._partial / CHECKSUMS_FILE, json.dumps(checksums))
         if (damage := _damage(self._partial)) is not None:
             raise OSError(_rank_of(damage) + damage)
         _sync_folder(self._partial)
@@ -232,7 +242,7 @@ def load(trainer: Trainer, folder: Path) -> None:
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
 
 
-class _Reader(FileSystemReader):
+class _Reader(ChecksumReader):
     """Reads one file after another, so that what raises is known to be of that file."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
@@ -242,6 +252,8 @@ class _Reader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 super().read_data(replace(plan, items=items), planner).wait()
+            except ChecksumError as error:
+                raise CheckpointError(str(error).rpartition(";")[0]) from None
             except Exception as error:  # noqa: BLE001 - what torch's reader raises of any bytes
                 raise CheckpointError(_unreadable(Path(self.path) / name, error)) from None
         done: TorchFuture[None] = TorchFuture()
@@ -250,9 +262,15 @@ class _Reader(FileSystemReader):
 
 
 def _damage(folder: Path) -> str | None:
-    """Return which file is not there or shorter than what was written; read one file only."""
-    path = folder / METADATA_FILE
+    """Return which file is missing, shorter than it was, or damaged; read the small files only.
+
+    `ChecksumReader` checks the tensors when they are read.
+    """
+    path = folder / CHECKSUMS_FILE
     try:
+        for path in (folder / RUN_FILE, folder / METADATA_FILE):
+            if (fault := checksum_fault(path)) is not None:
+                return fault
         needed: dict[str, int] = {}
         for stored in FileSystemReader(folder).read_metadata().storage_data.values():
             end = stored.offset + stored.length
@@ -292,6 +310,13 @@ def free_mebibytes(path: Path) -> int:
     found = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return shutil.disk_usage(found).free // 2**20
 
+
+def _write(path: Path, text: str) -> None:
+    """Write a file to the disk, as torch does with the tensors, before the folder is renamed."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 def _sync_folder(folder: Path) -> None:
     """Let the names in a folder survive a loss of power."""

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ NO_COMPILER = "none"  # in the place of a compiler's name
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
 SUMMARY_FILE = "summary.json"
+CHECKSUMS_FILE = "checksums.json"  # in a checkpoint: CRC-32 of the files that have none inside
 PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
 AUTO = Path("auto")  # in the place of a folder to go on from: the run's own, if it has been saved
 
@@ -249,6 +251,19 @@ def checkpoints_beside(folder: Path) -> list[Path]:
     all_names = [CHECKPOINT, PREVIOUS, *(f"{CHECKPOINT}-{n}" for n in sorted(steps, reverse=True))]
     found = [folder.parent / name for name in all_names]
     return [each for each in found if os.path.isdir(each) and not _same_path(each, folder)]
+
+
+def checksum_fault(path: Path) -> str | None:
+    """Return how a file of a checkpoint differs from its checksum, None if it does not.
+
+    Raises:
+        OSError, ValueError, KeyError: The file or its checksum cannot be read.
+    """
+    expected = json.loads((path.parent / CHECKSUMS_FILE).read_text())[path.name]
+    found = zlib.crc32(path.read_bytes())
+    if found == expected:
+        return None
+    return f"{path} is damaged: its CRC-32 is {found}, {CHECKSUMS_FILE} has {expected}"
 
 
 def other_checkpoint(whole: Sequence[Path]) -> str:
@@ -750,8 +765,13 @@ def _read_fields(path: Path) -> Mapping[str, Any]:
     remedy = f"the checkpoint is damaged; {other_checkpoint(_named_beside(path.parent))}"
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        # A checkpoint without checksums is refused later, when it is loaded.
+        has_checksum = os.path.isfile(path.parent / CHECKSUMS_FILE)
+        fault = checksum_fault(path) if has_checksum else None
+    except (OSError, ValueError, LookupError) as error:
         raise OptionsError(f"{path} cannot be read: {error}; {remedy}") from error
+    if fault is not None:
+        raise OptionsError(f"{fault}; {remedy}")
     top = found if isinstance(found, dict) else {}
     dims = top["dims"] if isinstance(top.get("dims"), dict) else {}
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(top.get(name), kind)]

@@ -1,6 +1,7 @@
 """Checkpoints on one process: what bears the name is whole."""
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from train.config import ModelConfig, TrainConfig
 from train.data import Samples
 from train.loop import Trainer
 from train.model import build_model
-from train.options import PREVIOUS, RUN_FILE
+from train.options import CHECKSUMS_FILE, PREVIOUS, RUN_FILE
 
 TINY = ModelConfig(
     hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2
@@ -183,3 +184,40 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=r"of step 1 was not written .*No such file.* are free; "):
         checkpoints.start(trainer)
     assert not out.exists()
+
+
+def _flipped(path: Path, bit: int) -> Callable[[], object]:
+    """Flip one bit of a file and return what undoes it."""
+    whole = path.read_bytes()
+    content = bytearray(whole)
+    content[bit // 8 % len(whole)] ^= 1 << bit % 8
+    path.write_bytes(content)
+    return lambda: path.write_bytes(whole)
+
+
+def _values(trainer: Trainer) -> list[torch.Tensor]:
+    moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    counts = torch.tensor([trainer.step, trainer.samples])
+    return [x.clone() for x in (*trainer.model.parameters(), *moments, counts)]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", RUN_FILE, CHECKSUMS_FILE])
+def test_a_flipped_bit_never_loads_as_another_number(tmp_path: Path, name: str) -> None:
+    latest = _saved_twice(tmp_path)
+    again = _trainer()
+    load(again, latest)
+    expected, path = _values(again), latest / name
+    refused = 0
+    for bit in random.Random(0).sample(range(8 * path.stat().st_size), 10):
+        undo = _flipped(path, bit)
+        try:
+            load(again, latest)
+        except CheckpointError as error:
+            refused += 1
+            assert str(latest) in str(error)  # noqa: PT017
+        else:
+            assert all(map(torch.equal, _values(again), expected))
+        undo()
+    assert refused >= 3
+    load(again, latest)
+    assert all(map(torch.equal, _values(again), expected))
