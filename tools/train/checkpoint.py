@@ -318,6 +318,7 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
 
+
 def _sync_folder(folder: Path) -> None:
     """Let the names in a folder survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -166,3 +167,26 @@ def waits_twice(rank: int, carrier: SimulatedCollectives) -> int:
 
 def test_a_simulated_collective_that_failed_raises_at_every_wait() -> None:
     assert SimulatedWorld(2).run(waits_twice) == [2, 2]
+
+
+def peer_ends(rank: int, single: bool) -> list[str]:
+    """Wait for a rank that has ended its group; return the notes of the error."""
+    group = dist.new_group(timeout=timedelta(seconds=0.5), backend="gloo")
+    axis = Axis("lost", group, (0, 1))
+    found: list[str] = []
+    if rank == 0:
+        outputs = [torch.zeros(4)] if single else None
+        work = TorchCollectives().all_gather(axis, [torch.ones(2)], outputs)
+        for _ in range(2):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                found = error.__notes__
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_an_error_says_collective_axis_and_ranks_once(ranks: Ranks, single: bool) -> None:
+    notes, _ = ranks(2).run(peer_ends, single)
+    assert notes == ["in all_gather over axis 'lost' (ranks 0, 1)"]

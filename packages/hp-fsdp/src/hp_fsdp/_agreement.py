@@ -458,6 +458,7 @@ class CollectiveOrder:
         Returns if ``error`` is neither a timeout nor a lost connection, and if all ranks that
         report were in the same collective. A note then says which ranks did not report.
         """
+        error.add_note(f"in the collective to {doing} over axis {self.axis_name!r}")
         timed_out = re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE) is not None
         lost = re.search(r"(closed|reset) by peer|broken pipe|pair closure", str(error), re.I)
         if not (timed_out or lost):

@@ -152,6 +152,22 @@ _AVERAGING = frozenset({"nccl"})  # the backends that reduce with AVG
 _ALONE = 2**20
 
 
+# The name of a collective, of its axis, and the global ranks of the axis, for messages.
+_Call = tuple[str, str, tuple[int, ...]]
+
+
+def _call(collective: str, axis: Axis) -> _Call:
+    return collective, axis.name, axis.ranks
+
+
+def _noted(error: Exception, call: _Call) -> Exception:
+    """Add a note to an error of c10d, which says neither the collective nor the axis."""
+    collective, axis, ranks = call
+    shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    error.add_note(f"in {collective} over axis {axis!r} (ranks {shown})")
+    return error
+
+
 class _Done:
     def __init__(self, outputs: list[Tensor]) -> None:
         self._outputs = outputs
@@ -170,12 +186,14 @@ class _Pending:
 
     def __init__(
         self,
+        call: _Call,
         works: Sequence[Any],
         outputs: list[Tensor],
         inputs: Sequence[Tensor] = (),
         finish: Finish | None = None,
         error: Exception | None = None,
     ) -> None:
+        self._call = call
         self._works = list(works)
         self._outputs = outputs
         self._inputs = inputs
@@ -187,7 +205,7 @@ class _Pending:
             try:
                 self._works[0].wait()
             except Exception as error:  # noqa: BLE001 - raised below, when all works have ended
-                self._error = self._error or error
+                self._error = self._error or _noted(error, self._call)
             del self._works[0]
         self._inputs = ()
         if self._error is not None:
@@ -210,16 +228,21 @@ class _Single:
     an interrupt.
     """
 
-    __slots__ = ("_input", "_output", "_work")
+    __slots__ = ("_call", "_input", "_output", "_work")
 
-    def __init__(self, work: Any, output: Tensor, input: Tensor) -> None:
+    def __init__(self, call: _Call, work: Any, output: Tensor, input: Tensor) -> None:
+        self._call = call
         self._work = work
         self._output = output
         self._input: Tensor | None = input
 
     def wait(self) -> list[Tensor]:
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except Exception as error:
+                _noted(error, self._call)
+                raise
             self._work = self._input = None
         return [self._output]
 
@@ -242,7 +265,7 @@ class TorchCollectives:
             return _Done(_copied(inputs, outputs))
         if outputs is not None and _is_one_pair(inputs, outputs):
             work = _all_gather_single(outputs[0], inputs[0], _group(axis))
-            return _Single(work, outputs[0], inputs[0])
+            return _Single(_call("all_gather", axis), work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
         dense, finish = (outs, None) if outputs is None else _dense(outs)
@@ -250,21 +273,21 @@ class TorchCollectives:
         pairs = list(zip(dense, inputs, strict=True))
         if len(pairs) == 1:
             work = _all_gather_single(*pairs[0], group)
-            return _Pending([work], outs, inputs, finish)
+            return _Pending(_call("all_gather", axis), [work], outs, inputs, finish)
         alone, together = pairs, list[_Pair]()
         if pairs and _backend(group, inputs[0].device) == "gloo":
             alone, together = _split_to_pack(pairs)
         elif pairs and _takes_lists(group, _GATHER, inputs[0].device):
             parts = [_real(x) for x in dense], [_real(x) for x in inputs]
             work = _direct(_method(group, _GATHER), AllgatherOptions(), *parts)
-            return _Pending([work], outs, inputs, finish)
+            return _Pending(_call("all_gather", axis), [work], outs, inputs, finish)
         if together:
             packed, copy_out = _packed(together, 1, axis.size)
             finish = _both(copy_out, finish)
             inputs, alone = [*inputs, *packed], [*alone, packed]
         starts = [partial(_all_gather_single, *pair, group) for pair in alone]
         works, error = _started(starts)
-        return _Pending(works, outs, inputs, finish, error)
+        return _Pending(_call("all_gather", axis), works, outs, inputs, finish, error)
 
     def prepare_all_gather(
         self, axis: Axis, input: Tensor, output: Tensor
@@ -344,7 +367,7 @@ class TorchCollectives:
             is_any = op == "sum" and inputs[0].dtype is torch.bool
             options = _SCATTERED["max" if is_any else op]
             work = _method(_group(axis), _SCATTER_SINGLE)(*pair, options)
-            return _Single(work, outputs[0], inputs[0])
+            return _Single(_call("reduce_scatter", axis), work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         dense, copy_back = (outs, None) if outputs is None else _dense(outs)
@@ -365,11 +388,11 @@ class TorchCollectives:
                 for pair in zip(dense, inputs, strict=True)
             ]
             works, error = _started(singles)
-            return _Pending(works, outs, inputs, finish, error)
+            return _Pending(_call("reduce_scatter", axis), works, outs, inputs, finish, error)
         else:
             parts = [_real(x, reduce) for x in dense], [_real(x, reduce) for x in inputs]
             work = _direct(_method(group, _SCATTER), ReduceScatterOptions(), *parts, op=reduce)
-        return _Pending([work], outs, inputs, finish)
+        return _Pending(_call("reduce_scatter", axis), [work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """Reduce each tensor in place; see `Collectives.all_reduce`."""
@@ -383,7 +406,7 @@ class TorchCollectives:
         if len(outs) == 1:
             kind = _for_dtype(reduce, dense[0])
             work = dist.all_reduce(dense[0], op=kind, group=group, async_op=True)
-            return _Pending([work], outs, dense, finish)
+            return _Pending(_call("all_reduce", axis), [work], outs, dense, finish)
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in dense:
             alike.setdefault(tensor.dtype, []).append(tensor)
@@ -406,7 +429,7 @@ class TorchCollectives:
                 for same in alike.values()
             ]
         works, error = _started(starts)
-        return _Pending(works, outs, dense, finish, error)
+        return _Pending(_call("all_reduce", axis), works, outs, dense, finish, error)
 
     def all_to_all(
         self,
@@ -434,7 +457,7 @@ class TorchCollectives:
             (place,), copy_out = _dense([output])
         receive, send = ([] if x is None else list(x) for x in (receive_splits, send_splits))
         work = _all_to_all_single(place, input, receive, send, _group(axis))
-        return _Pending([work], [output], [input, place], copy_out)
+        return _Pending(_call("all_to_all", axis), [work], [output], [input, place], copy_out)
 
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
@@ -457,14 +480,16 @@ class TorchCollectives:
         leaving = [(peer, x) for peer, x in sent if peer != me]
         filled = [x for _, x in outs]
         if group is None or not (leaving or arriving):
-            return _Pending([], filled)
+            return _Pending(_call("send_recv", axis), [], filled)
         staged = _needs_staging(group, [x for _, x in (*leaving, *arriving)])
         dense, copy_out = _dense([x for _, x in arriving], on_cpu=staged)
         if staged:
             leaving = [(peer, x.detach().cpu()) for peer, x in leaving]
         places = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
         works = _sent_and_received(group, axis, leaving, places)
-        return _Pending(works, filled, [*dense, *(x for _, x in leaving)], copy_out)
+        return _Pending(
+            _call("send_recv", axis), works, filled, [*dense, *(x for _, x in leaving)], copy_out
+        )
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
@@ -479,7 +504,7 @@ class TorchCollectives:
                 for tensor in dense
             ]
         )
-        return _Pending(works, outs, dense, copy_out, error)
+        return _Pending(_call("broadcast", axis), works, outs, dense, copy_out, error)
 
 
 def _sent_and_received(
