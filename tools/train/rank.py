@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 
 from hp_cp import ContextParallelError
 from hp_dtensor import Collectives, RecordingCollectives
 from hp_ep import ExpertConfigError
 from hp_mesh import ParallelMesh
 
+from .attempt import store_of_attempt
 from .checkpoint import CheckpointError, Checkpoints, WriteError, load
 from .config import ModelError, TransformersConfig
 from .data import Samples
@@ -345,7 +347,14 @@ def _join(options: Options) -> None:
     """Join the world that the launcher or torchrun describes in the environment."""
     backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
     if RENDEZVOUS not in os.environ:
-        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        store, rank, world_size = next(rendezvous("env://", timeout=GROUP_TIMEOUT))
+        dist.init_process_group(
+            backend,
+            store=store_of_attempt(store, rank, world_size, GROUP_TIMEOUT),
+            rank=rank,
+            world_size=world_size,
+            timeout=GROUP_TIMEOUT,
+        )
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
