@@ -256,7 +256,14 @@ def _failures(processes: list[_Process], folder: Path) -> list[Failure]:
         if process.returncode not in (None, 0, STOPPED_STATUS)
     ]
     # A rank that was killed could note nothing; what the others noted is its consequence.
-    return sorted(failures, key=lambda failure: failure.noted_at)
+    # Of ranks that lost another one, only the first says it.
+    return sorted(
+        failures,
+        key=lambda each: (
+            each.status == 1 and not _standard_error(folder, each.rank),
+            each.noted_at,
+        ),
+    )
 
 
 def _explain(failures: list[Failure], folder: Path) -> None:
@@ -270,6 +277,8 @@ def _explain(failures: list[Failure], folder: Path) -> None:
         sys.stderr.write(f"{failure}\n{_standard_error(folder, failure.rank)}")
     for failure in failures[1:]:
         lines = _standard_error(folder, failure.rank).strip().splitlines()
+        if not lines and failure.status == 1:
+            continue  # this rank lost another one, about which the first message says all
         sys.stderr.write(f"then {failure}" + (f": {lines[-1]}\n" if lines else "\n"))
     sys.stderr.flush()
 

@@ -35,6 +35,7 @@ COMPARED_STEPS = 60  # of the comparison with one process, where its number is n
 DEFAULT_DEGREES = {"dp_shard": 2, "cp": 2, "ep": 4}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 SCHEDULES = {"1f1b": 1, "interleaved": 2}  # of pipelines, and how many stages a rank has at least
+COMM_TIMEOUT, LONGEST_TIMEOUT = 300.0, 1e6  # seconds
 DTYPES = ("float64", "float32", "bfloat16")
 EQUAL_SHARES = ("sequence", "sequence-balance", "heads-ulysses", "kv-heads-ulysses")
 DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstration
@@ -43,7 +44,7 @@ INHERITED = (
     *("device", "model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len"),
     *("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay"),
     *("eval_every", "checkpoint_every", "keep", "checkpoint_activations", "compile"),
-    *("pp_schedule", "stages_per_rank"),
+    *("pp_schedule", "stages_per_rank", "comm_timeout"),
 )
 UPDATE_WORDS = ("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay")
 NO_COMPILER = "none"  # in the place of a compiler's name
@@ -82,6 +83,7 @@ class Options:
     compile: str | None  # the compiler of the model's blocks
     schedule: str  # of a pipeline
     stages_per_rank: int
+    comm_timeout: float  # seconds
     eval_every: int  # steps, 0 for none
     checkpoint_every: int  # steps, 0 for at the end alone
     keep: int  # checkpoints
@@ -190,6 +192,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         compile=None if given.compile in (None, NO_COMPILER) else given.compile,
         schedule=schedule,
         stages_per_rank=stages,
+        comm_timeout=given.comm_timeout or COMM_TIMEOUT,
         eval_every=given.eval_every or 0,
         checkpoint_every=given.checkpoint_every or 0,
         keep=given.keep or 1,
@@ -315,6 +318,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many checkpoints stay: the latest (default 1), and those before it",
     )
+    run(
+        "--comm-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long a rank waits for another after the first step (default "
+        f"{COMM_TIMEOUT:g}; at least {COMM_TIMEOUT:g} up to then)",
+    )
     run("--profile", metavar="A:B", help="write a trace of the steps from A to B, of each rank")
     run("--reference", action="store_true", help="train on one process, without the packages")
     run(
@@ -406,6 +416,10 @@ def _check_numbers(given: argparse.Namespace) -> None:
             raise OptionsError(f"{name.replace('_', '-')}={value} cannot be; use {least} or more")
     if given.lr is not None and not 0 < given.lr < math.inf:
         raise OptionsError(f"lr={given.lr} is no learning rate; use a number above 0")
+    if given.comm_timeout is not None and given.comm_timeout > LONGEST_TIMEOUT:
+        raise OptionsError(
+            f"comm-timeout={given.comm_timeout} is too long; use {LONGEST_TIMEOUT:.0f} or less"
+        )
 
 
 _LEAST = {
@@ -420,6 +434,7 @@ _LEAST = {
     "keep": 1,
     "vocab_size": 2,
     "stages_per_rank": 1,
+    "comm_timeout": 1,
 }
 
 

@@ -19,6 +19,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import (
+    FileStore,
+    PrefixStore,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
 
@@ -38,13 +42,14 @@ from .memory import peak_memory
 from .model import Forward, LanguageModel, build_model, call_built_in
 from .options import CHECKPOINT, Options, default_out, how_to_go_on
 from .parallelize import parallelize
+from .peers import Peers, set_timeout
 from .pipeline import build_pipeline
 from .profile import Profiler
 from .report import Counts, Report
 from .text import TextError, read_corpus
 
 SHARED_SECONDS = 5.0
-GROUP_TIMEOUT = datetime.timedelta(minutes=5)
+GROUP_TIMEOUT = datetime.timedelta(minutes=5)  # at least, until the first step has been made
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
 REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
@@ -66,8 +71,9 @@ def run_rank(options: Options) -> int:
     """
     if RENDEZVOUS not in os.environ and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    peers = Peers()
     try:
-        stopped = record(_run)(options)
+        stopped = record(_run)(options, peers)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(how_to_go_on(options), file=sys.stderr, flush=True)
@@ -82,10 +88,14 @@ def run_rank(options: Options) -> int:
             note_failure(int(os.environ["RANK"]))
         sys.stdout.flush()
         os._exit(1)
-    except BaseException:  # noqa: BLE001 - whatever it is, it ends this rank and is shown
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this rank and is shown
+        lost = peers.explain(error)
         if RENDEZVOUS in os.environ:
             note_failure(int(os.environ["RANK"]))
-        traceback.print_exc()
+        if lost is None:
+            traceback.print_exc()
+        elif lost:
+            print(f"train: error: {lost}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -130,14 +140,16 @@ class _Termination:
         self._group = None
 
 
-def _run(options: Options) -> bool:
+def _run(options: Options, peers: Peers) -> bool:
     """Return whether the run has been stopped before its last step."""
     device = _device(options)
     torch.set_num_threads(1)
     if device.type == "cpu":
         _share_processors()
-    train = _train_alone if options.reference else _train_together
-    termination, report = train(options, device)
+    if options.reference:
+        termination, report = _train_alone(options, device)
+    else:
+        termination, report = _train_together(options, device, peers)
     if report is not None:
         if options.compare and not termination.stopped:
             _follow_reference(options, report, termination)
@@ -167,11 +179,14 @@ def _train_alone(options: Options, device: torch.device) -> tuple[_Termination, 
     return termination, report
 
 
-def _train_together(options: Options, device: torch.device) -> tuple[_Termination, Report | None]:
+def _train_together(
+    options: Options, device: torch.device, peers: Peers
+) -> tuple[_Termination, Report | None]:
     """Train with the other ranks and leave them; the rank that leads returns the report so far."""
-    _join(options)
+    timeout = max(GROUP_TIMEOUT, datetime.timedelta(seconds=options.comm_timeout))
+    _join(options, peers, timeout)
     check_agreement(options)
-    mesh = options.dims.build_mesh(device.type, timeout=GROUP_TIMEOUT)
+    mesh = options.dims.build_mesh(device.type, timeout=timeout)
     if not options.out_given:  # every rank of a cluster must write to the same folder
         started = largest_of_ranks(int(time.time()), mesh, device)
         options = replace(options, out=default_out(started))
@@ -183,7 +198,7 @@ def _train_together(options: Options, device: torch.device) -> tuple[_Terminatio
         if options.resume is not None:
             load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
-    termination = _train(trainer, options, report, collectives, profiler)
+    termination = _train(trainer, options, report, collectives, profiler, mesh)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
         report.totals(peak, collectives.by_axis)
@@ -204,6 +219,7 @@ def _train(
     report: Report | None,
     collectives: RecordingCollectives | None,
     profiler: Profiler,
+    mesh: ParallelMesh | None = None,
 ) -> _Termination:
     """Train up to the last step, or to SIGTERM, and save; ``report`` is told about each step."""
     data = _samples(options)
@@ -217,6 +233,8 @@ def _train(
         profiler.before(trainer.step + 1, trainer.model)
         with _refusals() if trainer.step == first else contextlib.nullcontext():
             result = trainer.train_step(data)
+        if mesh is not None and trainer.step == first + 1:
+            set_timeout(mesh, options.comm_timeout)  # compilers work in the first step
         profiler.after(trainer.step)
         moved = _difference({} if collectives is None else collectives.by_axis, before)
         if options.eval_every and (
@@ -343,27 +361,18 @@ def _device(options: Options) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _join(options: Options) -> None:
+def _join(options: Options, peers: Peers, timeout: datetime.timedelta) -> None:
     """Join the world that the launcher or torchrun describes in the environment."""
     backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
     if RENDEZVOUS not in os.environ:
-        store, rank, world_size = next(rendezvous("env://", timeout=GROUP_TIMEOUT))
-        dist.init_process_group(
-            backend,
-            store=store_of_attempt(store, rank, world_size, GROUP_TIMEOUT),
-            rank=rank,
-            world_size=world_size,
-            timeout=GROUP_TIMEOUT,
-        )
-        return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    dist.init_process_group(
-        backend,
-        init_method=(Path(os.environ[RENDEZVOUS]) / "store").as_uri(),
-        rank=int(os.environ["RANK"]),
-        world_size=options.world_size,
-        timeout=GROUP_TIMEOUT,
-    )
+        shared, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = store_of_attempt(shared, rank, size, timeout)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        rank, size = int(os.environ["RANK"]), options.world_size
+        store = FileStore(str(Path(os.environ[RENDEZVOUS]) / "store"), size)
+    peers.join(PrefixStore("peers", store), rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def check_agreement(options: Options) -> None:

@@ -467,6 +467,9 @@ def test_the_vocabulary_of_a_tokenizer_is_rounded_up_so_that_tp_cuts_it(tmp_path
         ("--stages-per-rank 2 --tp 2", "stages-per-rank=2 with pp=1"),
         ("--profile 70:80", "profile=70:80 is none of the steps of this run; use some of 1:60"),
         ("--keep 0", "keep=0 cannot be; use 1 or more"),
+        ("--comm-timeout 0.5", "comm-timeout=0.5 cannot be; use 1 or more"),
+        ("--comm-timeout nan", "comm-timeout=nan cannot be; use 1 or more"),
+        ("--comm-timeout 1e7", "comm-timeout=10000000.0 is too long; use 1000000 or less"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(words: str, text: str) -> None:
