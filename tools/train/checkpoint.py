@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -39,6 +41,7 @@ from .options import (
     other_checkpoint,
 )
 
+POLL_SECONDS = 0.02
 METADATA_FILE = ".metadata"  # of torch's checkpoints
 
 # One entry for each tensor: ranks of a pipeline have different ones.
@@ -111,12 +114,26 @@ class Checkpoints:
         Raises:
             WriteError: It was not written.
         """
+        self._wait_for_all()
         writing, self._writing = self._writing, None
         if writing is not None:
             with self._said():
                 writing.result()  # the first rank's comes when all have written
             self._on_first(self._take_name)
         self._raise_alike()
+
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks have written, however long that takes.
+
+        The ranks exchange all the time whether they have, so that one which stops is noticed
+        within the timeout of the world's group. The exchange of the write has a longer timeout.
+        """
+        done = self._group is None
+        while not done:
+            own = torch.tensor(self._writing is None or self._writing.done(), dtype=torch.int32)
+            dist.all_reduce(own, dist.ReduceOp.MIN)
+            done = bool(own)
+            time.sleep(0 if done else POLL_SECONDS)
 
     def fail(self, message: str) -> None:
         """Let the next `finish` raise on all ranks what this rank, the first, has failed at."""

@@ -118,10 +118,11 @@ class _Termination:
     the last step, as the summary, is made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: datetime.timedelta) -> None:
         self.heard = False  # by this rank
         self.stopped = False  # the run, by it, before its last step
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        group = dist.new_group(timeout=timeout, backend="gloo") if dist.is_initialized() else None
+        self._group = group
         signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -225,7 +226,7 @@ def _train(
     data = _samples(options)
     first = saved = trainer.step
     checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
-    termination = _Termination()
+    termination = _Termination(datetime.timedelta(seconds=options.comm_timeout))
     if options.goes_on_in_place:
         checkpoints.tidy(options.resume)
     before: Mapping[str, Counts] = {}
