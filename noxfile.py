@@ -263,6 +263,19 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Disturb the trainer hundreds of times: kills, stops, damaged checkpoints, restarts, options.
+
+    Prints a table and fails if a run hangs, leaves processes, trains on wrong numbers or loses
+    work; some half an hour on two cores. ``-- --scale 0.1`` makes a tenth of the trials, ``--
+    --only kill stop`` those of some kinds. Without network namespaces, which need root, the row of
+    the link says that it did not run. A sample of it runs in `integration`.
+    """
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER))
+    session.run("python", "tools/faults.py", *session.posargs)
+
+
+@nox.session
 def long(session: nox.Session) -> None:
     """Run what takes too long for every change: before a release, and after large changes.
 
