@@ -245,9 +245,35 @@ def alone(rank: int) -> list[str]:
 
 
 def test_a_rank_that_waits_in_vain_says_for_whom(ranks: Ranks) -> None:
-    (note,) = ranks(2).run(alone)[0]
+    where, note = ranks(2).run(alone)[0]
+    assert where.startswith("in the collective to gather (root)")
+    assert " over axis 'fsdp_" in where
     assert "rank 0 waited to gather (root)" in note
     assert "rank 1 did not report" in note
+
+
+def left_by_reset(rank: int) -> str:
+    """Raise on rank 1 alone before the last equal block, reset there, and begin a new step."""
+    model = sharded(reshard_after_forward=True)
+    after_a_good_step(model)
+    if rank == 1:
+        hook = model.blocks[3].register_forward_pre_hook(mock.Mock(side_effect=ArithmeticError))
+        with pytest.raises(ArithmeticError):
+            model(inputs(), ALL)
+        hook.remove()
+        model.reset()
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(), ALL)
+    return str(caught.value)
+
+
+def test_a_rank_that_raised_alone_and_was_reset_is_known_by_the_message(ranks: Ranks) -> None:
+    said = ranks(2).run(left_by_reset)
+    assert said[0] == said[1]
+    first, _, second = said[0].partition("rank 1 waited to")
+    assert "rank 0 waited to" in first
+    assert "reset()" not in first
+    assert " and 1 reset()" in second
 
 
 def replicas(rank: int) -> str:

@@ -393,6 +393,7 @@ class CollectiveOrder:
         self.axis_name = axis.name
         self._ranks, self._prefix = axis.ranks, f"hp_fsdp/{group_identity(group)}/{axis.ranks}"
         self._made: Counter[tuple[CollectiveOrder, ...]] = Counter()
+        self.resets = 0  # by this rank, of steps that it abandoned
         self._mix_ups = 0  # for which this rank has raised an error
         self._units: WeakValueDictionary[int, NumberedUnit] = WeakValueDictionary()
 
@@ -467,6 +468,8 @@ class CollectiveOrder:
             raise DisagreementError(text) from error
         seconds = REPORT_SECONDS if timed_out else LOST_SECONDS
         begun = f"{len(self.gathers)} gathers and {len(self.reductions)} reductions"
+        # The rank with more resets than the others has left their order.
+        begun += f" and {self.resets} reset()" if self.resets else ""
         found = self.exchange("lost", rank, f"waited to {doing} after {begun}", seconds)
         text = f"a collective did not end: {listed(found)}"
         if len([report for report in found if report != _SILENT]) > 1:
