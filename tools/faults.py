@@ -66,6 +66,11 @@ class Trial:
     bad: dict[str, str] = field(default_factory=dict)
     not_run: str = ""
 
+    @property
+    def degrees(self) -> list[str]:
+        """Return the names of degrees of which there is an undisturbed run."""
+        return [name for name in DEGREES if (self.shared / name).exists()]
+
     def judge(self, column: str, is_bad: bool, detail: str) -> None:
         """Note in a column that something was bad."""
         if is_bad:
@@ -185,7 +190,7 @@ def _event(trial: Trial, kind: str, first: int = 1, ranks: int = 2) -> Event:
 
 def kill(trial: Trial) -> None:
     """Kill a rank anywhere in a run."""
-    event, name = _event(trial, "kill"), trial.rng.choice([*DEGREES])
+    event, name = _event(trial, "kill"), trial.rng.choice(trial.degrees)
     done = trial.run(trial.words(name), [event])
     clear = f"rank {event.rank} was killed by SIGKILL" in done.stderr
     trial.judge("unclear", done.status != 0 and not clear, done.stderr)
@@ -194,7 +199,7 @@ def kill(trial: Trial) -> None:
 
 def stop(trial: Trial) -> None:
     """Stop a rank after the first step: the others end in time and name it."""
-    event, name = _event(trial, "stop", first=2), trial.rng.choice([*DEGREES])
+    event, name = _event(trial, "stop", first=2), trial.rng.choice(trial.degrees)
     done = trial.run(trial.words(name, "--comm-timeout", "3"), [event])
     clear = f"rank {event.rank} did not answer" in done.stderr and "step" in done.stderr
     trial.judge("unclear", done.status != 0 and not clear, done.stderr)
@@ -203,7 +208,7 @@ def stop(trial: Trial) -> None:
 
 def stopped_by_signal(trial: Trial) -> None:
     """Send the launcher a signal: SIGTERM saves, SIGINT ends the run at once."""
-    kind, name = trial.rng.choice(["SIGTERM", "SIGINT"]), trial.rng.choice([*DEGREES])
+    kind, name = trial.rng.choice(["SIGTERM", "SIGINT"]), trial.rng.choice(trial.degrees)
     done = trial.run(trial.words(name), [_event(trial, kind)])
     status = 128 + signal.Signals[kind]
     trial.judge("unclear", done.status not in (0, status), f"{done.status}: {done.stderr}")
@@ -212,7 +217,7 @@ def stopped_by_signal(trial: Trial) -> None:
 
 def fill(trial: Trial) -> None:
     """Let no file of one rank grow any more."""
-    name = trial.rng.choice([*DEGREES])
+    name = trial.rng.choice(trial.degrees)
     done = trial.run(trial.words(name), [_event(trial, "fill")])
     trial.judge("unclear", done.status not in (0, 1), f"{done.status}: {done.stderr}")
     clear = "was not written" in done.stderr
@@ -221,7 +226,7 @@ def fill(trial: Trial) -> None:
 
 
 def _damaged(trial: Trial, harm: Callable[[bytes], bytes]) -> None:
-    name = trial.rng.choice(["one", "one", "one", *DEGREES])
+    name = trial.rng.choice(["one", "one", "one", *trial.degrees])
     out = trial.folder / "out"
     shutil.copytree(trial.shared / f"{name}-saved", out)
     path = trial.rng.choice(sorted((out / "checkpoint").iterdir()))
@@ -428,24 +433,23 @@ ROWS: dict[str, tuple[Callable[[Trial], None], int]] = {
     "parse": (parsed, 1000),
     "launch": (launched, 50),
 }
-SAMPLE = {"kill": 1, "cut": 1, "flip": 2, "stop": 1, "parse": 100, "launch": 1}
+SAMPLE = {"kill": 1, "cut": 1, "flip": 2, "parse": 100, "launch": 1}
 
 
-def prepare(shared: Path) -> None:
+def prepare(shared: Path, names: Sequence[str]) -> None:
     """Make the undisturbed runs, and the checkpoints that trials damage copies of."""
     _become_subreaper(shared)
     (shared / "model.json").write_text(json.dumps(MODEL))
-    for name in ("one", *DEGREES):
-        trial = Trial(shared, shared, random.Random(0))
-        words = trial.words(name)
-        out = shared / "out"
-        for steps, target in ((STEPS - EVERY, f"{name}-saved"), (STEPS, name)):
-            words[words.index("--steps") + 1] = str(steps)
-            done = trial.run(words)
-            if done.status != 0:
-                raise RuntimeError(f"the undisturbed run failed: {done.stderr}")
-            shutil.copytree(out, shared / target)
-        shutil.rmtree(out)
+    for name in names:
+        trial, out = Trial(shared, shared, random.Random(0)), shared / "out"
+        done = trial.run(trial.words(name, "--keep", "3"))
+        if done.status != 0:
+            raise RuntimeError(f"the undisturbed run failed: {done.stderr}")
+        shutil.copytree(out, shared / name)
+        # As if the run had ended before its last checkpoint.
+        shutil.rmtree(out / "checkpoint")
+        (out / f"checkpoint-{STEPS - EVERY}").rename(out / "checkpoint")
+        out.rename(shared / f"{name}-saved")
 
 
 def attempt(row: str, number: int, shared: Path) -> Trial:
@@ -460,11 +464,17 @@ def attempt(row: str, number: int, shared: Path) -> Trial:
         return trial
 
 
-def suite(counts: Mapping[str, int], jobs: int) -> bool:
-    """Make the trials, print their table, and return whether all columns but the last are 0."""
+def suite(counts: Mapping[str, int], jobs: int, degrees: Sequence[str] = (*DEGREES,)) -> bool:
+    """Make the trials, print their table, and return whether all columns but the last are 0.
+
+    Args:
+        counts: How many trials of each row.
+        jobs: How many trials run at a time.
+        degrees: The names in `DEGREES` of which trials choose.
+    """
     start, good = time.monotonic(), True
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        prepare(Path(folder))
+        prepare(Path(folder), ("one", *degrees))
         head = f"{'':10}{'trials':>8}" + "".join(f"{name:>9}" for name in COLUMNS)
         print(f"undisturbed runs made in {time.monotonic() - start:.0f} s\n{head}", flush=True)
         context = multiprocessing.get_context("spawn")
