@@ -612,6 +612,7 @@ OTHER_VALUES = {
     "decay_steps": 90,
     "weight_decay": 0.3,
     "eval_every": 4,
+    "comm_timeout": 60.0,
     "checkpoint_every": 6,
     "keep": 5,
     "compile": "eager",
