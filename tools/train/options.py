@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -726,11 +726,14 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
     if found or _named_beside(given.out / CHECKPOINT):
         return _saved_run(given.out)
     log = given.out / LOG_FILE
-    # torchrun starts its ranks anew if one has failed: the first start found the folder free.
-    if _has_steps(log) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    every, last = given.checkpoint_every or 0, last_step_of(log)
+    # A checkpoint is whole when the write of the next one begins, and before the summary. torchrun
+    # starts its ranks anew if one has failed: the first start found the folder free.
+    had_one = 0 < 2 * every < last or os.path.exists(given.out / SUMMARY_FILE)
+    if last and had_one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         raise OptionsError(
-            f"resume={AUTO} finds no checkpoint in {given.out}, but {log} has steps; to begin "
-            f"anew, give another folder or remove {log}"
+            f"resume={AUTO} finds no checkpoint in {given.out}, but {log} has {last} steps, before "
+            f"the last of which one was written; put it back, or give another folder"
         )
     return None
 
@@ -824,6 +827,25 @@ def _check_holds_no_run(out: Path) -> None:
 
 def _has_steps(log: Path) -> bool:
     return os.path.exists(log) and os.path.getsize(log) > 0
+
+
+def records_of(log: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the whole lines of a log, if there is one, and what they say."""
+    if not log.exists():
+        return
+    with log.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a write that was cut off
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line.rstrip("\n") + "\n", record
+
+
+def last_step_of(log: Path) -> int:
+    """Return the last step that a log has, 0 without a step."""
+    return max((record["step"] for _, record in records_of(log)), default=0)
 
 
 def _is_summed_up(out: Path, done: int) -> bool:

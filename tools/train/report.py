@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,16 @@ from rich.table import Table
 from .accelerators import peak_flops
 from .checkpoint import WriteError, free_mebibytes
 from .loop import StepResult
-from .options import CHECKPOINT, LOG_FILE, SUMMARY_FILE, Options, counted, name_degrees
+from .options import (
+    CHECKPOINT,
+    LOG_FILE,
+    SUMMARY_FILE,
+    Options,
+    counted,
+    last_step_of,
+    name_degrees,
+    records_of,
+)
 from .plot import largest_difference, plot_losses
 
 Counts = tuple[int, int]  # calls, bytes received
@@ -282,7 +292,11 @@ class Report:
 
         What came later was not saved, and comes again. A write that is cut off leaves the old log.
         """
-        kept = _records_until(done, path) if self._options.goes_on_in_place else iter(())
+        if self._options.goes_on_in_place:
+            kept = [(line, record) for line, record in records_of(path) if record["step"] <= done]
+        else:
+            kept = []
+            self._set_aside(path)
         new = path.with_name(path.name + ".partial")
         with new.open("w") as file:
             for line, record in kept:
@@ -291,6 +305,19 @@ class Report:
                 self._note(record["step"], record.get("loss"), record.get("eval_loss"))
         os.replace(new, path)
         return path.open("a")
+
+    def _set_aside(self, path: Path) -> None:
+        """Rename the log of a run that ended before its first checkpoint."""
+        last = last_step_of(path)
+        if not last:
+            return
+        names = (path.with_name(f"log.{number}.jsonl") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        os.rename(path, aside)
+        self._print(
+            f"a run in this folder ended after step {last}, before its first checkpoint; this one "
+            f"begins at step 1, and the other's log is {aside}"
+        )
 
     def _note(self, step: int, loss: float | None, held_out: float | None) -> None:
         self._step = step
@@ -339,20 +366,6 @@ def _size(count: float, unit: str = "B") -> str:
             return f"{size:.{digits}f} {prefix}{unit}"
         size /= 1000
     return f"{size:.2f} T{unit}"
-
-
-def _records_until(step: int, log: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the whole lines of a log up to a step, and what they say."""
-    if not log.exists():
-        return
-    with log.open(errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:  # a write that was cut off
-                continue
-            if isinstance(record, dict) and record.get("step", math.inf) <= step:
-                yield line.rstrip("\n") + "\n", record
 
 
 def _or_none(value: Any) -> Any:

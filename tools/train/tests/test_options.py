@@ -20,6 +20,7 @@ from train.options import (
     LOG_FILE,
     PREVIOUS,
     RUN_FILE,
+    SUMMARY_FILE,
     Options,
     OptionsError,
     _parser,
@@ -689,14 +690,14 @@ def test_a_run_that_lost_its_latest_checkpoint_does_not_begin_anew(
 def test_auto_does_not_begin_over_a_log_or_a_damaged_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--resume", "auto", "--out", str(tmp_path)]
+    words = ["--resume", "auto", "--out", str(tmp_path), "--checkpoint-every", "3"]
     (tmp_path / CHECKPOINT).mkdir()
     with pytest.raises(OptionsError, match=f"{tmp_path / CHECKPOINT / RUN_FILE} .* no other"):
         parse(words)
     (tmp_path / CHECKPOINT).rmdir()
     log = tmp_path / LOG_FILE
-    log.write_text('{"step": 1}\n')
-    with pytest.raises(OptionsError, match=f"no checkpoint.* but {log} has steps; .* remove {log}"):
+    log.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 8)))
+    with pytest.raises(OptionsError, match=f"no checkpoint.* but {log} has 7 steps, .*put it back"):
         parse(words)
     # torchrun starts its ranks anew: the first of them found no log here.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -704,6 +705,12 @@ def test_auto_does_not_begin_over_a_log_or_a_damaged_checkpoint(
     log.unlink()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert parse(words).resume is None
+    # With fewer steps, the first checkpoint need not have been whole when the run was killed.
+    log.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 7)))
+    assert parse(words).resume is None
+    (tmp_path / SUMMARY_FILE).write_text("{}")  # of a run that made all its steps
+    with pytest.raises(OptionsError, match=f"no checkpoint.* but {log} has 6 steps"):
+        parse(words[:4])
 
 
 def test_a_run_does_not_go_on_beside_later_checkpoints(tmp_path: Path) -> None:

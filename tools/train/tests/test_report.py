@@ -47,6 +47,23 @@ def _install(writer: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
 
 
+def test_the_log_of_a_run_without_a_checkpoint_is_kept_beside_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = parse(["--resume", "auto", "--out", str(tmp_path), "--steps", "2"])
+    (tmp_path / "log.1.jsonl").write_text("older\n")
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    report = Report(options)
+    numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1}
+    result = StepResult(step=1, samples=8, tokens=64, seconds=0.5, eval_loss=None, **numbers)
+    report.step(result, 0, {})
+    report.finish()
+    assert "after step 2, before its first checkpoint" in capsys.readouterr().out
+    assert (tmp_path / "log.2.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "log.1.jsonl").read_text() == "older\n"
+    assert json.loads((tmp_path / "log.jsonl").read_text())["loss"] == 5.0
+
+
 def test_numbers_of_a_step_go_to_tensorboard_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
