@@ -8,6 +8,7 @@ compares the losses of all steps with an undisturbed run bit for bit. Columns of
 - left: processes were left behind;
 - wrong: losses differ from the undisturbed run without a message;
 - lost: a run cannot go on, or goes on from an older checkpoint than the last complete one;
+- broken: the trial itself failed, and shows nothing;
 - unclear: a message does not name the cause.
 """
 
@@ -42,7 +43,7 @@ from train.text import TextError
 
 from hp_mesh import ParallelDimsError
 
-COLUMNS = ("hangs", "left", "wrong", "lost", "unclear")
+COLUMNS = ("hangs", "left", "wrong", "lost", "broken", "unclear")
 PROGRAM, TORCHRUN = fault_events.__file__, torch.distributed.run.__file__
 SECONDS = 240  # after which a run hangs; the timeouts of trials are some seconds
 STEPS, EVERY = 6, 2
@@ -93,6 +94,9 @@ class Trial:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, os.WNOHANG)
             time.sleep(0.05)
+        if events and found.status is not None:
+            happened = any((self.folder / "marks").iterdir())
+            self.judge("broken", not happened, f"no event happened: {inner}")
         self.judge("left", bool(left) and found.status is not None, f"{left} after {inner}")
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -314,10 +318,10 @@ def _link_down(trial: Trial, names: list[str], devices: list[str]) -> None:
             break  # it was refused, which the statuses tell
         time.sleep(0.02)
     inside = ["ip", "netns", "exec", names[0], "ip", "link", "set", devices[0]]
-    subprocess.run([*inside, "down"], check=True)
-    time.sleep(trial.rng.choice([1.0, 20.0]))
-    subprocess.run([*inside, "up"], check=True)
     try:
+        subprocess.run([*inside, "down"], check=True)
+        time.sleep(trial.rng.choice([1.0, 20.0]))
+        subprocess.run([*inside, "up"], check=True)
         statuses = [node.wait(max(1.0, deadline - time.monotonic())) for node in nodes]
         text = "\n".join((trial.folder / name).read_text()[-2000:] for name in names)
         trial.judge("lost", statuses != [0, 0], f"{statuses}: {text}")
@@ -330,8 +334,9 @@ def _link_down(trial: Trial, names: list[str], devices: list[str]) -> None:
             node.kill()
             node.wait()
         for pid in _descendants():
-            if "faults" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # it has ended
+                if "faults" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -460,7 +465,7 @@ def attempt(row: str, number: int, shared: Path) -> Trial:
         try:
             ROWS[row][0](trial)
         except Exception:  # noqa: BLE001 - the other trials go on
-            trial.judge("unclear", True, traceback.format_exc())
+            trial.judge("broken", True, traceback.format_exc())
         return trial
 
 

@@ -30,7 +30,7 @@ END = 10.0  # seconds that are kept for the table and the picture
 
 @dataclass(frozen=True)
 class Part:
-    """A script, the most seconds that it may take, and arguments."""
+    """A script and its time limit in seconds."""
 
     name: str
     script: str
@@ -95,7 +95,7 @@ def run(part: Part, device: str, rows: Path, log: Path, seconds: float) -> None:
     if seconds < 5:
         append(rows, Row(part.name, "-", WHOLE, "no time was left", "-", None, "failed"))
         return
-    command = [sys.executable, "-W", "ignore", str(ROOT / part.script), "--device", device]
+    command = [sys.executable, str(ROOT / part.script), "--device", device]
     command += ["--rows", str(rows), "--done", str(rows)]
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

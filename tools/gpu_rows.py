@@ -77,7 +77,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what tells a row from others."""
+        """Return part, world and check, which identify the row."""
         return self.part, self.world, self.check
 
 
@@ -142,6 +142,7 @@ class Rows:
         self.file = file
         self.done = {row.key for row in done}
         self.found: list[Row] = []
+        self.failed = False  # a row of this rank, or of any rank once all have ended
 
     def add(self, check: str, run: Callable[..., str | Result], *given: Any) -> None:
         """Add what a check returns, or that it raised, unless an earlier run has the row."""
@@ -161,6 +162,7 @@ class Rows:
         ours = " ".join(result.ours.split())[:400]
         row = Row(self.part, self.world.name, check, ours, result.peer, result.ratio, result.status)
         self.found.append(row)
+        self.failed |= row.status == "failed"
         if row.status != "failed" and dist.is_initialized() and dist.get_rank() > 0:
             return
         print(line_of(row), flush=True)
@@ -179,7 +181,7 @@ def append(file: Path, row: Row) -> None:
 
 
 def read(file: Path | None) -> list[Row]:
-    """Return the rows of a file, the last of each key, or the failed one of the same run."""
+    """Return one row for each key: a failed one if there is one, else the last."""
     if file is None or not file.exists():
         return []
     found: dict[tuple[str, str, str], Row] = {}
@@ -238,21 +240,19 @@ def main(
         if world.missing is not None:
             rows.write(WHOLE, skipped(world.missing))
         elif not world.backend:
-            seen(rows, torch.device(given.device), large, checks)
+            run_checks(rows, torch.device(given.device), large, checks)
         else:
             spawned(rows, given.device, large, checks)
-        if all(row.status != "failed" for row in rows.found):
-            if not any(row.check == WHOLE for row in rows.found):
-                rows.write(WHOLE, Result("all checks were run", status="passed"))
-        else:
-            failed = True
+        if not rows.failed and not any(row.check == WHOLE for row in rows.found):
+            rows.write(WHOLE, Result("all checks were run", status="passed"))
+        failed |= rows.failed
     return int(failed)
 
 
 def spawned(
     rows: Rows, kind: str, large: bool, checks: Checks, seconds: float = WORLD_SECONDS
 ) -> None:
-    """Start the ranks of a world; they write the rows, and this process what ended them.
+    """Start the ranks of a world; they write the rows, and this process one if they die.
 
     Ranks that have not ended after ``seconds`` are killed.
     """
@@ -269,8 +269,7 @@ def spawned(
                 for process in started.processes:
                     process.kill()
                 raise TimeoutError(f"its ranks did not end in {seconds:.0f} s")
-        for _ in range(world.ranks):
-            rows.found += queue.get()
+        rows.failed = any([queue.get() for _ in range(world.ranks)])
     except Exception as error:  # noqa: BLE001 - the other worlds are still run
         lines = str(error).strip().splitlines() or [type(error).__name__]
         rows.write(WHOLE, Result(lines[-1], status="skipped" if world.optional else "failed"))
@@ -289,9 +288,9 @@ def serve(
         world_size=rows.world.ranks,
         timeout=GROUP_TIMEOUT,
     )
-    seen(rows, device, large, checks)
-    # A pipe holds 64 KiB, and is read when all ranks have ended.
-    queue.put([row for row in rows.found if rank == 0 or row.status == "failed"])
+    run_checks(rows, device, large, checks)
+    # Not the rows: a pipe holds 64 KiB, and is read when all ranks have ended.
+    queue.put(rows.failed)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -300,10 +299,13 @@ def joined(rows: Rows, kind: str, large: bool, checks: Checks) -> int:
     """Be one rank of the world that torchrun started; return 1 if a check failed."""
     device = own_device(kind, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(rows.world.backend, timeout=GROUP_TIMEOUT)
-    seen(rows, device, large and kind == "cuda", checks)
+    done = [rows.done]  # those of the first rank: nodes may not share a file
+    dist.broadcast_object_list(done)
+    rows.done = done[0]
+    run_checks(rows, device, large and kind == "cuda", checks)
     dist.barrier()
     dist.destroy_process_group()
-    return int(any(row.status == "failed" for row in rows.found))
+    return int(rows.failed)
 
 
 def own_device(kind: str, local_rank: int) -> torch.device:
@@ -316,8 +318,8 @@ def own_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def seen(rows: Rows, device: torch.device, large: bool, checks: Checks) -> None:
-    """Run all checks, with a row for an error between them."""
+def run_checks(rows: Rows, device: torch.device, large: bool, checks: Checks) -> None:
+    """Run all checks of a world; an error outside a check is a failed row."""
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         checks(rows.world, device, large, rows)

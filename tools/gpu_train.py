@@ -1,6 +1,6 @@
 """Train 20 steps on a GPU and on a CPU with the trainer, and compare the losses.
 
-    python tools/gpu_train.py                 on one GPU, or on all for the last row
+    python tools/gpu_train.py                 on one GPU
     python tools/gpu_train.py --device cpu    the same code on CPUs
 
 The models are the trainer's built-in mixture of experts and a tiny Qwen3-MoE of transformers, in

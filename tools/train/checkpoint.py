@@ -200,8 +200,9 @@ class Checkpoints:
             if _first():
                 shutil.rmtree(self._partial, ignore_errors=True)
             before = f"{self._folder}, the one before it, stays"
+            of_step = f" of step {self._fields['step']}" if self._fields else ""
             raise WriteError(
-                f"the checkpoint of step {self._fields['step']} was not written to {self._partial} "
+                f"the checkpoint{of_step} was not written to {self._partial} "
                 f"({' '.join(reasons.split())}), where {free:,} MiB are free; "
                 + (before if self._folder.exists() else "there is none before it")
             ) from None
@@ -285,6 +286,7 @@ def _damage(folder: Path) -> str | None:
     """
     path = folder / CHECKSUMS_FILE
     try:
+        json.loads(path.read_text())
         for path in (folder / RUN_FILE, folder / METADATA_FILE):
             if (fault := checksum_fault(path)) is not None:
                 return fault

@@ -3,6 +3,7 @@
 import re
 import traceback
 from datetime import timedelta
+from threading import Thread
 
 import torch.distributed as dist
 from torch import nn
@@ -44,9 +45,19 @@ class Peers:
         if not isinstance(error, RuntimeError) or not (timed_out or _CLOSED.search(str(error))):
             return None
         own = f"rank {self._rank} waited {_where(error)}: {_reason(error)}"
-        store = self._store
-        if store is None:
+        if (store := self._store) is None:
             return own
+        # A store whose process is stopped answers nothing, and has no timeout of its own.
+        answers: list[str] = []
+        asking = Thread(
+            target=lambda: answers.append(self._ask(store, own, timed_out)), daemon=True
+        )
+        asking.start()
+        asking.join(2 * REPORT_SECONDS)
+        return answers[0] if answers else own
+
+    def _ask(self, store: Store, own: str, timed_out: bool) -> str:
+        """Exchange reports through the store; return this rank's message, empty if it has none."""
         keys = {rank: f"lost/rank/{rank}" for rank in range(self._size)}
         longest = timedelta(seconds=REPORT_SECONDS)
         try:

@@ -198,7 +198,7 @@ def _train_together(
         trainer = _spread(options, mesh, device, collectives)
         if options.resume is not None:
             load(trainer, options.resume)
-    report = Report(options, trainer.step) if dist.get_rank() == 0 else None
+    report = _report_of_all(options, trainer.step)
     termination = _train(trainer, options, report, collectives, profiler, mesh)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
@@ -394,6 +394,20 @@ def check_agreement(options: Options) -> None:
                 f"rank 0 has {first}, rank {rank} has {its}; give all ranks the same options, "
                 "text, Python's library and checkpoint"
             )
+
+
+def _report_of_all(options: Options, done: int) -> Report | None:
+    """Return the report on rank 0; raise on all ranks if it could not be begun there."""
+    report, said = None, [""]
+    if dist.get_rank() == 0:
+        try:
+            report = Report(options, done)
+        except WriteError as error:
+            said = [str(error)]
+    dist.broadcast_object_list(said)
+    if said[0]:
+        raise WriteError(said[0])
+    return report
 
 
 def check_shared(out: Path) -> None:

@@ -45,10 +45,11 @@ def test_the_gpu_script_checks_on_a_cpu_what_is_there(script: dict[str, Any]) ->
     rows = script["Rows"]("hp-cp", script["World"]("kernels", ""))
     script["kernels"](torch.device("cpu"), script["SMALL"], rows)
     found = {row.check: row for row in rows.found}
-    assert {row.status for row in rows.found} == {"passed"}
+    assert {row.status for row in rows.found} == {"passed", "skipped"}
     kinds = ("full", "causal", "window", "function", "soft cap", "other values")
     dtypes = ("float32", "bfloat16")
-    assert {f"eager, {kind}, {dtype}" for kind in kinds for dtype in dtypes} <= set(found)
+    eager = {f"eager, {kind}, {dtype}" for kind in kinds for dtype in dtypes}
+    assert {found[name].status for name in eager} == {"passed"}
     assert found["sdpa, causal, bfloat16"].ours.startswith("error")
 
 

@@ -75,4 +75,20 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-SHAPES: Collectives = ShapeCollectives()
+class _Shapes(ShapeCollectives):
+    """The collectives of dispatchers, and no others."""
+
+    def all_gather(self, axis: Any, inputs: Any, outputs: Any = None) -> Any:
+        raise AssertionError
+
+    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, op: str = "sum") -> Any:
+        raise AssertionError
+
+    def send_recv(self, axis: Any, sends: Any, receives: Any) -> Any:
+        raise AssertionError
+
+    def broadcast(self, axis: Any, tensors: Any, source: int = 0) -> Any:
+        raise AssertionError
+
+
+SHAPES: Collectives = _Shapes()

@@ -101,7 +101,10 @@ def compared(bench: Bench, mode: str, option: str) -> str | Result:
     for mine, theirs, start in zip(sides[0][1], sides[1][1], starts, strict=True):
         changes.append(float((mine - theirs).norm() / (theirs - start).norm()))
     found = float(torch.tensor([*losses, *changes]).max())  # NaN if any is
-    status: Any = "passed" if found < BOUNDS.get(option, 1e-4) else "failed"
+    # The exact layout sums the same numbers in the same order, but for several ranks over NCCL.
+    exact = "ragged" not in mode and not (bench.over_nccl and bench.world.ranks > 1)
+    bound = 0.0 if exact else BOUNDS.get(option, 1e-4)
+    status: Any = "passed" if found <= bound else "failed"
     return Result(
         f"losses {max(losses):.1e}, changes {max(changes):.1e} from torch's", status=status
     )
@@ -173,7 +176,7 @@ def profiled(bench: Bench, step: Step) -> Any:
 
 
 def ranges(bench: Bench, mode: str) -> str:
-    """Look for the names of what a block communicates and copies, with its path."""
+    """Check that the profile names the collectives and copies of block 1."""
     offloads = "offload_policy" in MODES[mode][1]
     events = profiled(bench, training(bench.model(mode), bench.batch))
     found = {event.name for event in events if event.name.startswith("hp_fsdp.")}
@@ -212,7 +215,8 @@ def streams(bench: Bench, mode: str) -> str:
     # The batch and single numbers may travel on the stream of the computation.
     shared = [k for k in BESIDE if k in found and found[k].most_common(1)[0][0] in computing]
     assert not shared, f"on the stream of the products: {shared}; {said}"
-    return said or "nothing seen"
+    assert computing, f"no products in the profile: {said}"
+    return said
 
 
 def averages(bench: Bench) -> str | Result:

@@ -276,6 +276,44 @@ def test_a_rank_that_raised_alone_and_was_reset_is_known_by_the_message(ranks: R
     assert " and 1 reset()" in second
 
 
+def left_before_backward(rank: int) -> str:
+    """Raise on rank 1 alone in the loss, outside of the model, reset there, begin a new step."""
+    model = sharded(reshard_after_forward=True)
+    after_a_good_step(model)
+    if rank == 1:
+        model(inputs(), ALL)
+        model.reset()
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(), ALL)
+    return str(caught.value)
+
+
+def test_a_rank_that_was_reset_between_forward_and_backward_is_known_too(ranks: Ranks) -> None:
+    said = ranks(2).run(left_before_backward)
+    assert said[0] == said[1]
+    assert " and 1 reset()" in said[0].partition("rank 1 waited to")[2]
+
+
+def all_reset_after_one_raised(rank: int) -> bool:
+    """Raise on rank 1 alone after the last gather of a forward; reset on all ranks, and go on."""
+    model = sharded(reshard_after_forward=True)
+    after_a_good_step(model)
+    if rank == 1:
+        hook = model.blocks[-1].register_forward_hook(mock.Mock(side_effect=ArithmeticError))
+        with pytest.raises(ArithmeticError):
+            model(inputs(), ALL)
+        hook.remove()
+    else:
+        model(inputs(), ALL)
+    model.reset()
+    run(model, inputs(), ALL)
+    return all(p.grad is not None for p in model.parameters())
+
+
+def test_ranks_that_are_all_reset_go_on_where_one_of_them_raised(ranks: Ranks) -> None:
+    assert ranks(2).run(all_reset_after_one_raised) == [True, True]
+
+
 def replicas(rank: int) -> str:
     """Let the ranks of one replica reduce another block than those of the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))

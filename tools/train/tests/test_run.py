@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -26,6 +27,8 @@ SUMMARY = {
     "final_loss",
     "reference_max_rel_diff",
     "tokens_per_second",
+    "model_flops_per_second",
+    "mfu",
     "peak_memory_bytes",
     "dims",
     "world_size",
@@ -280,7 +283,8 @@ def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> Non
     damaged = out / "checkpoint" / "__1_0.distcp"
     damaged.write_bytes(bytes(damaged.stat().st_size))
     line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
-    assert line.startswith(f"train: error: {damaged} is damaged and cannot be read (")
+    assert line.startswith(f"train: error: {damaged} is damaged: ")
+    assert re.search(r" \(bytes \d+ to \d+\); go on", line)
     assert line.endswith(f"; go on from another, --resume {out / 'checkpoint-1'}")
 
 

@@ -45,15 +45,19 @@ def reason_of(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def limited_recompiles() -> AbstractContextManager[Any]:
-    """Let the compiler raise where it keeps no more programs (2.11 to 2.13).
+PROGRAMS = 64  # masks x dtypes x head sizes x (forward, backward) of one process
 
-    Its default is to run the function uncompiled from then on, with a line in the log.
+
+def limited_recompiles() -> AbstractContextManager[Any]:
+    """Make torch.compile keep `PROGRAMS` variants of a function, and raise if more are needed.
+
+    By default it keeps 8, then runs the function uncompiled and only logs that (2.11 to 2.13).
     """
     import torch._dynamo
 
-    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        fail_on_recompile_limit_hit=True
+    config = torch._dynamo.config
+    patch: AbstractContextManager[Any] = config.patch(
+        fail_on_recompile_limit_hit=True, recompile_limit=max(PROGRAMS, config.recompile_limit)
     )
     return patch
 

@@ -233,11 +233,12 @@ class SimulatedCollectives:
         blocks = list(input.split(list(send_splits)))
 
         def transpose(posted: list[list[Tensor]]) -> list[list[Tensor]]:
-            # As between processes, a rank that sends no rows may have rows of another width.
-            return [
-                [torch.cat([block for block in blocks if len(block)] or [blocks[me]])]
-                for me, blocks in enumerate(zip(*posted, strict=True))
-            ]
+            received = []
+            for me, blocks in enumerate(zip(*posted, strict=True)):
+                # As between processes, a rank that sends no rows may have rows of another width.
+                sent = [block for block in blocks if len(block)]
+                received.append([torch.cat([blocks[me][:0], *sent])])
+            return received
 
         def check(result: list[Tensor], posted: list[list[Tensor]]) -> None:
             got = tuple(blocks[axis.index].shape[0] for blocks in posted)

@@ -270,11 +270,11 @@ class FSDPModule:
         units = _units(self, True)
         # Parts that ran before this module, or before it was sharded, have schedules of their own.
         each: list[Schedule | Unit] = [unit.schedule or unit for unit in units]
-        failed = any(unit.schedule is not None and unit.schedule.failed for unit in units)
         for order in {unit.order for unit in units if unit.order is not None}:
             order.resets += 1
-            if failed:  # ranks that go on without this one must not take its gathers for theirs
-                order.forget()
+            # Ranks that resume without this one must not take its gathers for theirs. What failed
+            # here did not fail on all ranks, so that this must not depend on it.
+            order.forget()
         if (error := first_error([one.reset for one in dict.fromkeys(each)])) is not None:
             raise error
 

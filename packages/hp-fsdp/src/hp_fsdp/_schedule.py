@@ -57,7 +57,6 @@ class Schedule:
         self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)
         self.starts_after: torch.Event | torch.cpu.Event | None = None
         self._pass_root: Unit | None = None
-        self._forward_raised = False  # the root's last forward
         self._checked = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
@@ -198,7 +197,6 @@ class Schedule:
 
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
-        self._forward_raised = False
         if not self._checked and root is self.units[0]:
             for group in (group for unit in self.units for group in unit.groups):
                 attached(group)  # raises before any unit is changed
@@ -314,7 +312,6 @@ class Schedule:
         if unit is self._pass_root:
             self._pass_root = None
             self._following = False
-            self._forward_raised = True
 
     def _reshard_after_forward(self, unit: Unit) -> None:
         """Let a unit give up its parameters between forward and backward, or some, or none.
@@ -612,11 +609,6 @@ class Schedule:
             if kept and awaited and not other.waiting and unit.lacks_memory():
                 other.reshard()
 
-    @property
-    def failed(self) -> bool:
-        """Return whether the last pass raised, so that other ranks may have gone on without it."""
-        return self._forward_raised or self.in_backward
-
     def reset(self) -> None:
         """Forget the step under way; see `FSDPModule.reset`."""
         drops = [reduction.drop for reduction in self._reductions]
@@ -625,7 +617,6 @@ class Schedule:
         if self._tag_log is not None:
             self._tag_log.drop()
         self._pass_root = None
-        self._forward_raised = False
         self.in_backward = False
         self._walked, self._ahead = None, 0
         self._following = False

@@ -17,8 +17,9 @@ from ._interface import ScoreOptions
 
 _TILE = 128  # rows and keys of a block from which on there are compiled kernels for any length
 
-# Mask functions and dtypes for which compiling failed in this process.
-_FAILED: set[tuple[MaskMod | None, torch.dtype]] = set()
+# What compiling failed for in this process: the id of the mask function, which is not kept alive,
+# and the dtype. If another function gets the id, it runs uncompiled.
+_FAILED: set[tuple[int, torch.dtype]] = set()
 
 Result = TypeVar("Result")
 Attention = Callable[[Tensor, Tensor, Tensor, bool, ScoreOptions], tuple[Tensor, Tensor]]
@@ -104,13 +105,14 @@ def _run(
     call: Callable[[Attention], Result], q: Tensor, k: Tensor, options: ScoreOptions
 ) -> Result:
     """Call with the compiled attention if there is one for these tensors, else the plain one."""
-    task = options.mask_mod, q.dtype
+    task = id(options.mask_mod), q.dtype
     if _compiles_on(q.device) and min(q.shape[2], k.shape[2]) >= _TILE and task not in _FAILED:
         try:
             with limited_recompiles():
                 return call(partial(_attended, *_compiled()))
         except compiler_errors() as error:
-            _note_failure(*task, error)
+            _FAILED.add(task)
+            _warn_of(error, options.mask_mod, q.dtype)
     return call(partial(_attended, *_plain()))
 
 
@@ -173,9 +175,8 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return attention, blocks
 
 
-def _note_failure(function: MaskMod | None, dtype: torch.dtype, error: Exception) -> None:
-    """Warn once for a mask function and a dtype that blocks run uncompiled."""
-    _FAILED.add((function, dtype))
+def _warn_of(error: Exception, function: MaskMod | None, dtype: torch.dtype) -> None:
+    """Warn that blocks with a mask function and a dtype run uncompiled from now on."""
     warnings.warn(
         f"FlexAttention runs uncompiled and holds all scores of a block: torch.compile makes no "
         f"kernel for mask_mod={function!r} and {dtype} here: {reason_of(error)}; "
