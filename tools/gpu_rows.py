@@ -114,6 +114,17 @@ def interleaved(
     return Result(mine, theirs, statistics.median(pairs))
 
 
+def peak_memory(step: Callable[[], object]) -> float:
+    """Return the peak memory on the GPU of the second step, in MiB above the memory before it."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def milliseconds(step: Callable[[], object], device: torch.device) -> float:
     """Return the time of one step to its end on the device."""
     if device.type == "cuda":

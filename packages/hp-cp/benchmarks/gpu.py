@@ -13,7 +13,7 @@ there are several. In each, every schedule and degree, with causal, windowed and
 a function and with sinks, against attention of one process in float64; with NCCL also host waits,
 which are errors. A last world runs torch's ``context_parallel`` over gloo, if it can.
 
-Times on CPUs mean nothing here, nor do those of gloo on GPUs.
+Times on CPUs, and of gloo on GPUs, are not meaningful.
 """
 
 import sys
@@ -271,7 +271,7 @@ def kernel_times(device: torch.device, rows: Rows) -> None:
 
 
 def masks_of(seq_len: int) -> dict[str, MaskSpec]:
-    """Return what is attended over ranks."""
+    """Return the masks for attention over ranks, by name."""
     ends = (0, seq_len // 5, seq_len // 2, seq_len // 2 + 1, seq_len)
     return {
         "causal": MaskSpec(causal=True),

@@ -1,4 +1,4 @@
-"""What is ordered between the computation and NCCL's stream, which carries the exchanges."""
+"""Order between the computation and the stream of NCCL, which carries the exchanges."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -70,7 +70,7 @@ def test_a_call_leaves_nothing_unordered(ranks: Ranks, name: str) -> None:
 
 
 def no_wait() -> AbstractContextManager[Any]:
-    """Let the computation use what has not arrived yet."""
+    """Start the computation before the exchange has completed."""
     return mock.patch.object(Stream, "wait_event", return_value=None)
 
 

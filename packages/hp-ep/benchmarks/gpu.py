@@ -9,7 +9,7 @@ NCCL with one rank for each GPU where there are several. In each world, for each
 - outputs and gradients of a layer in one process, by plain operators in float64;
 - host waits of a forward and backward, which ``torch.cuda.set_sync_debug_mode`` counts, against
   their number in the README;
-- steps of the layer beside those of the plain one, and the highest memory of a step.
+- time and peak memory of a step, compared with the plain layer.
 
 The plain layer is torchtitan's way, restated: it sorts the rows by expert, sends them by torch's
 differentiable all-to-all, multiplies by ``torch._grouped_mm`` on GPUs from capability 9.0 on, else
@@ -18,7 +18,7 @@ and skewed, with three of four tokens on the same four of 16 experts.
 
 Also the experts alone, float8 products against the same rounding on the CPU, and what
 `choose_dispatcher` prices: an operator, a small all-to-all and the bandwidth of a large one. Times
-on CPUs mean nothing here, nor do those of gloo on GPUs.
+on CPUs, and of gloo on GPUs, are not meaningful.
 """
 
 import copy
@@ -52,7 +52,7 @@ from hp_ep import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
-from gpu_rows import Result, Rows, World, interleaved, main, nccl, skipped
+from gpu_rows import Result, Rows, World, interleaved, main, nccl, peak_memory, skipped
 
 Step = Callable[[], object]
 WAITS = {"Local": 0, "AllToAll": 1, "Dedup": 1, "Hierarchical": 1, "Padded": 0}
@@ -254,18 +254,8 @@ def memory(bench: Bench, name: str) -> Result:
     ranks = 1 if name == "Local" else bench.world.ranks
     grouped = bench.groups(torch.bfloat16)
 
-    def highest(layer: Callable[[Tensor], Tensor]) -> float:
-        step = trained(layer, x)
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        rest = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - rest) / 2**20
-
-    mine = highest(bench.layer(name, torch.bfloat16))
-    theirs = highest(lambda rows: plain_layer(plain, rows, ranks, grouped))
+    mine = peak_memory(trained(bench.layer(name, torch.bfloat16), x))
+    theirs = peak_memory(trained(lambda rows: plain_layer(plain, rows, ranks, grouped), x))
     return Result(f"{mine:.0f} MiB", f"{theirs:.0f} MiB", mine / theirs)
 
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
-from gpu_rows import Result, Rows, World, interleaved, main, nccl, skipped
+from gpu_rows import Result, Rows, World, interleaved, main, nccl, peak_memory, skipped
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 HEAD = 128
@@ -104,18 +104,10 @@ def host_time(case: Case) -> Result:
 
 
 def memory(case: Case) -> Result:
-    """Return the highest memory of a step, with what a side holds between steps."""
+    """Return the peak memory of a step, including the memory held between steps."""
 
-    def highest(step: Step) -> float:
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        rest = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - rest) / 2**20
-
-    mine, theirs = (held + highest(step) for held, step in zip(case.held, case.sides, strict=True))
+    sides = zip(case.held, case.sides, strict=True)
+    mine, theirs = (held + peak_memory(step) for held, step in sides)
     return Result(f"{mine:.0f} MiB", f"{theirs:.0f} MiB", mine / theirs)
 
 

@@ -59,7 +59,7 @@ class ChecksumReader(FileSystemReader):
 
 
 def _wrong(content: bytes) -> str | None:
-    """Return what is wrong with a zip archive, None if its records match their checksums."""
+    """Return how a zip archive is damaged, None if its records match their checksums."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             record = archive.testzip()
