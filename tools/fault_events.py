@@ -106,6 +106,8 @@ def _disturbed(
             count["step"] = args[0].step + 1
         for event in events:
             step = event.step if phase == "join" else count["step"]
+            if phase == "name":  # a later step may have begun meanwhile
+                step = int(args[0]._fields["step"])
             here = (phase, int(os.environ.get("RANK", "0")), step)
             if here == (event.phase, event.rank, event.step):
                 event.begin()

@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import fault_events
@@ -270,15 +270,14 @@ def _free_port() -> int:
         return port
 
 
-def restart(trial: Trial) -> None:
+def restart(rendezvous: str, trial: Trial) -> None:
     """Kill a rank of a run that torchrun restarts."""
     port, name = _free_port(), "cp"
-    rendezvous = {
+    words = {
         "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
         "standalone": ["--standalone"],
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"],
-    }
-    words = trial.rng.choice([*rendezvous.values()])
+    }[rendezvous]
     event = str(_event(trial, "kill"))
     command = [*words, "--max-restarts", "3", "--nproc-per-node", "2", PROGRAM, event, "--"]
     done = trial.run([*command, *trial.words(name, joins=True)], path=TORCHRUN)
@@ -430,7 +429,10 @@ ROWS: dict[str, tuple[Callable[[Trial], None], int]] = {
     "kill": (kill, 100),
     "cut": (cut, 80),
     "flip": (flip, 120),
-    "restart": (restart, 20),
+    # torchrun's restarts, by the kind of rendezvous
+    "static": (partial(restart, "static"), 7),
+    "standalone": (partial(restart, "standalone"), 7),
+    "c10d": (partial(restart, "c10d"), 6),
     "stop": (stop, 10),
     "signal": (stopped_by_signal, 20),
     "fill": (fill, 10),
