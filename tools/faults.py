@@ -297,6 +297,7 @@ def link(trial: Trial) -> None:
 
 
 def _link_down(trial: Trial, names: list[str], devices: list[str]) -> None:
+    known = _descendants()
     (trial.folder / "marks").mkdir()
     event = Event("note", 0, trial.rng.randint(2, STEPS - 1), "gradients", 0.0)
     words = trial.words("cp", "--comm-timeout", "5", joins=True)
@@ -332,10 +333,9 @@ def _link_down(trial: Trial, names: list[str], devices: list[str]) -> None:
         for node in nodes:
             node.kill()
             node.wait()
-        for pid in _descendants():
-            with contextlib.suppress(OSError):  # it has ended
-                if "faults" in Path(f"/proc/{pid}/cmdline").read_text():
-                    os.kill(pid, signal.SIGKILL)
+        for pid in _descendants() - known:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -392,13 +392,19 @@ def _random_words(trial: Trial) -> list[str]:
     return [*model, "--steps", "2", *pairs]
 
 
+def _is_clear(message: str) -> bool:
+    """Return whether a message has one line, or a line with the legal values for each rule."""
+    lines = message.splitlines()
+    return len(lines) == 1 or (len(lines) > 1 and all("use " in line for line in lines))
+
+
 def _accepted(words: list[str], trial: Trial) -> bool:
     """Return whether the options are accepted; they are refused with one line."""
     try:
         with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
             parse(words)
     except (OptionsError, ParallelDimsError, ModelError, TextError) as error:
-        trial.judge("unclear", len(str(error).splitlines()) != 1, f"{words}: {error}")
+        trial.judge("unclear", not _is_clear(str(error)), f"{words}: {error}")
         return False
     except SystemExit as end:
         trial.judge("unclear", end.code != 2, f"{words} ended with {end.code}")
@@ -420,8 +426,8 @@ def launched(trial: Trial) -> None:
         pass
     done = trial.run(words)
     trial.judge("unclear", done.status not in (0, 2, None), f"{words}: {done.stderr}")
-    lines = len(done.stderr.splitlines())
-    trial.judge("unclear", done.status == 2 and lines != 1, f"{words}: {done.stderr}")
+    refused = done.status == 2
+    trial.judge("unclear", refused and not _is_clear(done.stderr), f"{words}: {done.stderr}")
 
 
 # Each row: a kind of trial, and how many make the whole suite.
