@@ -199,6 +199,21 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def changelog(session: nox.Session) -> None:
+    """Show the next release's section of each package's changelog; ``-- hp-mesh`` shows one.
+
+    ``-- hp-mesh --version 0.3.0`` writes the section to CHANGELOG.md and deletes the fragments.
+    """
+    session.install("towncrier")
+    chosen, options = chosen_packages(session)
+    if options and len(chosen) > 1:
+        session.error("packages have separate versions: name one package")
+    for package in chosen:
+        where = ("--config", "pyproject.toml", "--dir", f"packages/{package}")
+        session.run("towncrier", "build", *where, *(options or ("--draft", "--version", "next")))
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build every package's sdist and wheel with hatch into dist/."""
     session.install("hatch")
