@@ -1,0 +1,48 @@
+"""Hooks of the documentation site: navigation, changelogs, inline drawings."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from markdown import Markdown
+from markdown.extensions import Extension
+
+os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # it is known: requirements.txt has the bound
+
+PAGES = Path(__file__).parent / "pages"
+ROOT = Path(__file__).parents[2]
+
+
+class _InlineSvg(Extension):
+    """Leaves `svg` elements in a page as they are, also across blank lines."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+        md.block_level_elements.append("svg")
+
+
+def on_config(config: Any) -> Any:
+    """Replace each pattern in the navigation by the pages that exist."""
+    for section in config.nav:
+        for name, pages in section.items():
+            section[name] = [page for pattern in pages for page in _expand(pattern)]
+    config.markdown_extensions.append(_InlineSvg())
+    return config
+
+
+def _expand(pattern: str) -> list[str]:
+    if "*" not in pattern:
+        return [pattern]
+    return sorted(path.relative_to(PAGES).as_posix() for path in PAGES.glob(pattern))
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace the markers of a page by what they name."""
+    return re.sub(r"^<!-- changelog: ([\w-]+) -->$", _changelog, markdown, flags=re.MULTILINE)
+
+
+def _changelog(marker: re.Match[str]) -> str:
+    package = marker[1]
+    text = (ROOT / "packages" / package / "CHANGELOG.md").read_text(encoding="utf-8")
+    text = re.sub(r"^# .*$", f"# {package}", text, count=1, flags=re.MULTILINE)
+    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
