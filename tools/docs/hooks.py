@@ -1,14 +1,12 @@
 """Hooks of the documentation site: navigation, changelogs, inline drawings."""
 
-import os
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from markdown import Markdown
 from markdown.extensions import Extension
-
-os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # it is known: requirements.txt has the bound
 
 PAGES = Path(__file__).parent / "pages"
 ROOT = Path(__file__).parents[2]
@@ -17,8 +15,14 @@ ROOT = Path(__file__).parents[2]
 class _InlineSvg(Extension):
     """Leaves `svg` elements in a page as they are, also across blank lines."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         md.block_level_elements.append("svg")
+
+
+def on_startup(**_: Any) -> None:
+    """Show warnings: a strict build counts those that are shown, and ``--quiet`` hides them."""
+    logger = logging.getLogger("mkdocs")
+    logger.setLevel(min(logger.level or logging.WARNING, logging.WARNING))
 
 
 def on_config(config: Any) -> Any:
