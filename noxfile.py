@@ -109,7 +109,7 @@ def checks(session: nox.Session) -> None:
         session.error(f"{' '.join(session.posargs)} is for one session: name it with -s")
     # About the longest first; sessions of one job share what the first of them makes.
     tests_of = (f"tests({package})" for package in reversed(PACKAGES))
-    jobs = ["lint", "integration", *tests_of, "types", "vendor", "build wheel"]
+    jobs = ["lint", "integration", *tests_of, "types", "vendor", "docs", "build wheel"]
     session.run(sys.executable, "tools/checks.py", *jobs, external=True)
 
 
@@ -183,6 +183,7 @@ def types(session: nox.Session) -> None:
             session.run("mypy", f"packages/{package}/tests")
             continue
         session.run("mypy", "noxfile.py", *map(str, ROOT.glob("tools/*.py")))
+        session.run("mypy", *map(str, ROOT.glob("tools/docs/*.py")))
         session.run("mypy", "-p", "rank_pool")
         session.run("mypy", "tools/train")
         session.run("mypy", "tests-integration", env={"MYPYPATH": "tools"})
@@ -273,8 +274,27 @@ def vendor(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Run packages together on several processes, the trainer among them."""
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers"))
-    session.run("python", "tools/examples.py", "README.md")
     session.run("pytest", "tools/train/tests", "tests-integration", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/ and run its code blocks; ``-- serve`` shows it locally.
+
+    The build is strict. Broken links, pages that the navigation lacks, and public names without a
+    docstring or without a place in a reference page fail it.
+    """
+    if unknown := set(session.posargs) - {"serve"}:
+        session.error(f"{' '.join(sorted(unknown))}: use nothing or serve")
+    needed = ("-r", "tools/docs/requirements.txt")
+    install(session, *PACKAGES, extras=(*needed, *TRAINER, "transformers"))
+    mkdocs = ("--config-file", "tools/docs/mkdocs.yml")
+    env = {"NO_MKDOCS_2_WARNING": "1"}  # the requirements exclude mkdocs 2
+    if session.posargs:
+        session.run("mkdocs", "serve", *mkdocs, env=env)
+        return
+    session.run("mkdocs", "build", "--quiet", *mkdocs, env=env)
+    session.run("python", "-P", "tools/examples.py", "README.md", "tools/docs/pages")
 
 
 @nox.session
@@ -334,7 +354,10 @@ def train(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, one at a time; packages or files, and ``--quick``, go after ``--``."""
+    """Run the benchmarks, one at a time; packages or files, and ``--quick``, go after ``--``.
+
+    ``-- --commit`` also writes the figures that the documentation shows.
+    """
     install(session, *PACKAGES, extras=("numpy",))
     for peers in sorted(ROOT.glob("packages/*/benchmarks/requirements.txt")):
         session.install("--no-deps", "-r", str(peers))

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: navigation, changelogs, inline drawings."""
+"""Hooks of the documentation site: navigation, changelogs, measurements, checks of references."""
 
 import logging
 import re
@@ -7,9 +7,13 @@ from typing import Any
 
 from markdown import Markdown
 from markdown.extensions import Extension
+from public_names import public_names
+from results import results
 
 PAGES = Path(__file__).parent / "pages"
 ROOT = Path(__file__).parents[2]
+# With `strict`, each warning fails the build.
+log = logging.getLogger("mkdocs.hooks.hp")
 
 
 class _InlineSvg(Extension):
@@ -34,14 +38,24 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def _expand(pattern: str) -> list[str]:
-    if "*" not in pattern:
+def _expand(pattern: str | dict[str, str]) -> list[str | dict[str, str]]:
+    if isinstance(pattern, dict) or "*" not in pattern:
         return [pattern]
-    return sorted(path.relative_to(PAGES).as_posix() for path in PAGES.glob(pattern))
+    return [*sorted(path.relative_to(PAGES).as_posix() for path in PAGES.glob(pattern))]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace the markers of a page by what they name."""
+    package = page.file.src_uri.partition("/")[0]
+
+    def measured(marker: re.Match[str]) -> str:
+        try:
+            return results(package, marker[1])
+        except (ValueError, KeyError) as error:
+            log.warning("%s: %s", page.file.src_uri, error)
+            return ""
+
+    markdown = re.sub(r"^<!-- results(?:: (\w+))? -->$", measured, markdown, flags=re.MULTILINE)
     return re.sub(r"^<!-- changelog: ([\w-]+) -->$", _changelog, markdown, flags=re.MULTILINE)
 
 
@@ -50,3 +64,16 @@ def _changelog(marker: re.Match[str]) -> str:
     text = (ROOT / "packages" / package / "CHANGELOG.md").read_text(encoding="utf-8")
     text = re.sub(r"^# .*$", f"# {package}", text, count=1, flags=re.MULTILINE)
     return re.sub(r"^#", "##", text, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> None:
+    """Warn of each public name that a reference page lacks, or that has no docstring."""
+    folder, _, name = page.file.src_uri.partition("/")
+    if name != "reference.md":
+        return
+    anchors = set(re.findall(r' id="([^"]+)"', html))
+    for public in public_names(folder.replace("-", "_")):
+        if not anchors & {*public.paths}:
+            log.warning("%s lacks the public name %s", page.file.src_uri, public.paths[0])
+        if not public.documented:
+            log.warning("the public name %s has no docstring", public.paths[0])

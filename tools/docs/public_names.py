@@ -30,7 +30,8 @@ def public_names(package: str, sources: Path = ROOT / "packages") -> list[Name]:
     """Return the names of ``__all__`` of a package and its public modules, and their methods.
 
     A module is public if it has ``__all__``, or functions and classes of its own, and no part of
-    its path begins with an underscore. Names of other libraries count as documented.
+    its path begins with an underscore. Constants and names of other
+    libraries count as documented.
     """
     paths = [str(path) for path in sorted(sources.glob("*/src"))]
     root = GriffeLoader(search_paths=paths).load(package)
@@ -79,7 +80,8 @@ def _names(module: Module, name: str, root: Module) -> Iterator[Name]:
         yield Name((own,), documented=True)
         return
     paths = tuple(dict.fromkeys((own, f"{root.path}.{name}" if same else own)))
-    yield Name(paths, documented=bool(target.docstring))
+    documented = target.docstring is not None or target.kind is Kind.ATTRIBUTE
+    yield Name(paths, documented)
     if target.kind is not Kind.CLASS:
         return
     methods = {**_of_private_bases(target), **target.members}
