@@ -1,4 +1,8 @@
-"""Examples of the READMEs that need several ranks, on several ranks."""
+"""Examples marked ``py`` in READMEs and documentation pages, run with test models on several ranks.
+
+``python`` examples run as printed, in the documentation's own test. ``py`` examples leave out the
+model or the data, which these tests provide.
+"""
 
 import re
 from pathlib import Path
@@ -19,8 +23,20 @@ from hp_fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 
-PACKAGES = Path(__file__).resolve().parents[1] / "packages"
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def example(package: str, *phrases: str) -> str:
+    """Return the one example of a package that contains all phrases.
+
+    Searches the package's README and its documentation pages. The same example may be in several.
+    """
+    pages = sorted((ROOT / "tools" / "docs" / "pages" / package).glob("*.md"))
+    files = [ROOT / "packages" / package / "README.md", *pages]
+    blocks = {found[1] for file in files for found in BLOCK.finditer(file.read_text("utf-8"))}
+    (source,) = [block for block in blocks if all(phrase in block for phrase in phrases)]
+    return source
 
 
 class Core(nn.Module):
@@ -44,7 +60,7 @@ class Core(nn.Module):
 
 
 def model_with_core() -> nn.Module:
-    """Return a model with a core-attention module where the README has one."""
+    """Return a model with the core-attention module that the example names."""
     attention = nn.ModuleDict({"core": Core()})
     return nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attention": attention})])})
 
@@ -64,9 +80,8 @@ def on_rank(rank: int, source: str, tensors: tuple[Tensor, ...]) -> list[Tensor]
     return attend(model, *shard_sequence(tensors, mesh, Zigzag(), seq_dim=2))
 
 
-def test_the_style_of_hp_cps_readme_gives_the_attention_of_one_process(ranks: Any) -> None:
-    text = (PACKAGES / "hp-cp" / "README.md").read_text(encoding="utf-8")
-    (source,) = [block for block in BLOCK.findall(text) if "ContextParallel(" in block]
+def test_the_style_of_hp_cp_gives_the_attention_of_one_process(ranks: Any) -> None:
+    source = example("hp-cp", "ContextParallel(")
     torch.manual_seed(0)
     q, k, v, grad = torch.randn(4, 2, 4, 16, 8, dtype=torch.float64)
     expected = attend(model_with_core(), q, k, v, grad)
@@ -123,9 +138,8 @@ def preferred_on_rank(rank: int, source: str) -> dict[str, list[Tensor]]:
     return found
 
 
-def test_the_preference_loss_of_hp_cps_readme_has_the_gradients_of_one_process(ranks: Any) -> None:
-    text = (PACKAGES / "hp-cp" / "README.md").read_text(encoding="utf-8")
-    (source,) = [block for block in BLOCK.findall(text) if "replicated_loss=" in block]
+def test_the_preference_loss_of_hp_cp_has_the_gradients_of_one_process(ranks: Any) -> None:
+    source = example("hp-cp", "replicated_loss=")
     model, given = small_llama(), preferences()
     logits = model(input_ids=given["ids"], use_cache=False).logits[:, :-1]
     targets = given["labels"][:, 1:]
@@ -142,7 +156,7 @@ def test_the_preference_loss_of_hp_cps_readme_has_the_gradients_of_one_process(r
 
 
 def model_with_experts() -> nn.Module:
-    """Return a model of which two layers are a mixture of experts."""
+    """Return a model with two mixture-of-experts layers."""
     torch.manual_seed(0)
     layers = [MoE(8, 12, 8, 2, num_shared_experts=1, dtype=torch.float64) for _ in range(2)]
     return nn.Sequential(layers[0], nn.Linear(8, 8, dtype=torch.float64), layers[1])
@@ -158,11 +172,9 @@ def experts_on_rank(rank: int, sources: tuple[str, str], x: Tensor) -> list[Tens
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
-def test_the_sum_of_hp_eps_readme_gives_the_gradients_of_one_process(ranks: Any) -> None:
-    text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
-    blocks = BLOCK.findall(text)
-    (style,) = [b for b in blocks if "ExpertParallel(" in b and "init_device_mesh(" in b]
-    (total,) = [block for block in blocks if "all_reduce(" in block]
+def test_the_sum_of_hp_ep_gives_the_gradients_of_one_process(ranks: Any) -> None:
+    style = example("hp-ep", "ExpertParallel(", "init_device_mesh(")
+    total = example("hp-ep", "all_reduce(")
     model, x = model_with_experts(), torch.randn(12, 8, dtype=torch.float64)
     model(x).square().sum().backward()
     for grads in ranks(4).run(experts_on_rank, (style, total), x):
@@ -185,7 +197,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A model with the blocks that the README has."""
+    """A model with the blocks that the example names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,9 +228,8 @@ def sharded_on_rank(rank: int, source: str, x: Tensor, y: Tensor) -> list[Tensor
     return [g.full_tensor() for g in grads if isinstance(g, DTensor)]
 
 
-def test_the_sharded_model_of_hp_eps_readme_steps_as_one_process(ranks: Any) -> None:
-    text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
-    (source,) = [block for block in BLOCK.findall(text) if "fully_shard(" in block]
+def test_the_sharded_model_of_hp_ep_steps_as_one_process(ranks: Any) -> None:
+    source = example("hp-ep", "fully_shard(")
     model = Blocks()
     x, y = 5 * torch.randn(2, 12, 8, dtype=torch.float64)
     ((model(x) - y).square().sum() / len(x)).backward()
@@ -250,9 +261,8 @@ def trained_on_rank(rank: int, source: str, batches: Tensor, folder: str) -> lis
     return [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
 
 
-def test_the_loop_of_hp_fsdps_readme_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
-    text = (PACKAGES / "hp-fsdp" / "README.md").read_text(encoding="utf-8")
-    (source,) = [block for block in BLOCK.findall(text) if "set_requires_gradient_sync(" in block]
+def test_the_loop_of_hp_fsdp_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
+    source = example("hp-fsdp", "set_requires_gradient_sync(")
     batches = torch.randn(2, 2, 3, 4, 8, dtype=torch.float64)  # ranks, steps, microbatches
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -268,7 +278,7 @@ def test_the_loop_of_hp_fsdps_readme_trains_as_one_process(ranks: Any, tmp_path:
 
 
 def hugging_face_model() -> Any:
-    """Return a small model of transformers, alike in every process."""
+    """Return a small model of transformers, the same in every process."""
     config = transformers.MixtralConfig(
         vocab_size=50,
         hidden_size=16,
@@ -294,18 +304,16 @@ def hugging_face_on_rank(rank: int, sources: tuple[str, str], ids: Tensor) -> li
     return [names["loss"].detach(), *whole]
 
 
-def test_three_lines_of_hp_eps_readme_give_a_share_and_the_gradients_of_one_process(
+def test_three_lines_of_hp_ep_give_a_share_and_the_gradients_of_one_process(
     ranks: Any,
 ) -> None:
-    text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
-    blocks = BLOCK.findall(text)
-    (example,) = [block for block in blocks if "hp_ep.transformers" in block]
-    (total,) = [block for block in blocks if "all_reduce(" in block]
+    shared = example("hp-ep", "hp_ep.transformers")
+    total = example("hp-ep", "all_reduce(")
     model, ids = hugging_face_model(), torch.randint(50, (4, 9))
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     shares = []
-    for share, *grads in ranks(2).run(hugging_face_on_rank, (example, total), ids):
+    for share, *grads in ranks(2).run(hugging_face_on_rank, (shared, total), ids):
         shares.append(share)
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-7)

@@ -321,7 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="small sizes, one round")
-    size.add_argument("--long", action="store_true", help="the sizes of the README, seven rounds")
+    size.add_argument("--long", action="store_true", help="the documented sizes, seven rounds")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int)

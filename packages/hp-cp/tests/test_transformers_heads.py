@@ -186,7 +186,7 @@ def preference(scores: Tensor) -> Tensor:
 
 
 def by_base(model: Any, mesh: Any, collectives: Any = None) -> Run:
-    """Return this rank's shares of loss and gradients, by the steps of the README."""
+    """Return this rank's shares of loss and gradients, by the steps of the guide."""
     base = context_parallel(model.base_model, mesh, layout=Zigzag(), collectives=collectives)
     part = shard_batch({"input_ids": ids()}, mesh, Zigzag())
     rows = unshard_sequence(

@@ -1194,7 +1194,7 @@ def not_used(rank: int, by: str, everyone: bool) -> tuple[str, Gradients]:
 def test_what_ranks_did_not_use_is_reduced_with_zeros(
     ranks: Ranks, by: str, everyone: bool
 ) -> None:
-    """What no rank used has zeros as its gradient under torch, and none here: see README."""
+    """A parameter that no rank used has a zero gradient under torch, and None here."""
     plain = make(Two)
     for rank in range(2):
         what = "module" if everyone or rank == 1 else "output"
