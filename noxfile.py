@@ -35,6 +35,7 @@ PROJECTS: dict[str, dict[str, Any]] = {
 }
 PACKAGES = sorted(PROJECTS, key=lambda name: len(PROJECTS[name]["dependencies"]))
 TEST_TOOLS = ("-etools/rank_pool", "pytest", "pytest-timeout", "hypothesis", "numpy")
+DOCSTRINGS = "griffelib>=2"  # tools/docstrings.py
 TRAINER = ("-r", "tools/train/requirements.txt")
 DIST = ROOT / "dist"
 
@@ -174,7 +175,7 @@ def types(session: nox.Session) -> None:
     install(
         session,
         *PACKAGES,
-        extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES), "mypy", "nox"),
+        extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES), "mypy", "nox", DOCSTRINGS),
     )
     if named := [package for package in chosen if package != "tools"]:
         session.run("mypy", *(word for name in named for word in ("-p", import_name(name))))
@@ -191,10 +192,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format and who may import whom."""
-    session.install("ruff", "import-linter")
+    """Check style, format, docstrings of public names, and who may import whom."""
+    session.install("ruff", "import-linter", DOCSTRINGS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", "tools/docstrings.py", *map(str, ROOT.glob("packages/*/src")))
     sources = os.pathsep.join(str(path) for path in ROOT.glob("packages/*/src"))
     session.run("lint-imports", env={"PYTHONPATH": sources})
 
@@ -273,7 +275,7 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run packages together on several processes, the trainer among them."""
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers"))
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers", DOCSTRINGS))
     session.run("pytest", "tools/train/tests", "tests-integration", *session.posargs)
 
 
@@ -333,7 +335,8 @@ def long(session: nox.Session) -> None:
     always runs), the GPU checks on CPUs, which show that they run, and all tests of all copies of
     packages, of which `vendor` runs a hundredth.
     """
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
+    tools = (*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES), DOCSTRINGS)
+    install(session, *PACKAGES, extras=tools)
     nothing_marked = 5  # pytest's exit code
     for folder in (*(f"packages/{package}/tests" for package in PACKAGES), "tests-integration"):
         session.run("pytest", folder, "-m", "long", success_codes=[0, nothing_marked])

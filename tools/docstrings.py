@@ -1,0 +1,326 @@
+"""Check that the public names of the packages are documented.
+
+    python tools/docstrings.py packages/*/src
+
+The reference pages are made from docstrings, so a missing section is a hole in a page. griffe reads
+the sources without importing them. A name is public if it is in ``__all__`` of a package or of one
+of its modules without a leading underscore. Public methods and properties of public classes are
+public too. Special methods are not checked.
+
+Rules:
+
+- Every public name has a docstring in Google style.
+- Functions, methods and classes with arguments have ``Args``. Every argument is documented, and
+  every documented argument exists. ``Attributes`` counts too, for dataclasses and named tuples.
+- Functions and methods with a result other than None have ``Returns`` or ``Yields``.
+- An error that the body raises is in ``Raises``, itself or a base class of the same packages. So is
+  an error of a private function of the same module or class that the body calls. A ``try`` with
+  handlers is not followed.
+- Functions and classes in ``__all__`` have ``Examples`` (plural: griffe does not read ``Example``).
+- Exceptions need one sentence, which says when they are raised. Constants and type aliases need one
+  sentence. They have no example.
+- Properties need one sentence.
+- Methods need one sentence if a base class of the same packages documents them, or if the sentence
+  links to ``docs.pytorch.org``, which documents them.
+"""
+
+import argparse
+import ast
+import builtins
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+TORCH_PAGES = "docs.pytorch.org"
+NO_RESULT = ("", "None", "NoReturn", "Never")
+DATA = ("NamedTuple", "TypedDict")
+# A caller does not plan for these: a bug, or a method that a subclass has to write.
+NOT_DOCUMENTED = ("AssertionError", "NotImplementedError", "StopIteration")
+Kind = griffe.DocstringSectionKind
+
+
+def check(sources: Sequence[Path]) -> list[str]:
+    """Return one line for each thing that the docstrings of packages lack.
+
+    Args:
+        sources: Folders that hold packages, each importable if the folder is in ``sys.path``.
+
+    Returns:
+        Lines like ``file:line: name lacks ...``, sorted.
+    """
+    loader = griffe.GriffeLoader(search_paths=list(sources))
+    folders = (path.parent for source in sources for path in source.glob("*/__init__.py"))
+    packages = [loader.load(folder.name) for folder in sorted(folders)]
+    loader.resolve_aliases(external=False)
+    found: set[str] = set()
+    for package in packages:
+        for module in _public_modules(package):
+            for name in _exported(module):
+                if (target := _defined(module[name])) is not None:
+                    found.update(_check_export(target))
+    return sorted(found)
+
+
+def _public_modules(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Module]:
+    """Yield the modules of a package that have ``__all__`` and no underscore."""
+    if isinstance(module, griffe.Module):
+        if "__all__" in module.members:
+            yield module
+        for name, member in module.members.items():
+            if not name.startswith("_") and isinstance(member, griffe.Module):
+                yield from _public_modules(member)
+
+
+def _exported(module: griffe.Module) -> Iterator[str]:
+    """Yield the names in ``__all__``; a starred name stands for the keys of a literal."""
+    for item in module.exports or ():
+        if isinstance(item, str):
+            yield item
+        else:
+            yield from ast.literal_eval(str(module[str(item)].value))
+
+
+def _defined(member: griffe.Object | griffe.Alias) -> griffe.Object | None:
+    """Return the object behind a name, or None if another distribution defines it."""
+    try:
+        return member.final_target if isinstance(member, griffe.Alias) else member
+    except (griffe.AliasResolutionError, griffe.CyclicAliasError):
+        return None
+
+
+def _check_export(target: griffe.Object) -> Iterator[str]:
+    """Yield the lacks of a name in ``__all__`` and of its members."""
+    if target.name == "__version__":
+        return
+    if target.docstring is None:
+        yield _line(target, "a docstring")
+    if isinstance(target, griffe.Class):
+        error = _is_exception(target)
+        if target.docstring is not None and not error:
+            yield from _check_class(target)
+            yield from _check_examples(target)
+        for member in _public_members(target):
+            yield from _check_member(target, member)
+    elif isinstance(target, griffe.Function) and target.docstring is not None:
+        yield from _check_function(target)
+        yield from _check_examples(target)
+
+
+def _check_class(target: griffe.Class) -> Iterator[str]:
+    """Yield the lacks of a class's own docstring."""
+    bases = {str(base).rpartition(".")[2].partition("[")[0] for base in target.bases}
+    if "Protocol" in bases:
+        arguments = []
+    elif bases.intersection(DATA):
+        arguments = [name for name, m in target.members.items() if m.is_attribute]
+    else:
+        arguments = [p.name for p in target.parameters if p.name != "self"]
+    known = set(arguments)
+    if "__init__" not in target.all_members and "dataclass" not in target.labels:
+        known |= {item.name for item in _sections(target).get(Kind.parameters, ())}
+    if "dataclass" in target.labels or bases.intersection(DATA):
+        known |= {name for name, member in target.all_members.items() if member.is_attribute}
+    raised: set[str] = set()
+    for name in ("__init__", "__post_init__"):
+        if name in target.members:
+            raised |= _raised(target, name)
+    yield from _check_arguments(target, arguments, known)
+    yield from _check_raises(target, raised)
+
+
+def _check_function(target: griffe.Function) -> Iterator[str]:
+    """Yield the lacks of a function's or method's docstring."""
+    arguments = [p.name for p in target.parameters if p.name not in ("self", "cls")]
+    yield from _check_arguments(target, arguments, set(arguments))
+    if _has_result(target) and not (_sections(target).keys() & {Kind.returns, Kind.yields}):
+        yield _line(target, "Returns")
+    yield from _check_raises(target, _raised(_owner(target), target.name))
+
+
+def _check_member(owner: griffe.Class, member: griffe.Object) -> Iterator[str]:
+    """Yield the lacks of a public method or property."""
+    inherited = any(
+        base.members[member.name].docstring is not None
+        for base in _own_bases(owner)
+        if member.name in base.members
+    )
+    if member.docstring is None:
+        if not inherited:
+            yield _line(member, "a docstring")
+    elif inherited or TORCH_PAGES in member.docstring.value:
+        return
+    elif isinstance(member, griffe.Function):
+        yield from _check_function(member)
+
+
+def _check_arguments(
+    target: griffe.Object, arguments: Sequence[str], known: set[str]
+) -> Iterator[str]:
+    sections = _sections(target)
+    documented = {
+        item.name.lstrip("*")
+        for kind in (Kind.parameters, Kind.other_parameters, Kind.attributes)
+        for item in sections.get(kind, ())
+    }
+    checked = documented - {item.name for item in sections.get(Kind.attributes, ())}
+    if arguments and not documented:
+        yield _line(target, "Args")
+        return
+    for name in arguments:
+        if name not in documented:
+            yield _line(target, f"{name} in Args")
+    for name in sorted(checked - known):
+        yield _line(target, f"an argument {name}, which its Args document")
+
+
+def _check_raises(target: griffe.Object, raised: set[str]) -> Iterator[str]:
+    documented = {
+        str(item.annotation).rpartition(".")[2] for item in _sections(target).get(Kind.raises, ())
+    }
+    for name in sorted(raised - documented):
+        if documented.isdisjoint(_error_bases(target.module, name)):
+            yield _line(target, f"{name} in Raises")
+
+
+def _error_bases(module: griffe.Module, name: str) -> set[str]:
+    """Return the base classes of an error; for one that a call makes, the names in the call."""
+    error = _defined(module[name]) if name in module.members else None
+    if isinstance(error, griffe.Class):
+        return {base.name for base in _own_bases(error)}
+    return (
+        set(re.findall(r"\w+", str(error.value))) if isinstance(error, griffe.Attribute) else set()
+    )
+
+
+def _check_examples(target: griffe.Object) -> Iterator[str]:
+    if Kind.examples not in _sections(target):
+        yield _line(target, "Examples")
+
+
+@cache
+def _sections(target: griffe.Object) -> dict[griffe.DocstringSectionKind, list[Any]]:
+    """Return the items of each section of a docstring."""
+    if target.docstring is None:
+        return {}
+    parsed = target.docstring.parse("google", warnings=False, returns_multiple_items=False)
+    return {section.kind: section.value for section in parsed}
+
+
+def _line(target: griffe.Object, lack: str) -> str:
+    owner = _owner(target)
+    name = f"{owner.name}.{target.name}" if isinstance(owner, griffe.Class) else target.name
+    return f"{_file(target)}:{target.lineno}: {name} lacks {lack}"
+
+
+def _owner(target: griffe.Object) -> griffe.Object:
+    """Return the class or module that defines a name."""
+    return target.parent or target
+
+
+def _file(target: griffe.Object) -> Path:
+    path = target.filepath
+    assert isinstance(path, Path)  # a list for namespace packages, which hold no names
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _is_exception(target: griffe.Class) -> bool:
+    own = (target, *_own_bases(target))
+    names = [str(base).rpartition(".")[2] for each in own for base in each.bases]
+    found = [getattr(builtins, name, None) for name in names]
+    return any(isinstance(each, type) and issubclass(each, BaseException) for each in found)
+
+
+def _own_bases(target: griffe.Class) -> list[griffe.Class]:
+    """Return the base classes that the packages define, nearest first."""
+    return target.mro()
+
+
+def _public_members(target: griffe.Class) -> Iterator[griffe.Object]:
+    """Yield the public methods and properties of a class and of its private bases."""
+    private = [base for base in _own_bases(target) if base.name.startswith("_")]
+    seen: set[str] = set()
+    for owner in (target, *private):
+        for name, member in owner.members.items():
+            if name.startswith("_") or name in seen or isinstance(member, griffe.Alias):
+                continue
+            seen.add(name)
+            if isinstance(member, griffe.Function) or "property" in member.labels:
+                yield member
+
+
+def _has_result(target: griffe.Function) -> bool:
+    """Return whether a function returns or yields something else than None."""
+    returned = str(target.returns or "")
+    node = _body(_owner(target), target.name)
+    if node is not None and any(isinstance(part, ast.Yield) for part in _walk(node)):
+        returned = returned.partition("[")[2].rstrip("]").partition(",")[0]
+    return returned not in NO_RESULT
+
+
+def _raised(owner: griffe.Object, name: str, *, follow: bool = True) -> set[str]:
+    """Return the names of the errors that a function raises itself or through private functions."""
+    node = _body(owner, name)
+    found: set[str] = set()
+    for part in _walk(node) if node is not None else ():
+        if isinstance(part, ast.Raise) and isinstance(part.exc, ast.Call):
+            raised = ast.unparse(part.exc.func).rpartition(".")[2]
+            if raised[0].isupper() and raised not in NOT_DOCUMENTED:
+                found.add(raised)
+        elif follow and isinstance(part, ast.Call):
+            called = part.func
+            if isinstance(called, ast.Name) and called.id.startswith("_"):
+                found |= _raised(owner.module, called.id, follow=False)
+            elif ast.unparse(called).startswith(("self._", "cls._")):
+                found |= _raised(owner, ast.unparse(called).partition(".")[2], follow=False)
+    return found
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a function runs: no inner functions, and no ``try`` with handlers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            continue
+        if isinstance(child, ast.Try) and child.handlers:
+            for part in (*child.handlers, *child.orelse, *child.finalbody):
+                yield part
+                yield from _walk(part)
+            continue
+        yield child
+        yield from _walk(child)
+
+
+def _body(owner: griffe.Object, name: str) -> ast.FunctionDef | None:
+    """Return the syntax tree of a function of a module or class, the last one if overloaded."""
+    return _functions(_file(owner)).get((owner.name if owner.is_class else "", name))
+
+
+@cache
+def _functions(path: Path) -> dict[tuple[str, str], ast.FunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    classes = [(node.name, node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        (name, node.name): node
+        for name, body in (("", tree.body), *classes)
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def main() -> None:
+    """Read the command line and print the lacks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="DIR", help="holds packages")
+    lines = check(parser.parse_args().sources)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    sys.exit(1 if lines else 0)
+
+
+if __name__ == "__main__":
+    main()
