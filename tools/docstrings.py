@@ -20,8 +20,8 @@ Rules:
 - Exceptions need one sentence, which says when they are raised. Constants and type aliases need one
   sentence. They have no example.
 - Properties need one sentence.
-- Methods need one sentence if a base class of the same packages documents them, or if the sentence
-  links to ``docs.pytorch.org``, which documents them.
+- Methods need one sentence if a base class documents them, or a protocol of the same package whose
+  methods the class has. The same holds if the sentence links to ``docs.pytorch.org``.
 """
 
 import argparse
@@ -53,17 +53,28 @@ def check(sources: Sequence[Path]) -> list[str]:
     Returns:
         Lines like ``file:line: name lacks ...``, sorted.
     """
+    found = {line for _, target in exported(sources) for line in _check_export(target)}
+    return sorted(found)
+
+
+def exported(sources: Sequence[Path]) -> Iterator[tuple[griffe.Module, griffe.Object]]:
+    """Yield the names in each ``__all__`` that the packages define.
+
+    Args:
+        sources: As in `check`.
+
+    Yields:
+        The module that has the ``__all__``, and the definition of the name.
+    """
     loader = griffe.GriffeLoader(search_paths=list(sources))
     folders = (path.parent for source in sources for path in source.glob("*/__init__.py"))
     packages = [loader.load(folder.name) for folder in sorted(folders)]
     loader.resolve_aliases(external=False)
-    found: set[str] = set()
     for package in packages:
         for module in _public_modules(package):
             for name in _exported(module):
                 if (target := _defined(module[name])) is not None:
-                    found.update(_check_export(target))
-    return sorted(found)
+                    yield module, target
 
 
 def _public_modules(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Module]:
@@ -104,7 +115,7 @@ def _check_export(target: griffe.Object) -> Iterator[str]:
         if target.docstring is not None and not error:
             yield from _check_class(target)
             yield from _check_examples(target)
-        for member in _public_members(target):
+        for member in public_members(target):
             yield from _check_member(target, member)
     elif isinstance(target, griffe.Function) and target.docstring is not None:
         yield from _check_function(target)
@@ -114,7 +125,7 @@ def _check_export(target: griffe.Object) -> Iterator[str]:
 def _check_class(target: griffe.Class) -> Iterator[str]:
     """Yield the lacks of a class's own docstring."""
     bases = {str(base).rpartition(".")[2].partition("[")[0] for base in target.bases}
-    if "Protocol" in bases:
+    if _is_protocol(target):
         arguments = []
     elif bases.intersection(DATA):
         arguments = [name for name, m in target.members.items() if m.is_attribute]
@@ -146,7 +157,7 @@ def _check_member(owner: griffe.Class, member: griffe.Object) -> Iterator[str]:
     """Yield the lacks of a public method or property."""
     inherited = any(
         base.members[member.name].docstring is not None
-        for base in _own_bases(owner)
+        for base in (*_own_bases(owner), *_protocols(owner))
         if member.name in base.members
     )
     if member.docstring is None:
@@ -240,7 +251,21 @@ def _own_bases(target: griffe.Class) -> list[griffe.Class]:
     return target.mro()
 
 
-def _public_members(target: griffe.Class) -> Iterator[griffe.Object]:
+def _protocols(target: griffe.Class) -> Iterator[griffe.Class]:
+    """Yield the public protocols of a class's package that it fulfils."""
+    for name in _exported(target.package):
+        each = _defined(target.package[name])
+        if isinstance(each, griffe.Class) and each is not target and _is_protocol(each):
+            methods = {name for name in each.members if not name.startswith("_")}
+            if methods <= target.all_members.keys():
+                yield each
+
+
+def _is_protocol(target: griffe.Class) -> bool:
+    return any(str(base).partition("[")[0] == "Protocol" for base in target.bases)
+
+
+def public_members(target: griffe.Class) -> Iterator[griffe.Object]:
     """Yield the public methods and properties of a class and of its private bases."""
     private = [base for base in _own_bases(target) if base.name.startswith("_")]
     seen: set[str] = set()

@@ -32,23 +32,24 @@ def _no_data(absent: "NonMember", start: Sequence[int]) -> NoReturn:
 @checkpointed(_no_boxes, _no_data)
 @dataclass(frozen=True, slots=True)
 class NonMember:
-    """What stands for a tensor on a rank that is not in its mesh.
+    """Represents a tensor on a rank that is not in the tensor's mesh.
 
-    There is no data: what a tensor can do raises TypeError here. A distributed checkpoint writes
-    nothing for it; leave it out of what is loaded, as torch's loader takes tensors only.
+    It has no data. Operations of a tensor raise TypeError. A distributed checkpoint saves nothing
+    for it. Remove it from a state dict before loading: torch's loader accepts tensors only.
 
     Args:
-        layout: The tensor's layout, with the ranks that hold it.
-        shape: The global shape.
-        dtype: The tensor's dtype.
-        requires_grad: What the tensor says on the ranks that hold it.
-        graph: Where it comes from; set by `redistribute`.
+        layout: Layout of the tensor. Its ``ranks`` are the ranks that hold the tensor.
+        shape: Global shape.
+        dtype: Dtype of the tensor.
+        requires_grad: Whether the tensor requires grad on the ranks that hold it.
+        graph: Autograd history. `redistribute` sets it.
 
     Raises:
-        LayoutError: No `Layout`, or a shape that it does not fit.
+        LayoutError: ``layout`` is not a `Layout`, or ``shape`` does not fit it.
 
-    Example:
-        >>> NonMember(Layout((2,), (Shard(0),), ranks=(4, 5)), (8, 8), torch.float32)
+    Examples:
+        >>> NonMember(Layout((2,), (Shard(0),), ranks=(4, 5)), (8, 8), torch.float32).shape
+        (8, 8)
     """
 
     layout: Layout
@@ -64,19 +65,23 @@ class NonMember:
         self.layout.check_shape(self.shape)
 
     def anchor(self) -> torch.Tensor:
-        """Return an empty tensor in the place of this one in the graph of autograd."""
+        """Return an empty tensor that takes this object's place in the autograd graph.
+
+        Returns:
+            A tensor with no elements. It requires grad.
+        """
         return torch.zeros(0, requires_grad=True) if self.graph is None else self.graph
 
     def backward(self) -> None:
         """Take part in the backward pass of the ranks that hold the tensor.
 
-        Called where these call ``backward`` of what they made of it: the gradient then comes back
-        through the redistributions that this rank took part in, with what these communicate. Of
-        several in a row, backward of the last result goes through all of them; for an earlier one
-        this rank would wait for peers that never come.
+        Call it when those ranks call ``backward``. The gradient then flows back through the
+        redistributions in which this rank took part. After several redistributions in a row, call
+        it on the last result only: a call on an earlier result waits for peers that never call.
 
         Raises:
-            TypeError: It comes from no redistribution, or no gradient flows through it.
+            TypeError: The object is not the result of a redistribution, or no gradient flows
+                through it.
         """
         if self.graph is None:
             raise _NoTensor(

@@ -197,22 +197,24 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlphaBeta:
-    """Each collective costs ``alpha`` seconds and ``beta`` seconds a received byte.
+    """Linear cost model: each collective costs ``alpha + beta * received_bytes`` seconds.
 
-    Hockney's model (Parallel Computing 20, 1994). A collective over several axes pays the largest
-    of their prices; a transfer between two meshes pays the largest of all. Any other hashable
-    object with `seconds` may be given as ``cost=`` too.
+    This is Hockney's model (Parallel Computing 20, 1994). A collective over several axes has the
+    largest ``alpha`` and ``beta`` of these axes. A transfer between two meshes has the largest of
+    all axes. Any other hashable object with a `seconds` method can also be passed as ``cost=``.
 
     Args:
-        alpha: Seconds a call, one number or one for each mesh axis; between two meshes for the axes
-            of the one with the most, by position.
-        beta: Seconds a byte, likewise. The defaults are 10 us and 50 GB/s.
+        alpha: Latency in seconds: one number, or one for each mesh axis. Between two meshes, the
+            position is that of the mesh with more axes. Defaults to 10 us.
+        beta: Seconds per byte, in the same form. Defaults to 50 GB/s.
 
     Raises:
-        LayoutError: What is no finite number of 0 or more.
+        LayoutError: A value is not a finite number of at least 0.
 
-    Example:
-        >>> AlphaBeta(alpha=2e-5, beta=(4e-11, 3e-12))  # a slow axis and a fast one
+    Examples:
+        >>> cost = AlphaBeta(alpha=2e-5, beta=(4e-11, 3e-12))  # a slow axis and a fast one
+        >>> cost.seconds(axes=(1,), ranks=8, received=0)
+        2e-05
     """
 
     alpha: float | tuple[float, ...] = 1e-5
@@ -229,7 +231,16 @@ class AlphaBeta:
                 )
 
     def seconds(self, axes: Sequence[int], ranks: int, received: float) -> float:
-        """Return ``alpha + beta * received``; see `CostModel.seconds`."""
+        """Return the estimated time of one collective.
+
+        Args:
+            axes: Mesh axes over which the collective runs. Empty for a transfer between two meshes.
+            ranks: Number of ranks. Not used by this model.
+            received: Payload in bytes that one rank receives from others.
+
+        Returns:
+            Seconds.
+        """
         return _largest(self.alpha, axes) + _largest(self.beta, axes) * received
 
 
@@ -285,12 +296,11 @@ def clearable(cache: C) -> C:
 
 
 def clear_caches() -> None:
-    """Drop the plans and layouts that were worked out for earlier calls.
+    """Clear all caches of plans, for tests and timings.
 
-    For tests and timings, `hp_dtensor.testing` has it: later calls work them out again. The caches
-    are bounded and hold no tensor, mesh or process group. Communicates nothing.
+    The caches are bounded and hold no tensors, meshes or process groups. Communicates nothing.
 
-    Example:
+    Examples:
         >>> clear_caches()
     """
     for clear in _clears:

@@ -4,19 +4,19 @@ from functools import partial
 
 
 class LayoutError(ValueError):
-    """A layout, a placement, or a pair of layouts that cannot be, or a tensor that does not fit."""
+    """Raised for an impossible layout or pair of layouts, or for a tensor that does not fit."""
 
 
 class MeshError(LayoutError, RuntimeError):
-    """A mesh, a rank or a process group that is not there or does not belong; as torch raises."""
+    """Raised if a mesh, a rank or a process group is missing or does not belong to the call."""
 
 
 class NoPlanError(LayoutError):
-    """Every plan needs more memory than allowed.
+    """Raised if every plan needs more memory than allowed.
 
     Attributes:
-        max_bytes: The limit that was given.
-        best_peak: The least number of bytes that some plan needs.
+        max_bytes: The given limit, in bytes.
+        best_peak: Peak memory of the plan that needs least, in bytes.
     """
 
     def __init__(self, message: str, *, max_bytes: int, best_peak: int) -> None:

@@ -180,24 +180,26 @@ def _spelled_order(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One placement for each axis of a mesh, with the order in which axes shard the same dim.
+    """Placements of a tensor on a mesh, with the order in which axes shard the same dim.
 
-    Equal layouts compare equal however they were spelled. Needs no torch.
+    Layouts that place all elements in the same way compare equal, also if they were spelled
+    differently. A layout needs no torch.
 
     Args:
-        mesh_shape: The degree of each axis, outermost first.
-        placements: One for each axis: `Replicate`, `Shard`, `StridedShard`, `RaggedShard`,
-            `Partial`.
-        shard_order: Maps a tensor dim to the axes that shard it, the first splits first. Dims left
-            out are split in mesh order, or in the order that split factors spell; see
-            `StridedShard`. A ragged axis splits what the others leave.
-        ranks: The mesh's ranks in row-major order; ``0 .. prod(mesh_shape) - 1`` if None.
+        mesh_shape: Number of ranks on each mesh axis, outermost first.
+        placements: One placement for each axis: `Replicate`, `Shard`, `StridedShard`, `RaggedShard`
+            or `Partial`.
+        shard_order: For each tensor dim, the axes that shard it; the first of them splits first.
+            The default for a dim is mesh order, or the order that split factors encode; see
+            `StridedShard`. A ragged axis always splits last.
+        ranks: Global ranks of the mesh in row-major order. Defaults to
+            ``0 .. prod(mesh_shape) - 1``.
 
     Raises:
-        LayoutError: Placements, orders or sizes that do not go together.
-        MeshError: A mesh without ranks, or ``ranks`` that are not as many different ones.
+        LayoutError: The placements, orders or sizes contradict each other.
+        MeshError: The mesh has no ranks, or ``ranks`` has a wrong number of them or duplicates.
 
-    Example:
+    Examples:
         >>> Layout((2, 4), (Shard(0), Shard(0)), shard_order={0: (1, 0)}).boxes((16, 4), rank=3)
         (((12, 14), (0, 4)),)
     """
@@ -228,29 +230,36 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return math.prod(self.mesh_shape)
 
     @property
     def has_partial(self) -> bool:
-        """Return whether any axis holds partial values."""
+        """Whether an axis holds partial values."""
         return any(isinstance(p, Partial) for p in self.placements)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether every rank holds at most one box, whatever the shape."""
+        """Whether every rank holds at most one box, for any shape."""
         return not any(isinstance(p, StridedShard | RaggedShard) for p in self.placements)
 
     @property
     def ragged(self) -> tuple[int, RaggedShard] | None:
-        """Return the axis that holds ragged runs, with its placement; None if there is none."""
+        """The axis with a `RaggedShard` and this placement, or None."""
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
                 return axis, placement
         return None
 
     def shard_axes(self, dim: int) -> tuple[int, ...]:
-        """Return the axes that shard tensor dim ``dim``, the one that splits first in front."""
+        """Return the mesh axes that shard a tensor dim.
+
+        Args:
+            dim: Tensor dim.
+
+        Returns:
+            Axes by position; the first of them splits first.
+        """
         for dim_in_order, axes in _pairs(self):
             if dim_in_order == dim:
                 return axes
@@ -259,11 +268,26 @@ class Layout:
         )
 
     def degrees(self, dim: int) -> tuple[int, ...]:
-        """Return the degrees of `shard_axes`."""
+        """Return the number of ranks on each axis that shards a tensor dim.
+
+        Args:
+            dim: Tensor dim.
+
+        Returns:
+            One number for each axis of `shard_axes`.
+        """
         return tuple(self.mesh_shape[a] for a in self.shard_axes(dim))
 
     def splits(self, dim: int) -> tuple[Split, ...]:
-        """Return degree and split factor of each axis of `shard_axes`; a plain one has factor 1."""
+        """Return the splits of a tensor dim.
+
+        Args:
+            dim: Tensor dim.
+
+        Returns:
+            The degree and the split factor of each axis of `shard_axes`. The factor is 1 for
+            `Shard`.
+        """
         found = []
         for axis in self.shard_axes(dim):
             placement = self.placements[axis]
@@ -272,7 +296,14 @@ class Layout:
         return tuple(found)
 
     def check(self, ndim: int) -> None:
-        """Raise `LayoutError` unless every sharded dim is one of a tensor with ``ndim`` dims."""
+        """Check that a tensor has every dim that this layout shards.
+
+        Args:
+            ndim: Number of dims of the tensor.
+
+        Raises:
+            LayoutError: A sharded dim does not exist.
+        """
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
                 wrong = len(placement.dims) > ndim
@@ -288,10 +319,14 @@ class Layout:
                 )
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise unless a tensor of ``shape`` can have this layout.
+        """Check that a tensor can have this layout.
 
-        `LayoutError` for sizes that are none, dims that are not there, and ragged runs that are not
-        all of what they divide.
+        Args:
+            shape: Global shape.
+
+        Raises:
+            LayoutError: A size is invalid, a sharded dim does not exist, or the sizes of a
+                `RaggedShard` do not add up to the elements that it divides.
         """
         self.check(len(checked_sizes(shape)))
         if self.ragged is None:
@@ -316,7 +351,17 @@ class Layout:
             )
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return the rank's position on each axis; raises `MeshError`."""
+        """Return the coordinate of a rank on each mesh axis.
+
+        Args:
+            rank: Global rank.
+
+        Returns:
+            One number for each mesh axis.
+
+        Raises:
+            MeshError: The rank is not in the mesh.
+        """
         if (position := self._position(rank)) is None:
             raise MeshError(
                 f"rank {rank} is not in the mesh of shape {self.mesh_shape}; its ranks: "
@@ -325,15 +370,30 @@ class Layout:
         return unravel(position, self.mesh_shape)
 
     def holds(self, rank: int) -> bool:
-        """Return whether the mesh has the rank."""
+        """Return whether a rank is in the mesh.
+
+        Args:
+            rank: Global rank.
+
+        Returns:
+            True if the mesh contains the rank.
+        """
         return self._position(rank) is not None
 
     def all_ranks(self) -> Sequence[int]:
-        """Return the global ranks of the mesh, row-major."""
+        """Return the global ranks of the mesh.
+
+        Returns:
+            Ranks in row-major order.
+        """
         return range(self.size) if self.ranks is None else self.ranks
 
     def ranks_in_words(self) -> str:
-        """Return the ranks for a message; many that follow one another by their ends."""
+        """Describe the ranks for a message.
+
+        Returns:
+            ``"first to last"`` for consecutive ranks, else a list.
+        """
         ranks = self.all_ranks()
         if isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2:
             return f"{ranks[0]} to {ranks[-1]}"
@@ -346,14 +406,29 @@ class Layout:
         return ranks.index(rank) if rank in ranks else None
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Return the rank at a position."""
+        """Return the rank at a coordinate.
+
+        Args:
+            coordinate: One number for each mesh axis.
+
+        Returns:
+            The global rank.
+        """
         position = ravel(coordinate, self.mesh_shape)
         return position if self.ranks is None else self.ranks[position]
 
     def intervals_at(
         self, shape: Sequence[int], coordinate: Sequence[int]
     ) -> list[tuple[Interval, ...]]:
-        """Return the ranges of each dim at a position, before a ragged axis divides them."""
+        """Return the index ranges of each dim at a coordinate, before a ragged axis splits them.
+
+        Args:
+            shape: Global shape.
+            coordinate: One number for each mesh axis.
+
+        Returns:
+            For each dim, half-open ranges in ascending order.
+        """
         return [
             self.intervals_of(shape, dim, [coordinate[a] for a in self.shard_axes(dim)])
             for dim in range(len(shape))
@@ -362,25 +437,60 @@ class Layout:
     def intervals_of(
         self, shape: Sequence[int], dim: int, index: Sequence[int]
     ) -> tuple[Interval, ...]:
-        """Return the ranges of one dim at an index of `shard_axes`, ascending."""
+        """Return the index ranges of one dim.
+
+        Args:
+            shape: Global shape.
+            dim: Tensor dim.
+            index: Coordinate on each axis of `shard_axes`.
+
+        Returns:
+            Half-open ranges in ascending order.
+        """
         return pieces(shape[dim], self.splits(dim), index)
 
     def run_at(self, coordinate: Sequence[int]) -> Interval:
-        """Return the places, in what a ragged axis divides, that a position holds."""
+        """Return the elements of the flattened dims that a ragged axis places at a coordinate.
+
+        Args:
+            coordinate: One number for each mesh axis.
+
+        Returns:
+            The half-open range of positions in the flattened dims.
+
+        Raises:
+            LayoutError: The layout has no ragged axis.
+        """
         if self.ragged is None:
             raise LayoutError(f"{self} has no ragged axis")
         axis, placement = self.ragged
         return placement.starts[coordinate[axis]], placement.starts[coordinate[axis] + 1]
 
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """Return the box at a position of a layout that `is_plain`, empty where it holds none."""
+        """Return the box at a coordinate, for a layout with `is_plain`.
+
+        Args:
+            shape: Global shape.
+            coordinate: One number for each mesh axis.
+
+        Returns:
+            A half-open range for each dim. It is empty if the coordinate holds no elements.
+        """
         return tuple(
             chunk(length, self.degrees(dim), [coordinate[a] for a in self.shard_axes(dim)])
             for dim, length in enumerate(shape)
         )
 
     def boxes_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Box, ...]:
-        """Return the boxes at a position, in the order in which the local tensor holds them."""
+        """Return the boxes at a coordinate.
+
+        Args:
+            shape: Global shape.
+            coordinate: One number for each mesh axis.
+
+        Returns:
+            Boxes in the order of the local tensor. A box has a half-open range for each dim.
+        """
         grid = self.intervals_at(shape, coordinate)
         if self.ragged is None:
             return tuple(product(*grid))
@@ -392,15 +502,37 @@ class Layout:
         return tuple((*run, *rest) for run in runs for rest in product(*grid[leading:]))
 
     def boxes(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
-        """Return the boxes of a tensor of ``shape`` that ``rank`` holds; none if it holds nothing.
+        """Return the boxes that a rank holds.
 
-        Raises `LayoutError` as `check_shape`, and `MeshError` for a rank that is not in the mesh.
+        Args:
+            shape: Global shape.
+            rank: Global rank.
+
+        Returns:
+            Boxes in the order of the local tensor, or none if the rank holds no elements. A box has
+            a half-open range for each dim.
+
+        Raises:
+            LayoutError: The shape does not fit, as in `check_shape`.
+            MeshError: The rank is not in the mesh.
         """
         self.check_shape(shape)
         return self.boxes_at(shape, self.coordinate(rank))
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the shape of the part of a tensor of ``shape`` that ``rank`` holds."""
+        """Return the shape of a rank's local tensor.
+
+        Args:
+            shape: Global shape.
+            rank: Global rank.
+
+        Returns:
+            The local shape.
+
+        Raises:
+            LayoutError: The shape does not fit, as in `check_shape`.
+            MeshError: The rank is not in the mesh.
+        """
         self.check_shape(shape)
         coordinate = self.coordinate(rank)
         lengths = [
@@ -412,7 +544,14 @@ class Layout:
         return tuple(lengths)
 
     def is_even(self, shape: Sequence[int]) -> bool:
-        """Return whether all ranks hold one box of one shape, without remainders on the way."""
+        """Return whether all ranks hold one box of the same shape, without remainders in any split.
+
+        Args:
+            shape: Global shape.
+
+        Returns:
+            True if every split divides its dim evenly.
+        """
         return self.is_plain and all(
             n % math.prod(self.degrees(dim)) == 0 for dim, n in enumerate(shape)
         )

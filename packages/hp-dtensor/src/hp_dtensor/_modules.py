@@ -49,30 +49,37 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor | RaggedTensor:
-    """Return a leaf of which each rank holds its part of the values of ``tensor``.
+    """Distribute a whole tensor over a mesh.
 
-    One scatter or broadcast for each axis; a broadcast overwrites ``tensor`` on the other ranks,
-    and the result may share its memory, as torch's does.
+    Communicates one scatter or broadcast for each mesh axis. A broadcast overwrites ``tensor`` on
+    the receiving ranks, and the result can share memory with ``tensor``; both are the same in
+    torch.
 
     Args:
-        tensor: The whole tensor, of global shape; one that is distributed so already is returned.
-        mesh: Where it goes.
-        placements: One for each axis, ours or torch's; replicated on all if None. With a
-            `RaggedShard` the result is a `RaggedTensor`.
-        src_data_rank: The coordinate on each axis whose values count, whatever other ranks hold.
-            With None each rank takes its part of what it holds itself, and nothing is communicated.
+        tensor: Leaf tensor with the global shape. A tensor that already has this mesh and these
+            placements is returned as it is.
+        mesh: Device mesh of the result.
+        placements: One placement for each mesh axis, of this package or of torch. None replicates.
+            With a `RaggedShard` the result is a `RaggedTensor`.
+        src_data_rank: Coordinate, on each axis, of the rank that provides the values. With None,
+            each rank takes its part of its own ``tensor``, and nothing is communicated.
 
     Returns:
-        A DTensor or a `RaggedTensor`.
+        A leaf `DTensor` or `RaggedTensor`.
 
     Raises:
-        LayoutError: No tensor, one that operations made, or that is distributed otherwise;
-            placements that do not fit; partial values next to strided shards. All errors are
-            raised before any communication.
-        MeshError: No mesh, or a ``src_data_rank`` that some axis does not have.
+        LayoutError: ``tensor`` is not a leaf tensor, or has another layout already; the placements
+            do not fit; or partial values are combined with strided shards. Raised before
+            communication.
+        MeshError: ``mesh`` is not a device mesh, or an axis has no coordinate ``src_data_rank``.
 
-    Example:
-        >>> distribute_tensor(torch.randn(8, 8), mesh, [Shard(0), Replicate()])
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        >>> x.to_local().shape
+        torch.Size([2])
     """
     _check_mesh(mesh)
     if not isinstance(tensor, Tensor):
@@ -133,26 +140,33 @@ def distribute_module(
     input_fn: Hook | None = None,
     output_fn: Hook | None = None,
 ) -> nn.Module:
-    """Return ``module`` with all its parameters and buffers distributed over ``mesh``, in place.
+    """Distribute all parameters and buffers of a module over a mesh, in place.
 
-    What ``partition_fn`` leaves is broadcast from coordinate 0 of each axis. A parameter that
-    several modules share stays one parameter.
+    Parameters that ``partition_fn`` does not replace are broadcast from coordinate 0 of each axis.
+    A parameter that several modules share stays one parameter.
 
     Args:
-        module: What is distributed.
-        mesh: Where it goes.
-        partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for each submodule; replaces
-            what it wants otherwise than replicated with DTensor or `RaggedTensor` parameters.
-        input_fn: Runs before the module's forward, as torch's.
-        output_fn: Runs after the module's forward, as torch's.
+        module: Module to distribute.
+        mesh: Device mesh.
+        partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for each submodule. It
+            replaces parameters by `DTensor` or `RaggedTensor` parameters.
+        input_fn: Called before the forward of ``module``, as in torch.
+        output_fn: Called after the forward of ``module``, as in torch.
+
+    Returns:
+        ``module``.
 
     Raises:
-        LayoutError: No module, before any communication; or, once the module is distributed, a
-            shared parameter to which ``partition_fn`` gave different layouts.
-        MeshError: No mesh.
+        LayoutError: ``module`` is not a module (raised before communication), or ``partition_fn``
+            gave a shared parameter several layouts (raised after it).
+        MeshError: ``mesh`` is not a device mesh.
 
-    Example:
-        >>> distribute_module(nn.Linear(8, 8), mesh)
+    Examples:
+        On 4 ranks:
+
+        >>> layer = distribute_module(nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
+        >>> layer.weight.placements
+        (Replicate(),)
     """
     _check_mesh(mesh)
     if not isinstance(module, nn.Module):
@@ -183,16 +197,23 @@ def distribute_module(
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh whose axes are those of all ``meshes``, in order; makes no process group.
+    """Join several axes of one mesh into one mesh. Creates no process groups.
 
     Args:
-        meshes: Different axes, with names, of one mesh.
+        meshes: Different named axes of one mesh, in the order of the result.
+
+    Returns:
+        The mesh with these axes.
 
     Raises:
-        MeshError: No meshes, axes without names, or axes of different meshes.
+        MeshError: There are no meshes, an axis has no name, or the axes belong to different meshes.
 
-    Example:
-        >>> concatenate_meshes([mesh["dp"], mesh["tp"]])
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+        >>> concatenate_meshes([mesh["dp"], mesh["tp"]]).mesh_dim_names
+        ('dp', 'tp')
     """
     for mesh in meshes:
         _check_mesh(mesh)
@@ -209,17 +230,29 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTensor:
-    """Return ``x`` with its partial values reduced, replicated on the axes that held them.
+    """Reduce the partial values of a DTensor, and replicate the result on the axes that held them.
 
-    Other axes stay as they are. The same tensor where nothing is partial. Communicates what
-    `redistribute` does, and raises what it raises.
+    Other axes keep their placements. The communication is that of `redistribute`.
 
     Args:
-        x: A DTensor; anything else raises `LayoutError`.
-        collectives: What carries the reductions out; `TorchCollectives` if None.
+        x: A DTensor.
+        collectives: Object that carries out the reductions. Defaults to `TorchCollectives`.
 
-    Example:
+    Returns:
+        A DTensor without partial values. It is ``x`` if there were none.
+
+    Raises:
+        LayoutError: ``x`` is not a DTensor, or `redistribute` raises it.
+        MeshError: As in `redistribute`.
+
+    Examples:
+        On 4 ranks:
+
+        >>> from torch.distributed.tensor import DTensor
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> loss = DTensor.from_local(torch.ones(()), mesh, [Partial()])
         >>> reduce_partial(loss).to_local()
+        tensor(4.)
     """
     if not isinstance(x, DTensor):
         raise LayoutError(f"reduce_partial takes a DTensor, got a {type(x).__name__}")

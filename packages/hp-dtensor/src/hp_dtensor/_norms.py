@@ -32,44 +32,48 @@ def clip_grad_norm_(
     pp: AxisMesh | Axis | None = None,
     collectives: Collectives | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their common norm is at most ``max_norm``; return the norm.
+    """Scale gradients in place so that their total norm is at most ``max_norm``.
 
-    The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
-    any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
-    counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
-    replicate it. Rows that repeat others (`mark_repeated_rows`) are scaled and do not count. A NaN
-    in any part that counts makes the norm NaN on all ranks, where replicas have the same gradients.
+    The total norm is the norm of all gradients as one vector, as in
+    ``torch.nn.utils.clip_grad_norm_``. Parameters may be plain tensors, DTensors and `RaggedTensor`
+    on different meshes. Each element counts once, however many ranks replicate it. Rows marked by
+    `mark_repeated_rows` are scaled but do not count. A NaN in any gradient makes the norm NaN on
+    all ranks.
 
-    Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
-    axes one after another where no group spans the set), then one over ``pp``. A parameter without
-    gradient takes part with zero, so that ranks agree.
+    Communication: one all-reduce of a scalar for each set of ranks that shards some gradient (one
+    per axis if the set has no process group), then one over ``pp``. A parameter without a gradient
+    contributes zero, so that all ranks make the same calls.
 
     Args:
-        parameters: Whose gradients are scaled; one that is given twice counts once.
-        max_norm: A number, or a tensor of one element, whose value is not read on the host: a
-            negative one or NaN scales gradients as torch's function does.
-        norm_type: The order of the norm, above 0, or ``inf``.
-        error_if_nonfinite: Raise where the norm is infinite or NaN.
-        foreach: Measure and scale gradients one by one if False.
-        pp: An axis, or a mesh of one axis, whose ranks hold different parameters.
-        collectives: What carries the all-reduces out; `TorchCollectives` if None.
+        parameters: Parameters with the gradients to scale. Duplicates count once.
+        max_norm: Maximum norm: a number, or a tensor with one element. The value of a tensor is not
+            read on the host, so it is not checked.
+        norm_type: Order of the norm: a number above 0, or ``inf``.
+        error_if_nonfinite: If True, raise if the norm is infinite or NaN.
+        foreach: If False, process gradients one by one. None and True use ``torch._foreach``
+            kernels.
+        pp: An axis whose ranks hold different parameters, such as pipeline stages; or a mesh with
+            one axis.
+        collectives: Object that carries out the all-reduces. Defaults to `TorchCollectives`.
 
     Returns:
-        The norm before clipping: a plain scalar on every rank, float32 at least.
+        The norm before clipping: a plain scalar tensor of at least float32, the same on every rank.
 
     Raises:
-        ValueError: A ``max_norm``, ``norm_type`` or ``collectives`` that cannot be.
-        LayoutError: A gradient with partial values, which is not reduced yet (torch's function
-            reduces it for its norm; a rank without a gradient would let the others wait there),
-            and a ragged one with repeated rows.
-        MeshError: A ``pp`` that is not one axis, or an axis without process group.
-        RuntimeError: With ``error_if_nonfinite``, before anything is scaled; on all ranks alike
-            where replicas have the same gradients.
-            All others are raised before any communication, but for that of a ``max_norm`` that is
-            a sharded tensor.
+        ValueError: ``max_norm``, ``norm_type`` or ``collectives`` is invalid.
+        LayoutError: A gradient has partial values, or a ragged gradient has repeated rows. Ranks
+            without this gradient then wait.
+        MeshError: ``pp`` is not one axis, or an axis has no process group.
+        RuntimeError: The norm is infinite or NaN and ``error_if_nonfinite`` is True. Raised on all
+            ranks before scaling.
 
-    Example:
-        >>> clip_grad_norm_(model.parameters(), 1.0, pp=mesh["pp"])
+    Examples:
+        >>> weight = nn.Parameter(torch.zeros(4))
+        >>> weight.grad = torch.full((4,), 3.0)
+        >>> clip_grad_norm_([weight], max_norm=1.0)
+        tensor(6.)
+        >>> weight.grad.norm()
+        tensor(1.0000)
     """
     try:
         order = float(norm_type)
@@ -141,22 +145,24 @@ def clip_grad_norm_(
 
 
 def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
-    """Say which rows of ``parameter`` repeat others, so that `clip_grad_norm_` counts each once.
+    """Mark rows of a parameter that repeat other rows.
 
-    Rows are global indices along dim 0, whatever ranks hold them: those of the gradient have the
-    same indices and repeat the same rows. The mark is the parameter's attribute ``repeated_rows``,
-    a tuple, ascending. What makes another parameter of it, as ``fully_shard``, has to mark that one
-    too: hp-fsdp does. Communicates nothing.
+    `clip_grad_norm_` then counts each row once. The mark is the attribute ``repeated_rows`` of the
+    parameter, an ascending tuple of global indices along dim 0. Functions that replace the
+    parameter have to copy the mark; ``hp_fsdp.fully_shard`` does. Communicates nothing.
 
     Args:
-        parameter: Plain, or a DTensor of any layout.
-        rows: All but one of each set of equal rows; none removes the mark.
+        parameter: A plain parameter, or a DTensor in any layout.
+        rows: All but one of each set of equal rows. An empty sequence removes the mark.
 
     Raises:
-        LayoutError: A row that ``parameter`` does not have.
+        LayoutError: ``parameter`` has no such row.
 
-    Example:
-        >>> mark_repeated_rows(weight, [4, 5])  # rows 4 and 5 are copies of 0 and 1
+    Examples:
+        >>> weight = nn.Parameter(torch.randn(2, 3).repeat(3, 1))  # rows 2 to 5 repeat 0 and 1
+        >>> mark_repeated_rows(weight, [2, 3, 4, 5])
+        >>> weight.repeated_rows
+        (2, 3, 4, 5)
     """
     found = tuple(sorted(set(rows)))
     number = parameter.shape[0] if parameter.ndim else 0

@@ -22,9 +22,9 @@ def _torchs(other: object, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicate:
-    """Every coordinate of the axis holds the same values.
+    """Placement: all ranks of the axis hold the same values.
 
-    Example:
+    Examples:
         >>> Layout((2,), (Replicate(),)).boxes((6,), rank=1)
         (((0, 6),),)
     """
@@ -41,12 +41,18 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """The coordinates of the axis hold consecutive chunks of tensor dim ``dim``.
+    """Placement: the ranks of the axis hold consecutive chunks of one tensor dim.
 
-    Lengths are those of ``torch.chunk``: all ``ceil(length / degree)`` except the last ones, which
-    may be shorter or empty.
+    Chunks have the lengths of ``torch.chunk``: ``ceil(length / degree)``. The last ones can be
+    shorter or empty.
 
-    Example:
+    Args:
+        dim: Tensor dim, counted from 0.
+
+    Raises:
+        LayoutError: ``dim`` is not an integer.
+
+    Examples:
         >>> Layout((4,), (Shard(0),)).boxes((10,), rank=3)
         (((9, 10),),)
     """
@@ -70,13 +76,21 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StridedShard:
-    """Dim ``dim`` is cut into ``split_factor`` blocks; a coordinate holds its chunk of each block.
+    """Placement: a dim is split into blocks, and each rank holds one chunk of every block.
 
-    Blocks and chunks have the lengths of ``torch.chunk``. Where the factor is the product of the
-    degrees of later mesh axes that shard the dim, this spells a shard order: those axes split the
-    dim first, as in torch's FSDP over tensor parallelism; `Layout` then keeps the order instead.
+    Blocks and chunks have the lengths of ``torch.chunk``. A factor can also encode a shard order:
+    if it is the product of the degrees of later mesh axes that shard the same dim, these axes split
+    the dim first, as in torch's FSDP with tensor parallelism. `Layout` then stores that order
+    instead.
 
-    Example:
+    Args:
+        dim: Tensor dim, counted from 0.
+        split_factor: Number of blocks.
+
+    Raises:
+        LayoutError: ``dim`` is not an integer, or ``split_factor`` is not an integer of at least 1.
+
+    Examples:
         >>> Layout((2,), (StridedShard(0, 2),)).boxes((8,), rank=0)
         (((0, 2),), ((4, 6),))
     """
@@ -109,14 +123,23 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard:
-    """The coordinates of the axis hold consecutive runs of the flattened leading dims ``dims``.
+    """Placement: the ranks of the axis hold runs of the flattened leading dims, of any lengths.
 
-    Coordinate ``i`` holds the ``sizes[i]`` elements of the row-major flattened ``dims`` after those
-    of the coordinates before it; for ``dims=(0,)`` these are rows. Later dims stay as they are: the
-    local tensor is ``[sizes[i], ...]``. Where other axes shard some of ``dims``, evenly, the runs
-    are those of what each of their coordinates holds.
+    The leading dims are flattened in row-major order. Coordinate ``i`` holds the ``sizes[i]``
+    elements that follow those of the coordinates before it. With ``dims=(0,)`` the elements are
+    rows. Later dims keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. If
+    other axes shard some of these dims evenly, the runs divide the part that each of their
+    coordinates holds.
 
-    Example:
+    Args:
+        dims: Leading tensor dims to flatten: ``(0,)``, ``(0, 1)`` and so on.
+        sizes: Number of elements of each coordinate; 0 is legal.
+
+    Raises:
+        LayoutError: ``dims`` are not leading dims without gaps, or a size is not an integer of at
+            least 0.
+
+    Examples:
         >>> Layout((2,), (RaggedShard((0,), (1, 5)),)).boxes((6,), rank=1)
         (((1, 6),),)
     """
@@ -156,11 +179,16 @@ class RaggedShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """The value is the reduction with ``op`` of what the coordinates of the axis hold.
+    """Placement: the value is the reduction of the values that the ranks of the axis hold.
 
-    ``"product"``, torch's name, is taken for ``"prod"``.
+    Args:
+        op: Reduction: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"prod"``. torch's name
+            ``"product"`` is accepted too.
 
-    Example:
+    Raises:
+        LayoutError: ``op`` is not a known reduction.
+
+    Examples:
         >>> plan = explain(Layout((2,), (Partial("max"),)), (Shard(0),), shape=(6,))
         >>> [step.kind for step in plan.steps]
         ['reduce_scatter']

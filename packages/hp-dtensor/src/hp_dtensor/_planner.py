@@ -155,36 +155,41 @@ def explain(
     max_bytes: int | None = None,
     groups: "Sequence[ProcessGroup | DeviceMesh] | None" = None,
 ) -> Plan:
-    """Return the plan with which `redistribute` would take ``x`` to ``placements``.
+    """Return the plan that `redistribute` would carry out. Communicates nothing.
 
-    Communicates nothing. ``str(plan)`` lists the steps with bytes, peak memory, time and why.
+    ``print(plan)`` lists the steps with their bytes, peak memory and time.
 
     Args:
-        x: A DTensor, a `RaggedTensor` or a `NonMember`, planned with the groups that exist; or a
-            `Layout`, planned as if any set of axes had a group, without torch.
-        placements: As for `redistribute`, or a `Layout`, also on another mesh where ``x`` is one.
-        mesh: The target's mesh; not beside a `Layout`.
-        shard_order: The order of axes that shard the same dim, as in `Layout`; not beside one.
-        shape: The global shape, for a `Layout` only.
-        rank: Whose plan it is, for a `Layout` only; 0 if None.
-        itemsize: Bytes of an element, for a `Layout` only; 4 if None.
-        cost: What plans are compared by; `AlphaBeta` with its defaults if None.
-        max_bytes: The most bytes that a step may hold at once, on any rank.
-        groups: Process groups or meshes of one axis that may carry steps over several axes; not for
-            a `Layout`.
+        x: A DTensor, a `RaggedTensor` or a `NonMember`, planned with the process groups that exist.
+            Or a `Layout`, planned as if every set of axes had a process group; this needs no torch.
+        placements: Target placements, as in `redistribute`; or a `Layout`, which may be on another
+            mesh if ``x`` is a `Layout` too.
+        mesh: Target mesh of a tensor. Not allowed with a `Layout`.
+        shard_order: Order of axes that shard the same dim, as in `Layout`. Not allowed if
+            ``placements`` is a `Layout`.
+        shape: Global shape. Required for a `Layout`, not allowed for a tensor.
+        rank: Global rank whose plan is returned, for a `Layout` only. Defaults to 0.
+        itemsize: Bytes per element, for a `Layout` only. Defaults to 4.
+        cost: Cost model by which plans are compared. Defaults to ``AlphaBeta()``.
+        max_bytes: Upper bound on the memory of one step on any rank, in bytes.
+        groups: Additional process groups, or meshes of one axis, for steps over several axes. Not
+            allowed for a `Layout`.
 
     Returns:
         The plan of this rank, or of ``rank``: ``steps``, ``bytes_received``, ``step_bytes``,
-        ``peak_bytes``, ``time`` in seconds by the cost model, ``why`` and ``note``.
+        ``peak_bytes``, ``time`` in seconds, ``why`` and ``note``.
 
     Raises:
-        LayoutError: As `redistribute` does; a `Layout` without ``shape``, or beside ``shard_order``
-            or ``groups``; a tensor beside ``shape``, ``rank`` or ``itemsize``; sizes that are none.
-        MeshError: As `redistribute` does; a rank that has no part; a mesh beside a `Layout`.
+        LayoutError: The layouts do not fit, as in `redistribute`; ``shape`` is missing; or an
+            argument is not allowed for this kind of ``x``.
+        MeshError: The rank has no part in the plan, ``mesh`` is given with a `Layout`, or as in
+            `redistribute`.
         NoPlanError: Every plan needs more than ``max_bytes``.
 
-    Example:
-        >>> print(explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024)))
+    Examples:
+        >>> plan = explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024))
+        >>> [step.kind for step in plan.steps], plan.bytes_received
+        (['all_gather'], 3670016)
     """
     for layout in (x, placements):
         if mesh is not None and isinstance(layout, Layout):

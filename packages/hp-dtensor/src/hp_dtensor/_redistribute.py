@@ -134,68 +134,68 @@ def redistribute(
     collectives: Collectives | None = None,
     groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed | Pending[Any]:
-    """Return the tensor in another layout, on its mesh or on another one.
+    """Change the placements or the mesh of a distributed tensor.
 
-    ``redistribute(x, placements, mesh=mesh)`` and torch's ``redistribute(x, mesh, placements)`` are
-    the same. Communicates what `explain` prints: each step runs in a process group of exactly the
-    ranks along its axes. Groups are those that exist: of ``groups``, of an axis, of the world, of a
-    flattened mesh, of an alias of hp-mesh.
+    Runs the cheapest sequence of collectives between the two layouts; `explain` shows it. The forms
+    ``redistribute(x, placements, mesh=mesh)`` and ``redistribute(x, mesh, placements)`` (torch's)
+    are equivalent.
 
-    To another mesh, data goes point to point between the ranks that lack it and those that have it,
-    over a group of the ranks of both meshes: one of ``groups``, the world's, or one that the first
-    such call makes. Every rank of either mesh calls; a `NonMember` stands for the tensor, before
-    and after, on a rank that is not in its mesh. Beforehand these ranks compare what they are about
-    to do, in one all-reduce of 32 bytes that ``collectives`` do not see, and wait for each other in
-    that; with ``async_op`` they wait in the first call of its kind only.
-
-    Backward redistributes the gradient to the layout of ``x``, with partial values replicated: the
-    gradient of a sum with respect to each of its terms is the sum's. For other reductions that is
-    a convention: every term gets the gradient of the result. The plan of the gradient is chosen
-    under ``cost`` and ``max_bytes`` too. A rank whose result is a `NonMember` takes part by
-    `NonMember.backward`.
-
-    In a function that ``torch.compile`` traces, the plan is made while it traces, for the sizes at
-    hand, and one opaque op carries it out; ``async_op`` has then no effect but on the type. Ragged
-    tensors, non-members, meshes of other ranks, ``collectives`` and ``groups`` are refused there.
+    - **Groups.** Each step runs in a process group with exactly the ranks of its axes. It uses
+      groups that exist: those in ``groups``, those of single axes, of the world, of flattened
+      meshes, and of aliases of hp-mesh.
+    - **Gradients.** Backward redistributes the gradient to the layout of ``x``; partial values get
+      the replicated gradient of the result. The plan of backward respects ``cost`` and
+      ``max_bytes``.
+    - **Other meshes.** Data is sent point to point, over a group with the ranks of both meshes: one
+      of ``groups``, the world's, or one that the first call creates. Every rank of both meshes has
+      to call. On a rank outside a mesh, a `NonMember` represents the tensor. The ranks first
+      compare their calls with one all-reduce of 32 bytes, which ``collectives`` do not carry out.
+      With ``async_op=True`` they wait for it in the first call of its kind only.
+    - **Compilation.** Under ``torch.compile`` the plan is made during tracing, for the traced
+      sizes, and carried out by one opaque op. ``async_op`` then changes only the type of the
+      result. Ragged tensors, `NonMember`, other meshes, ``collectives`` and ``groups`` raise.
 
     Args:
-        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`, which says with
-            ``requires_grad`` whether the tensor requires a gradient.
-        where: ``placements`` alone, or torch's mesh and placements.
-        placements: One for each mesh axis, ours or torch's; replicated on all if None. With a
-            `RaggedShard` the result is a `RaggedTensor`.
-        mesh: The mesh of the result; that of ``x`` if None.
-        shard_order: The order of axes that shard the same dim, as in `Layout`; the result then has
+        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`, whose ``requires_grad`` has
+            to be that of the tensor.
+        *where: ``placements``, or torch's ``mesh, placements``.
+        placements: One placement for each mesh axis, of this package or of torch. None replicates
+            on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
+        mesh: Mesh of the result. Defaults to the mesh of ``x``.
+        shard_order: Order of axes that shard the same dim, as in `Layout`. The result then has
             torch's strided shards.
-        max_bytes: The most bytes that a step may hold at once, on any rank.
-        cost: What plans are compared by; `AlphaBeta` with its defaults if None.
-        async_op: Start the first collective and return what does the rest in ``wait()``. Until
-            then ``x`` must stay untouched: ``wait()`` raises RuntimeError where it was written
-            into. Autograd records the result if it would at the call.
-        collectives: What carries the steps out; `TorchCollectives` if None.
-        groups: Process groups or meshes of one axis that may carry steps over several axes; the
-            same on all ranks, in the same order.
+        max_bytes: Upper bound on the memory of one step on any rank, in bytes.
+        cost: Cost model by which plans are compared. Defaults to ``AlphaBeta()``.
+        async_op: If True, start the first collective and return a handle. Its ``wait()`` carries
+            out the rest and returns the tensor. Do not change ``x`` before; ``wait()`` raises
+            RuntimeError if it was written to.
+        collectives: Object that carries out the steps. Defaults to `TorchCollectives`.
+        groups: Additional process groups, or meshes of one axis, for steps over several axes. They
+            have to be the same on all ranks, in the same order.
 
     Returns:
-        The tensor in the layout asked for, with torch's placements where torch has them. In the
-        layout of ``x`` it shares its memory, and is ``x`` where autograd records nothing; another
-        may share it too.
+        The tensor in the target layout, with torch's placements if torch has them. If the layout
+        does not change, the result shares memory with ``x``; it is ``x`` if autograd records
+        nothing.
 
     Raises:
-        LayoutError: Arguments that cannot be: placements, dims, orders or sizes that do not fit,
-            partial values that a target asks for and does not have, reductions that do not commute
-            or that the dtype does not support, no cost model. On every rank, before any
-            communication. On this rank alone where its local tensor has another shape than its
-            layout gives it: peers then wait, unless ``collectives`` is a `CheckedCollectives`, with
-            which all of them raise `RankMismatchError`.
-        MeshError: A mesh that is none, or a process group that is needed and does not exist.
-        NoPlanError: Every plan, or every plan of the gradient, needs more than ``max_bytes``. By
-            the call for a gradient in the layout of the result, else by backward.
-        RankMismatchError: Between meshes, on all ranks: they are about to do different things, or
-            one has a wrong local tensor. Before any of it is sent, or in ``wait()``.
+        LayoutError: The target is impossible: placements, dims, orders or sizes do not fit, ``x``
+            has no partial values to keep, or reductions do not commute or do not support the dtype.
+            Raised on all ranks before communication. If only the local tensor of this rank has a
+            wrong shape, only this rank raises and its peers wait; with `CheckedCollectives` all of
+            them raise `RankMismatchError`.
+        MeshError: ``mesh`` is not a device mesh, or a required process group does not exist.
+        NoPlanError: Every plan, or every plan of backward, needs more than ``max_bytes``.
+        RankMismatchError: Between meshes: the ranks make different calls, or one has a wrong local
+            tensor. Raised on all ranks before data is sent, or in ``wait()``.
 
-    Example:
-        >>> redistribute(weight, [Shard(1), Replicate()])
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)])
+        >>> redistribute(x, [Shard(1)]).to_local().shape
+        torch.Size([8, 1])
     """
     if where:
         first: Any = where[0]

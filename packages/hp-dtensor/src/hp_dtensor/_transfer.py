@@ -321,34 +321,34 @@ class Transfer:
 
 
 def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> Transfer:
-    """Return what ``rank`` sends and receives to take a tensor from ``src`` to ``dst``.
+    """Plan the point-to-point messages of one rank that change the layout of a tensor.
 
-    The layouts may be on different meshes: of another shape, over other ranks, of which ``rank`` is
-    in one or both. Every rank receives exactly the elements that it needs and does not hold. Among
-    replicas the source is chosen by a rule that both sides evaluate alone, and that deals the
-    receivers of a tile out over its replicas. On one mesh, axes that both layouts replicate keep
-    the receiver's coordinate, as do axes along which all receivers need the tile alike; between
-    meshes, receivers and replicas are matched in the order of their meshes. An axis with the same
-    partial values in both layouts takes no part: each coordinate moves its own values. Communicates
-    nothing.
+    The layouts may be on different meshes. Every rank receives exactly the elements that it needs
+    and does not hold. If several ranks hold an element, both sides choose the sender by the same
+    rule, which distributes the receivers over the replicas. An axis with the same partial values in
+    both layouts is not reduced: each coordinate moves its own values. Communicates nothing.
 
     Args:
-        src: The layout to start from.
-        dst: The layout to end with.
-        shape: The global shape of the tensor.
-        rank: Whose transfer it is; a rank of ``src`` or ``dst``.
+        src: Layout of the source.
+        dst: Layout of the target.
+        shape: Global shape.
+        rank: Global rank, in the mesh of ``src`` or of ``dst``.
 
     Returns:
-        ``sends`` and ``recvs``, pairs of a peer and a box by ascending peer, never the rank itself,
-        and ``local``, the boxes that it keeps. A box has a half-open global range for each dim.
+        The messages of this rank. ``sends`` and ``recvs`` are pairs of a peer and a box, in the
+        order of peers. ``local`` has the boxes that the rank keeps. A box has a half-open global
+        range for each dim.
 
     Raises:
-        LayoutError: No `Layout`, sizes or dims that do not fit, or partial values, which a transfer
-            neither reduces nor makes.
-        MeshError: A rank in neither mesh.
+        LayoutError: An argument is not a `Layout`, sizes or dims do not fit, or partial values
+            would have to be reduced or created.
+        MeshError: The rank is in neither mesh.
 
-    Example:
-        >>> plan_transfer(Layout((4,), (Shard(0),)), Layout((4,), (Shard(1),)), (8, 8), rank=2)
+    Examples:
+        >>> rows, columns = Layout((2,), (Shard(0),)), Layout((2,), (Shard(1),))
+        >>> plan = plan_transfer(rows, columns, (4, 4), rank=0)
+        >>> plan.sends, plan.local
+        (((1, ((0, 2), (2, 4))),), (((0, 2), (0, 2)),))
     """
     check_pair(src, dst, shape)
     for axis, placement in enumerate(src.placements):

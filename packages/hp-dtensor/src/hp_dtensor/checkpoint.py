@@ -11,35 +11,49 @@ __all__ = ["ChecksumError", "ChecksumReader"]
 
 
 class ChecksumError(ValueError):
-    """A part of a checkpoint does not match its checksum, or has none."""
+    """Raised if an item of a checkpoint does not match its checksum, or has none."""
 
 
 class ChecksumReader(FileSystemReader):
-    """Reads a checkpoint of ``torch.distributed.checkpoint`` and compares its checksums.
+    """Reads a distributed checkpoint and verifies its checksums.
 
     torch saves each tensor as a zip archive with a CRC-32 for each record, but its own reader does
-    not compare them: a flipped bit becomes a wrong weight without an error. This reader checks the
-    tensors and objects that a rank reads, before it reads them.
+    not compare them: a flipped bit becomes a wrong weight without an error. This reader verifies
+    the items of a rank before it reads them.
 
     Args:
-        path: The folder of the checkpoint.
+        path: Folder of the checkpoint.
 
     Raises:
-        ChecksumError: An item does not match its checksum, or has none. `load` of torch raises it
-            on all ranks, inside a ``CheckpointException``.
+        ChecksumError: In ``load``: an item does not match its checksum, or has none. torch's
+            ``load`` raises it on all ranks, inside a ``CheckpointException``.
 
-    Example:
-        >>> from hp_dtensor.checkpoint import ChecksumReader
-        >>> dcp.load(state, storage_reader=ChecksumReader("checkpoint"))
+    Examples:
+        >>> import tempfile
+        >>> import torch.distributed.checkpoint as dcp
+        >>> folder, state = tempfile.mkdtemp(), {"weight": torch.ones(4)}
+        >>> _ = dcp.save(state, checkpoint_id=folder, no_dist=True)
+        >>> dcp.load(state, storage_reader=ChecksumReader(folder), no_dist=True)
 
     Note:
-        Each item is read twice and is held in CPU memory once more meanwhile. The file
-        ``.metadata`` has no checksum. Items that torch did not write as zip archives, such as
-        safetensors and compressed ones, are refused.
+        Each item is read twice and is held in CPU memory for a short time. The file ``.metadata``
+        has no checksum. Items that are not zip archives, such as safetensors and compressed items,
+        raise.
     """
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Check the items of a plan, then read them; see ``StorageReader.read_data``."""
+        """Verify the checksums of a plan's items, then read them.
+
+        Args:
+            plan: Items to read.
+            planner: Receives the data.
+
+        Returns:
+            A future, as `StorageReader.read_data` of torch returns it.
+
+        Raises:
+            ChecksumError: An item does not match its checksum, or has none.
+        """
         by_file: dict[str, dict[tuple[int, int], str]] = {}
         for item in plan.items:
             stored = self.storage_data[item.storage_index]

@@ -23,25 +23,64 @@ from .collectives._interface import (
     own_fault,
 )
 
+__all__ = [
+    "SimulatedCollectives",
+    "SimulatedGroup",
+    "SimulatedMesh",
+    "SimulatedWorld",
+    "clear_caches",
+]
+
 
 class SimulatedGroup:
-    """The ranks of one axis, seen from one of them."""
+    """Process group of one axis of a simulated world, as seen by one rank.
+
+    Args:
+        ranks: Global ranks of the group.
+        me: Global rank of this member.
+
+    Examples:
+        >>> SimulatedGroup((4, 5, 6), me=5).rank()
+        1
+    """
 
     def __init__(self, ranks: tuple[int, ...], me: int) -> None:
         self.ranks = ranks
         self._index = ranks.index(me)
 
     def rank(self) -> int:
-        """Return this rank's index in the group."""
+        """Return the coordinate of this rank.
+
+        Returns:
+            The coordinate.
+        """
         return self._index
 
     def size(self) -> int:
-        """Return the number of ranks in the group."""
+        """Return the number of ranks in the group.
+
+        Returns:
+            The number of ranks.
+        """
         return len(self.ranks)
 
 
 class SimulatedMesh:
-    """An `AxisMesh` over simulated ranks, row-major."""
+    """An `AxisMesh` of simulated ranks, in row-major order.
+
+    Args:
+        shape: Number of ranks on each axis.
+        names: Names of the axes.
+        me: Global rank of this member.
+        ranks: Global ranks of the mesh.
+
+    Raises:
+        ValueError: The product of ``shape`` is not the number of ranks.
+
+    Examples:
+        >>> SimulatedMesh((2, 2), ("dp", "tp"), me=3, ranks=range(4)).get_local_rank("dp")
+        1
+    """
 
     def __init__(
         self, shape: Sequence[int], names: Sequence[str], me: int, ranks: Sequence[int]
@@ -56,19 +95,40 @@ class SimulatedMesh:
 
     @property
     def ndim(self) -> int:
-        """Return the number of axes."""
+        """Number of axes."""
         return self.mesh.ndim
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Return the number of ranks, of one axis or of all."""
+        """Return the number of ranks.
+
+        Args:
+            mesh_dim: Position of an axis. None means the whole mesh.
+
+        Returns:
+            The number of ranks.
+        """
         return self.mesh.numel() if mesh_dim is None else self.mesh.shape[mesh_dim]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this rank's coordinate on one axis."""
+        """Return the coordinate of this rank on one axis.
+
+        Args:
+            mesh_dim: Position or name of the axis. May be None if there is one axis.
+
+        Returns:
+            The coordinate.
+        """
         return self._coordinate[self._position(mesh_dim)]
 
     def get_group(self, mesh_dim: int | str | None = None) -> SimulatedGroup:
-        """Return the group along one axis."""
+        """Return the group of one axis.
+
+        Args:
+            mesh_dim: Position or name of the axis. May be None if there is one axis.
+
+        Returns:
+            The group of this rank.
+        """
         return SimulatedGroup(tuple(self._line(self._position(mesh_dim)).tolist()), self._me)
 
     def __getitem__(self, name: str) -> "SimulatedMesh":
@@ -92,10 +152,24 @@ T = TypeVar("T")
 
 
 class SimulatedWorld:
-    """``size`` ranks as threads of this process; for property tests of code that communicates.
+    """Ranks as threads of one process, for tests of code that communicates.
 
-    Calls must match as on a real group: ranks that make different calls, or end while another waits
-    for them, fail the run with an error that names them instead of hanging.
+    Calls have to match as in a real process group. If ranks make different calls, or if a rank ends
+    while another waits for it, the run fails with an error that names the ranks instead of hanging.
+
+    Args:
+        size: Number of ranks.
+        timeout: Seconds that a rank waits for its peers.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+
+    Examples:
+        >>> def total(rank, collectives):
+        ...     (result,) = collectives.all_reduce(collectives.axis(), [torch.tensor(rank)]).wait()
+        ...     return result.item()
+        >>> SimulatedWorld(4).run(total)
+        [6, 6, 6, 6]
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
@@ -109,9 +183,14 @@ class SimulatedWorld:
         self._messages: dict[tuple[tuple[int, ...], int, int, int], Tensor] = {}
 
     def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
-        """Call ``function(rank, collectives)`` on every rank; return the results in rank order.
+        """Call a function on every rank.
 
-        The first exception (lowest rank; one's own before one caused by a peer) is raised here.
+        Args:
+            function: Called as ``function(rank, collectives)``.
+
+        Returns:
+            The results in rank order. If ranks raise, the error of the lowest rank is raised here.
+            Errors that a peer caused are raised only if there is no other.
         """
         self._ended.clear()
         self._meetings.clear()
@@ -162,7 +241,18 @@ class _Meeting:
 
 
 class SimulatedCollectives:
-    """`Collectives` among the threads of a `SimulatedWorld`; reductions run in rank order."""
+    """`Collectives` of one rank of a `SimulatedWorld`. Reductions run in rank order.
+
+    Args:
+        world: The simulated world.
+        rank: Rank of this member.
+
+    Examples:
+        >>> def coordinate(rank, collectives):
+        ...     return collectives.mesh((2, 2), ("dp", "tp")).get_local_rank("tp")
+        >>> SimulatedWorld(4).run(coordinate)
+        [0, 1, 0, 1]
+    """
 
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world = world
@@ -172,12 +262,28 @@ class SimulatedCollectives:
         self._received: dict[tuple[tuple[int, ...], int], int] = {}
 
     def axis(self, name: str = "world", ranks: Sequence[int] | None = None) -> Axis:
-        """Return an axis over ``ranks``, by default the whole world."""
+        """Return an axis.
+
+        Args:
+            name: Name of the axis.
+            ranks: Ranks of the axis. Defaults to the whole world.
+
+        Returns:
+            The axis, as seen by this rank.
+        """
         ranks = tuple(range(self._world.size) if ranks is None else ranks)
         return Axis(name, SimulatedGroup(ranks, self.rank), ranks)
 
     def mesh(self, shape: Sequence[int], names: Sequence[str]) -> SimulatedMesh:
-        """Return a mesh of the whole world, row-major, as this rank sees it."""
+        """Return a mesh of the whole world in row-major order.
+
+        Args:
+            shape: Number of ranks on each axis.
+            names: Names of the axes.
+
+        Returns:
+            The mesh, as seen by this rank.
+        """
         return SimulatedMesh(shape, names, self.rank, range(self._world.size))
 
     def all_gather(

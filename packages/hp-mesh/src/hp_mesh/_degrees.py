@@ -22,6 +22,7 @@ BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Where experts have ranks of their own, ep is one more axis of the world.
 PEER_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DEFAULT_ORDER = PEER_AXES
+"""Default order of the world's axes, outermost first."""
 EP_MODES = ("folded", "peer")
 INFERRED = -1
 MOST_DIGITS = 20  # more than the largest degree has

@@ -45,38 +45,47 @@ class _Origin:
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims(_Origin):
-    """How many ranks each axis has, checked as far as the numbers given allow.
+    """Parallel degrees of one training run: how many ranks each axis has.
 
-    ``dp_replicate * dp_shard * cp * tp * pp`` is the world, and one of these may be -1: it follows
-    from the world. Single values are checked at once, their product as soon as the world is known,
-    here or in `resolve`. Degrees may be integers of any type or strings that spell one. A value:
-    frozen, hashable, equal by its fields. Needs no torch and communicates nothing.
+    The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size. One of these degrees
+    may be -1: it is then inferred from the world size. Each value is checked at once. The product
+    is checked when the world size is known, here or in `resolve`.
 
-    Attributes:
-        dp_replicate: Replicas of the sharded model.
-        dp_shard: Ranks that shard parameters; None is -1 unless another degree is.
-        cp: Parts of one sequence.
-        tp: Parts of one layer.
-        pp: Pipeline stages.
-        ep: Ranks that hold different experts.
-        etp: Ranks that share one expert: 1 or ``tp``, or any number with ``free_etp``.
-        ulysses_degree: Ranks of ``cp`` that exchange heads instead of sequence; it divides ``cp``.
-        world_size: Number of ranks.
-        ep_mode: ``"folded"``: experts live on ranks that the dense layers already use,
-            ``ep * etp * efsdp == dp_shard * cp * tp``. ``"peer"``: ``ep`` is one more factor of the
-            world, and for dense layers and data one more axis of data parallelism.
-        order: The axes, outermost first: ranks that are neighbours differ along the last. A folded
-            ``ep`` has no place of its own in it and may be left out. Also one string with commas.
-        fsdp_folds_cp: Parameters are sharded over ``cp`` too. Without, gradients are to be reduced
-            over ``replicate``, which has ``cp``.
-        free_etp: Folded experts may be cut over any ``etp``, as in Megatron-LM; its groups are then
-            neighbours among the ranks of ``dp_shard * cp * tp`` and need not be those of ``tp``.
+    Degrees may be integers of any type, or strings such as ``"8"``. An instance is frozen, hashable
+    and compared by its fields. It needs no torch and communicates nothing.
+
+    Args:
+        dp_replicate: Number of replicas of the sharded model.
+        dp_shard: Number of ranks that shard parameters. None means -1, or 1 if another degree is
+            -1.
+        cp: Number of ranks that share one sequence (context parallel).
+        tp: Number of ranks that share one layer (tensor parallel).
+        pp: Number of pipeline stages.
+        ep: Number of ranks that hold different experts.
+        etp: Number of ranks that share one expert: 1 or ``tp``. Any number if ``free_etp`` is True.
+        ulysses_degree: Number of ranks of ``cp`` that exchange heads instead of keys and values. It
+            divides ``cp``.
+        world_size: Number of ranks. None leaves it open.
+        ep_mode: With ``"folded"``, experts use the ranks of the dense layers:
+            ``ep * etp * efsdp == dp_shard * cp * tp``. With ``"peer"``, ``ep`` is one more factor
+            of the world size, and one more axis of data parallelism for dense layers and data.
+        order: Names of the axes, outermost first: neighbouring ranks differ along the last one.
+            Also one string with commas. ``ep`` may be left out if it is folded.
+        fsdp_folds_cp: If True, parameters are sharded over ``cp`` too. If False, gradients have to
+            be reduced over ``replicate``, which then contains ``cp``.
+        free_etp: If True, folded experts may be split over any ``etp``, as in Megatron-LM. The
+            groups of ``etp`` are then neighbours among the ranks of ``dp_shard * cp * tp``, and
+            they can differ from the groups of ``tp``.
 
     Raises:
-        ParallelDimsError: With all that can be told to be wrong.
+        ParallelDimsError: A value is not a degree, or the degrees break a rule. The error lists all
+            broken rules.
 
-    Example:
-        >>> ParallelDims(cp=2, tp=2, ep=4, world_size=16).dp_shard
+    Examples:
+        >>> dims = ParallelDims(cp=2, tp=2, ep=4, world_size=16)
+        >>> dims.dp_shard
+        4
+        >>> dims.efsdp
         4
     """
 
@@ -113,42 +122,46 @@ class ParallelDims(_Origin):
         return resolved_degrees(self._fields())
 
     def resolve(self, world_size: int) -> "ParallelDims":
-        """Return the copy for this world with every degree a number; idempotent.
+        """Return a copy for a world size, with every degree a number.
 
         Args:
             world_size: Number of ranks.
 
         Returns:
-            A configuration without None or -1 among its degrees, or this one if it is that already.
+            A configuration without None or -1 among its degrees. It is this one if nothing changes.
 
         Raises:
-            ParallelDimsError: The degrees do not make this world, or are for another.
+            ParallelDimsError: The product of the degrees is not ``world_size``, or this
+                configuration has another world size.
         """
         world = as_world(self._fields(), world_size)
         return self if self.world_size == world else replace(self, world_size=world)
 
     @classmethod
     def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
-        """Return the resolved degrees that a mapping or any object's attributes give.
+        """Read degrees from a mapping, or from the attributes of an object, and resolve them.
 
-        Names are the fields of this class, ``dp`` for ``dp_shard``, and those that torchtitan,
-        Megatron-LM, accelerate and DeepSpeed use; other names are ignored, unless they say a degree
-        other than 1 in another spelling, at any level. Absent and None mean default, except that
-        ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or DeepSpeed's: so it is
-        in Megatron-LM. The constructor's own default is 1, and `summary` says where ``etp`` was
-        taken from ``tp``. An ``order`` with dashes is Megatron-LM's, innermost first.
+        Known names are the fields of this class, ``dp`` for ``dp_shard``, and the names that
+        torchtitan, Megatron-LM, accelerate and DeepSpeed use. Other names are ignored, unless they
+        look like a degree above 1 in another spelling, at any level of nesting.
+
+        A name that is absent or None has its default. ``etp`` is an exception: with the names of
+        this class or of Megatron-LM it defaults to ``tp``, as in Megatron-LM, and `summary` says
+        so. An ``order`` with dashes has Megatron-LM's meaning: innermost first.
 
         Args:
-            config: The degrees by name, among other things; an empty mapping is all defaults.
-            world_size: Number of ranks; None takes the configuration's own ``world_size``.
+            config: Degrees by name, among other fields. An empty mapping means all defaults.
+            world_size: Number of ranks. None takes the field ``world_size`` of ``config``.
+
+        Returns:
+            The resolved degrees.
 
         Raises:
-            ParallelDimsError: A value is no degree, the degrees do not make the world, two names of
-                one degree differ, a name says a degree but is not one of those that are read, the
-                configuration has another ``world_size`` or none is known, or it has none of the
-                names or can have none, as a number or a list.
+            ParallelDimsError: A value is not a degree; the degrees do not fit the world size; two
+                names of one degree have different values; a name looks like a degree but is not
+                known; the world size is missing or differs; or ``config`` has no known name.
 
-        Example:
+        Examples:
             >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
             2
         """
@@ -169,12 +182,30 @@ class ParallelDims(_Origin):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
-        """Return the degrees whose `to_dict` this is; an unknown key is an error."""
+        """Read degrees from a mapping that `to_dict` made.
+
+        Args:
+            mapping: Fields of this class by name.
+
+        Returns:
+            The degrees.
+
+        Raises:
+            ParallelDimsError: A key is not a field of this class, or the degrees are wrong.
+
+        Examples:
+            >>> ParallelDims.from_dict({"tp": 2, "world_size": 8}).dp_shard
+            4
+        """
         arguments, unknown = arguments_from_dict(mapping)
         return cls(**resolve_fields({**_DEFAULTS, **arguments}, unknown))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain integers, None and a list, ready for JSON."""
+        """Return the fields as integers, strings, None and a list, ready for JSON.
+
+        Returns:
+            One item for each field of this class.
+        """
         return {**self._fields(), "order": list(self.order)}
 
     @classmethod
@@ -184,19 +215,23 @@ class ParallelDims(_Origin):
         table: str | None = None,
         world_size: int | None = None,
     ) -> "ParallelDims":
-        """Return the degrees that a TOML file has, at its top or in a table such as ``"run.mesh"``.
+        """Read degrees from a TOML file or from one table of it.
 
-        A table with names of a framework, such as torchtitan's ``"parallelism"``, is read as
-        `from_config` does. One with the fields of this class alone is read as `from_dict` does.
+        A table with names of a framework, such as torchtitan's ``"parallelism"``, is read by the
+        rules of `from_config`. A table with fields of this class only is read by the rules of
+        `from_dict`.
 
         Args:
-            path: The file.
-            table: The name of a table, with dots between levels; None is the file's top.
-            world_size: Number of ranks; None takes the table's own ``world_size``, if it has one.
+            path: Path of the file.
+            table: Name of a table, with dots between levels, such as ``"run.mesh"``. None reads the
+                top level.
+            world_size: Number of ranks. None takes ``world_size`` from the table, if it is there.
+
+        Returns:
+            The degrees.
 
         Raises:
-            ParallelDimsError: There is no such table, or its degrees are wrong as in `from_config`
-                or `from_dict`.
+            ParallelDimsError: The table does not exist, or its degrees are wrong.
         """
         return cls._from_table(read_toml(path, table), world_size)
 
@@ -214,17 +249,51 @@ class ParallelDims(_Origin):
         table: str | None = None,
         world_size: int | None = None,
     ) -> "ParallelDims":
-        """Return the degrees that a YAML file has, as `from_toml` does; needs PyYAML."""
+        """Read degrees from a YAML file or from one table of it. Needs PyYAML.
+
+        Args:
+            path: Path of the file.
+            table: Name of a table, with dots between levels. None reads the top level.
+            world_size: Number of ranks. None takes ``world_size`` from the table, if it is there.
+
+        Returns:
+            The degrees, by the rules of `from_toml`.
+
+        Raises:
+            ParallelDimsError: The table does not exist, or its degrees are wrong.
+        """
         return cls._from_table(read_yaml(path, table), world_size)
 
     @staticmethod
     def add_arguments(parser: "ArgumentParser") -> None:
-        """Add one optional argument for each degree, and ``--order``, to a command line."""
+        """Add one optional argument for each degree, and ``--order``, to a command line.
+
+        Args:
+            parser: Parser to which the arguments are added.
+
+        Examples:
+            >>> from argparse import ArgumentParser
+            >>> parser = ArgumentParser()
+            >>> ParallelDims.add_arguments(parser)
+            >>> ParallelDims.from_args(parser.parse_args(["--tp", "2"]), world_size=8).dp_shard
+            4
+        """
         add_arguments(parser)
 
     @classmethod
     def from_args(cls, args: "Namespace", world_size: int | None = None) -> "ParallelDims":
-        """Return the degrees given on a command line; what is not given has its default."""
+        """Read degrees from parsed command-line arguments; see `add_arguments`.
+
+        Args:
+            args: Result of ``parse_args``. An argument that was not given has its default.
+            world_size: Number of ranks. None leaves it open.
+
+        Returns:
+            The degrees.
+
+        Raises:
+            ParallelDimsError: A value is not a degree, or the degrees break a rule.
+        """
         return cls(**arguments_from_args(args), world_size=world_size)
 
     def check(
@@ -237,30 +306,33 @@ class ParallelDims(_Origin):
         sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> Report:
-        """Return every rule that these degrees break for a model, its sequences and its batch.
+        """List the rules that these degrees break for a model, its sequences and its batch.
 
-        Rules whose fields are absent do not apply, and the fields are named in ``skipped``. Unknown
-        fields are ignored, None is absent; a known field that is not a positive integer is an error
-        of rule ``"number"``.
+        A rule is skipped if it needs a field that is absent or None. Unknown fields are ignored. A
+        known field that is not a positive integer is an error of rule ``"number"``.
 
         Args:
-            model: A mapping or configuration object (Hugging Face ones as they are), or an object
-                that has one as ``config``.
-            seq_len: Tokens of one sequence.
-            global_batch: Samples of one step over all ranks.
-            causal_balance: The sequence must also cut into twice ``cp`` parts, so that each rank
-                gets an early and a late one.
-            sequence_parallel: Ranks of ``tp`` hold parts of the sequence between the layers, so
-                that ``tp`` must divide it too. False for plain tensor parallelism, whose ranks all
-                hold the whole sequence there.
-            topology: With one, axes that cross a node are advice.
+            model: A mapping, a configuration object such as one of Hugging Face, or an object with
+                such a ``config``.
+            seq_len: Number of tokens of one sequence.
+            global_batch: Number of sequences of one step, over all ranks.
+            causal_balance: If True, ``2 * cp`` must divide the sequence, so that each rank gets an
+                early and a late part.
+            sequence_parallel: If True, the ranks of ``tp`` hold parts of the sequence between
+                layers, so ``tp`` must divide it. If False, each of them holds the whole sequence.
+            topology: If given, each axis that crosses nodes is reported as advice.
 
         Returns:
-            Errors and advice, and the names of the fields that were absent.
+            Errors and advice. ``skipped`` has the names of the absent fields.
 
         Raises:
-            ParallelDimsError: The model can have no fields, as a name or a number, or a degree is
-                still to be inferred.
+            ParallelDimsError: ``model`` cannot have fields (a string or a number, for example), or
+                a degree still has to be inferred.
+
+        Examples:
+            >>> dims = ParallelDims(tp=4, world_size=8)
+            >>> [str(broken) for broken in dims.check({"num_attention_heads": 6})]
+            ['tp=4 does not divide num_attention_heads=6; use 1, 2, 3 or 6']
         """
         report = check_rules(
             self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
@@ -297,12 +369,20 @@ class ParallelDims(_Origin):
         causal_balance: bool = False,
         sequence_parallel: bool = True,
     ) -> None:
-        """Raise one error with every error that `check` finds; arguments as there.
+        """Raise one error that lists every error that `check` finds.
+
+        Args:
+            model: A mapping, a configuration object such as one of Hugging Face, or an object with
+                such a ``config``.
+            seq_len: Number of tokens of one sequence.
+            global_batch: Number of sequences of one step, over all ranks.
+            causal_balance: If True, ``2 * cp`` must divide the sequence.
+            sequence_parallel: If True, ``tp`` must divide the sequence.
 
         Raises:
-            ParallelDimsError: At least one rule is broken; ``violations`` has all of them.
+            ParallelDimsError: At least one rule is broken. ``violations`` lists all of them.
 
-        Example:
+        Examples:
             >>> ParallelDims(tp=4, dp_shard=1).validate({}, seq_len=61, sequence_parallel=False)
         """
         raise_errors(
@@ -325,21 +405,25 @@ class ParallelDims(_Origin):
         sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
-        """Return every rule with its numbers and what it says of them.
+        """List every rule with the numbers that it read and its verdict.
 
         Args:
-            model: As in `check`; None has no fields.
-            seq_len: Tokens of one sequence.
-            global_batch: Samples of one step over all ranks.
-            causal_balance: As in `check`.
-            sequence_parallel: As in `check`.
-            topology: With one, a line for each axis says whether it leaves a node.
+            model: As in `check`. None has no fields.
+            seq_len: Number of tokens of one sequence.
+            global_batch: Number of sequences of one step, over all ranks.
+            causal_balance: If True, ``2 * cp`` must divide the sequence.
+            sequence_parallel: If True, ``tp`` must divide the sequence.
+            topology: If given, one explanation for each axis says whether it crosses nodes.
 
         Returns:
-            One explanation for each rule, in a fixed order.
+            One explanation for each rule, always in the same order.
 
         Raises:
             ParallelDimsError: As in `check`.
+
+        Examples:
+            >>> print(ParallelDims(tp=2, world_size=4).explain()[0].text)
+            dp_shard*tp=2*2 is world_size=4
         """
         model = {} if model is None else model
         subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
@@ -355,10 +439,17 @@ class ParallelDims(_Origin):
         )
 
     def layout(self) -> RankLayout:
-        """Return which rank sits where; a pure function of the degrees and the order.
+        """Return the position of every rank on every axis.
+
+        Returns:
+            The layout. It depends on the degrees and the order only.
 
         Raises:
-            ParallelDimsError: A degree is still to be inferred.
+            ParallelDimsError: A degree still has to be inferred.
+
+        Examples:
+            >>> ParallelDims(tp=2, world_size=4).layout().group("tp", rank=3)
+            (2, 3)
         """
         return RankLayout(self._view_config(), self.order)
 
@@ -372,110 +463,121 @@ class ParallelDims(_Origin):
         """Create the process groups of all axes and return them as torch device meshes.
 
         Collective: every rank of the default process group calls it with the same degrees. One
-        all-reduce over the world compares them before a group is created, another one tells
-        afterwards whether all ranks succeeded. Where one fails, every rank destroys the groups
-        that it created and raises.
+        all-reduce over the world compares the degrees before a group is created. A second one
+        compares the success of all ranks afterwards. If one rank fails, every rank destroys the
+        groups that it created, and raises.
 
         Args:
-            device_type: One that the default process group has a backend for, or ``"meta"``. By
-                default the accelerator's, unless the world runs on gloo alone or has no backend for
-                it. An accelerator's device must have been set before.
-            topology: How many ranks a node has; it must fit the world. The mesh then knows which of
-                its axes cross a node.
-            timeout: Timeout of the new groups, torch's default if None. A rank whose peer fails
-                while they create a group waits for it that long.
+            device_type: A device type for which the default process group has a backend, or
+                ``"meta"``. Defaults to the accelerator's type; to ``"cpu"`` if the world has no
+                backend for it. Set the accelerator's current device before.
+            topology: Number of ranks per node. The mesh then reports the axes that cross nodes.
+            timeout: Timeout of the new groups. None is torch's default. If one rank fails while
+                groups are created, another rank can wait for it that long.
 
         Returns:
-            The meshes; as a context manager it destroys its groups at the end of the block.
+            The meshes. As a context manager, the result destroys its groups at the end of the
+            block.
 
         Raises:
-            MeshError: There is no default process group, ranks disagree, the device type has no
-                backend in this world, the device type or the timeout is none, or another rank
-                failed.
-            ParallelDimsError: On ranks whose degrees or topology do not make its world; where only
-                some ranks have such degrees, the others raise `MeshError`.
-            RuntimeError: Torch could not create a group of this rank; a note names the group.
+            MeshError: There is no default process group; the ranks have different degrees; the
+                device type or the timeout is invalid; the device type has no backend; or another
+                rank failed.
+            ParallelDimsError: The degrees or the topology of this rank do not fit its world. Ranks
+                with correct degrees raise `MeshError` instead.
+            RuntimeError: torch could not create a group of this rank. A note names the group.
 
-        Example:
+        Examples:
+            On 4 ranks:
+
             >>> with ParallelDims(tp=2).build_mesh() as mesh:
-            ...     train(mesh["dp_replicate", "fsdp"], mesh["tp"])
+            ...     mesh["tp"].size(), mesh["dp_replicate", "fsdp"].shape
+            (2, (1, 2))
         """
         from ._mesh import build_mesh
 
         return build_mesh(self, device_type, topology, timeout)
 
     def summary(self) -> str:
-        """Return one line with every degree, and whether `from_config` took ``etp`` from ``tp``."""
+        """Return all degrees in one line.
+
+        Returns:
+            For example ``"dp_replicate=1 dp_shard=4 ..."``. It says ``(from tp)`` after ``etp`` if
+            `from_config` took ``etp`` from ``tp``.
+        """
         return summarize(self._fields(), etp_from_tp=self._etp_from_tp)
 
     @property
     def dp_size(self) -> int:
-        """Return how many ranks see different samples: ``dp_replicate * dp_shard``, peer ``ep``."""
+        """Number of ranks with different samples.
+
+        It is ``dp_replicate * dp_shard``, times ``ep`` in peer mode.
+        """
         return self.layout().size("dp")
 
     @property
     def non_dp_size(self) -> int:
-        """Return how many ranks see the same samples: ``cp * tp * pp``."""
+        """Number of ranks that share their samples: ``cp * tp * pp``."""
         degrees = self._resolved()
         return degrees["cp"] * degrees["tp"] * degrees["pp"]
 
     @property
     def efsdp(self) -> int:
-        """Return over how many ranks an expert is sharded; see `ParallelDims` for the rule."""
+        """Number of ranks over which each expert is sharded."""
         return self.layout().size("efsdp")
 
     @property
     def seq_len_divisor(self) -> int:
-        """Return what a sequence length must be a multiple of.
+        """Number that divides every sequence length that is legal with causal balance.
 
-        With causal balance and with sequence parallelism over ``tp``.
+        It is ``2 * cp * tp`` if ``cp`` is above 1, else ``tp``.
         """
         degrees = self._resolved()
         return degrees["tp"] * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Return whether there is more than one replica."""
+        """Whether the model has more than one replica."""
         return self._resolved()["dp_replicate"] > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Return whether ``dp_shard`` is more than one rank."""
+        """Whether ``dp_shard`` is above 1."""
         return self._resolved()["dp_shard"] > 1
 
     @property
     def dp_enabled(self) -> bool:
-        """Return whether ranks see different samples."""
+        """Whether ranks have different samples."""
         return self.dp_size > 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Return whether dense parameters are sharded, over all that ``fsdp`` folds."""
+        """Whether dense parameters are sharded over more than one rank."""
         return self.layout().size("fsdp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Return whether sequences are cut over ranks."""
+        """Whether sequences are split over ranks."""
         return self._resolved()["cp"] > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Return whether layers are cut over ranks."""
+        """Whether layers are split over ranks."""
         return self._resolved()["tp"] > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Return whether there is more than one pipeline stage."""
+        """Whether there is more than one pipeline stage."""
         return self._resolved()["pp"] > 1
 
     @property
     def ep_enabled(self) -> bool:
-        """Return whether experts live on different ranks."""
+        """Whether different ranks hold different experts."""
         return self.ep > 1
 
     @property
     def etp_enabled(self) -> bool:
-        """Return whether single experts are cut over ranks."""
+        """Whether single experts are split over ranks."""
         return self.etp > 1
 
 

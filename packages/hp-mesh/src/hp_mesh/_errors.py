@@ -42,15 +42,23 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken rule; its text lists the first of many legal numbers and counts the rest.
+    """One broken rule, with the legal values.
 
-    Attributes:
-        rule: A stable code.
-        reason: What is wrong, with the numbers.
-        values: Every number that the rule looked at.
-        legal: What each name that could be changed may be, the others as given; a name such as
-            ``cp*tp`` is the product of several that must change together.
-        level: ``"error"``, or ``"advice"`` for what works but costs.
+    ``str(violation)`` is a sentence. It lists at most 24 legal values of each name and counts the
+    rest.
+
+    Args:
+        rule: Code of the rule. Codes do not change between versions.
+        reason: The problem, with its numbers.
+        values: Every number that the rule read.
+        legal: Legal values of each name, if only that name changes. A name such as ``cp*tp`` is the
+            product of several degrees that have to change together.
+        level: ``"error"``, or ``"advice"`` for degrees that work at a cost.
+
+    Examples:
+        >>> broken = ParallelDims(tp=4, world_size=8).check({"num_attention_heads": 6})[0]
+        >>> broken.legal["tp"]
+        (1, 2, 3, 6)
     """
 
     rule: str
@@ -80,15 +88,19 @@ def _join_choices(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What one rule says.
+    """One rule, the numbers that it read, and its verdict.
 
-    Attributes:
-        rule: The code that its violations have.
-        sentence: The rule itself.
-        values: The numbers that it looked at.
-        verdict: ``"holds"``, ``"error"`` or ``"advice"``; ``"skipped"`` where a field that it needs
-            is absent; ``"idle"`` where the degrees leave it nothing to ask.
-        text: All of that as one line.
+    Args:
+        rule: Code of the rule.
+        sentence: The rule as a sentence.
+        values: The numbers that the rule read.
+        verdict: ``"holds"``, ``"error"`` or ``"advice"``; ``"skipped"`` if a field is absent;
+            ``"idle"`` if the rule does not apply to these degrees.
+        text: The numbers and the verdict in one line.
+
+    Examples:
+        >>> ParallelDims(tp=2, world_size=4).explain()[0].verdict
+        'holds'
     """
 
     rule: str
@@ -99,7 +111,17 @@ class Explanation:
 
 
 class Report(Sequence[Violation]):
-    """All that a check found, and in ``skipped`` the fields that were absent."""
+    """Result of a check: a sequence of violations.
+
+    Args:
+        violations: Errors and advice.
+        skipped: Names of fields that rules needed and did not find.
+
+    Examples:
+        >>> report = ParallelDims(tp=4, world_size=8).check({"num_attention_heads": 8})
+        >>> len(report), "seq_len" in report.skipped
+        (0, True)
+    """
 
     __slots__ = ("_violations", "skipped")
 
@@ -125,12 +147,12 @@ class Report(Sequence[Violation]):
 
     @property
     def errors(self) -> tuple[Violation, ...]:
-        """Return the violations that make the configuration unusable."""
+        """Violations of level ``"error"``: these degrees cannot be used."""
         return tuple(v for v in self._violations if v.level == "error")
 
 
 class ParallelDimsError(ValueError):
-    """Degrees that break one or more rules; ``violations`` holds every one of them."""
+    """Raised for degrees that break one or more rules; ``violations`` lists all of them."""
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = list(violations)
@@ -152,11 +174,11 @@ def refusal(
 
 
 class LayoutError(ValueError):
-    """An axis, rank or coordinate that the layout does not have."""
+    """Raised for an axis, a rank or a coordinate that does not exist in the layout."""
 
 
 class MeshError(ValueError):
-    """Meshes that cannot be built here and now: no process group, ranks that disagree, closed."""
+    """Raised if meshes cannot be built or used, for example without a process group."""
 
 
 def raise_errors(violations: Iterable[Violation]) -> None:

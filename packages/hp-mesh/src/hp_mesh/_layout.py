@@ -329,11 +329,21 @@ class AxisGroup(NamedTuple):
 
 
 class RankLayout:
-    """Which rank sits where, for every axis and alias of every view.
+    """Positions of all ranks, for every axis and alias of every view.
 
-    Made by `ParallelDims.layout`. Nothing here communicates; an axis's group costs time in
-    proportion to its own size, so that a layout of 100,000 ranks is as cheap as one of four.
-    Unknown names and ranks raise `LayoutError`.
+    `ParallelDims.layout` makes it. It communicates nothing. The ranks of one group take time in
+    proportion to the size of the group, so layouts of 100,000 ranks are as fast as small ones.
+
+    Args:
+        config: Sizes and options of the axes.
+        order: Names of the axes, outermost first.
+
+    Examples:
+        >>> layout = ParallelDims(cp=2, tp=2, world_size=8).layout()
+        >>> layout.coordinates(5)
+        {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 1}
+        >>> layout.group("fsdp", rank=5)
+        (1, 3, 5, 7)
     """
 
     __slots__ = ("_aliases", "_folds", "_order", "_sizes", "_strides", "_views", "world_size")
@@ -349,16 +359,26 @@ class RankLayout:
 
     @property
     def views(self) -> Mapping[str, View]:
-        """Return the views by name, in the order in which axis names are looked up."""
+        """Views by name, in the order in which axis names are searched."""
         return {name: self._view(name) for name in _view_axes(self._folds)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return every axis and alias, each once."""
+        """Names of all axes and aliases."""
         return (*_homes(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
-        """Return the first view that has all these axes, and their names without aliases."""
+        """Return the first view that has all the given axes.
+
+        Args:
+            *names: Axes or aliases.
+
+        Returns:
+            The view, and the names of the axes with aliases resolved.
+
+        Raises:
+            LayoutError: A name does not exist or is given twice, or no view has all of them.
+        """
         if not names:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
         axes = tuple(map(self._axis, names))
@@ -370,23 +390,72 @@ class RankLayout:
         raise LayoutError(self._mixed(names, axes))
 
     def size(self, name: str) -> int:
-        """Return the number of ranks on an axis or alias."""
+        """Return the number of ranks on an axis.
+
+        Args:
+            name: Axis or alias.
+
+        Returns:
+            The number of ranks of each group of the axis.
+
+        Raises:
+            LayoutError: The name does not exist.
+        """
         _, (axis,) = self.find(name)
         return self._sizes[axis]
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Return a rank's coordinate on one axis or alias."""
+        """Return the coordinate of a rank on one axis.
+
+        Args:
+            name: Axis or alias.
+            rank: Global rank.
+
+        Returns:
+            A number from 0 to ``size(name) - 1``.
+
+        Raises:
+            LayoutError: The name or the rank does not exist.
+        """
         view, (axis,) = self.find(name)
         return view.index_of(view.axes.index(axis), view.position_of(self._checked(rank)))
 
     def coordinates(self, rank: int, view: str = "base") -> dict[str, int]:
-        """Return a rank's coordinate on every axis of a view, outermost first."""
+        """Return the coordinates of a rank on all axes of a view.
+
+        Args:
+            rank: Global rank.
+            view: Name of the view.
+
+        Returns:
+            Coordinates by axis, outermost first.
+
+        Raises:
+            LayoutError: The rank or the view does not exist.
+        """
         found = self._view(view)
         position = found.position_of(self._checked(rank))
         return {name: found.index_of(i, position) for i, name in enumerate(found.axes)}
 
     def rank(self, coordinates: Mapping[str, int], view: str = "base") -> int:
-        """Return the rank at the given coordinates, one for every axis of the view."""
+        """Return the rank at the given coordinates.
+
+        Args:
+            coordinates: One coordinate for each axis of the view.
+            view: Name of the view.
+
+        Returns:
+            The global rank.
+
+        Raises:
+            LayoutError: The view does not exist, an axis is missing or unknown, or a coordinate is
+                out of range.
+
+        Examples:
+            >>> layout = ParallelDims(tp=2, world_size=4).layout()
+            >>> layout.rank({"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 0})
+            2
+        """
         found = self._view(view)
         given = _keys(coordinates)
         if given is None or {*given} != {*found.axes}:
@@ -401,15 +470,34 @@ class RankLayout:
         return found.rank_at(position)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only along an axis, in axis order.
+        """Return the ranks that differ from a rank along one axis only.
 
-        That order is always ascending, which is how torch orders the ranks of a process group.
+        Args:
+            name: Axis or alias.
+            rank: Global rank, which is one of the result.
+
+        Returns:
+            Global ranks in the order of the axis. The order is ascending, as in torch process
+            groups.
+
+        Raises:
+            LayoutError: The name or the rank does not exist.
         """
         view, (axis,) = self.find(name)
         return tuple(view.along(view.axes.index(axis), view.position_of(self._checked(rank))))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """Return all groups of an axis or alias, sorted by their first rank."""
+        """Return all groups of an axis.
+
+        Args:
+            name: Axis or alias.
+
+        Returns:
+            The ranks of each group, sorted by the first rank.
+
+        Raises:
+            LayoutError: The name does not exist.
+        """
         view, (axis,) = self.find(name)
         index = view.axes.index(axis)
         size, stride = view.shape[index], view.stride(index)
@@ -421,7 +509,18 @@ class RankLayout:
         )
 
     def axis_group(self, name: str) -> AxisGroup:
-        """Return what the groups of an axis or alias have in common."""
+        """Return the common structure of all groups of an axis, without listing ranks.
+
+        Args:
+            name: Axis or alias.
+
+        Returns:
+            The size of the groups, and the counts and strides of their ranks. If the groups have no
+            common strides, ``listed`` has all of them.
+
+        Raises:
+            LayoutError: The name does not exist.
+        """
         axis = self._axis(name)
         home, index = _homes(self._folds)[axis]
         digits = self._view(home).digits_along(index)
@@ -430,9 +529,18 @@ class RankLayout:
         return AxisGroup(self._sizes[axis], digits)
 
     def crosses_nodes(self, name: str, ranks_per_node: int) -> bool:
-        """Return whether a group of an axis or alias has ranks of several nodes.
+        """Return whether a group of an axis has ranks on several nodes.
 
-        Node ``i`` holds the ranks from ``i * ranks_per_node`` on.
+        Args:
+            name: Axis or alias.
+            ranks_per_node: Number of ranks per node. Node ``i`` starts at rank
+                ``i * ranks_per_node``.
+
+        Returns:
+            True if at least one group of the axis has ranks on more than one node.
+
+        Raises:
+            LayoutError: The name does not exist, or ``ranks_per_node`` is not a positive integer.
         """
         node = _index(ranks_per_node)
         if not node:

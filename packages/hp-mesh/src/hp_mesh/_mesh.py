@@ -28,12 +28,29 @@ if TYPE_CHECKING:
 
 
 class ParallelMesh:
-    """Torch device meshes of all views over one set of process groups.
+    """Torch device meshes of all views, over one set of process groups.
 
-    ``mesh["tp"]`` is the one-axis mesh of an axis or alias, ``mesh["dp_replicate", "fsdp"]`` one of
-    several axes of one view, outermost first. All are slices of full-world meshes, so FSDP, tensor
-    parallel, DTensor and checkpoints accept and combine them. Looking up never communicates. Made
-    by `ParallelDims.build_mesh`.
+    `ParallelDims.build_mesh` makes it. ``mesh["tp"]`` is the one-dimensional mesh of an axis or
+    alias. ``mesh["dp_replicate", "fsdp"]`` is the mesh of several axes of one view, outermost
+    first. All of them are slices of meshes of the whole world, so FSDP, tensor parallel, DTensor
+    and checkpoints accept and combine them. Indexing never communicates.
+
+    Args:
+        dims: Resolved degrees.
+        layout: Positions of all ranks.
+        views: One mesh of the whole world for each view.
+        created: Groups that `close` destroys.
+        topology: Number of ranks per node, or None.
+
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = ParallelDims(tp=2).build_mesh()
+        >>> mesh
+        ParallelMesh(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2; 4 ranks, on cpu)
+        >>> mesh["fsdp", "tp"].mesh_dim_names
+        ('fsdp', 'tp')
+        >>> mesh.close()
     """
 
     def __init__(
@@ -63,11 +80,17 @@ class ParallelMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or alias, or of several axes of one view.
 
-        Its axes are named as in the view, whatever alias was given; but ``mesh["batch"]``, which
-        data loaders ask for by that name, has the one axis ``"batch"``.
+        The dimensions have the names of the axes, also if an alias was given. ``mesh["batch"]`` is
+        an exception: its dimension is called ``"batch"``, because data loaders look for this name.
+
+        Args:
+            names: One name, or several axes of one view, outermost first.
+
+        Returns:
+            A torch mesh.
 
         Raises:
-            LayoutError: A name is none, or no view has all of them.
+            LayoutError: A name does not exist, or no view has all of them in this order.
             MeshError: The mesh is closed.
         """
         key = names if isinstance(names, str) else _as_names(names)
@@ -77,13 +100,17 @@ class ParallelMesh:
         return mesh
 
     def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
-        """Return the mesh that ``mesh[names]`` is, or None if one of its axes has one rank.
+        """Return ``mesh[names]``, or None if one of its axes has a single rank.
 
-        For code that leaves a kind of parallelism out where its axis has one rank; ``mesh[names]``
-        resolves then too.
+        Args:
+            names: One name, or several axes of one view, outermost first.
+
+        Returns:
+            A torch mesh, or None. Code that skips a kind of parallelism at size 1 can test for
+            None.
 
         Raises:
-            LayoutError: A name is none, or no view has all of them.
+            LayoutError: A name does not exist, or no view has all of them in this order.
             MeshError: The mesh is closed.
         """
         mesh = self[names]
@@ -120,16 +147,27 @@ class ParallelMesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return every axis and alias that can be looked up."""
+        """Names of all axes and aliases."""
         return self.layout.names
 
     @property
     def device_type(self) -> str:
-        """Return the device type of all meshes."""
+        """Device type of all meshes."""
         return self._view("base").device_type
 
     def view(self, name: str) -> DeviceMesh:
-        """Return the full-world mesh of one view, such as ``"base"`` or ``"sparse"``."""
+        """Return the mesh of the whole world for one view.
+
+        Args:
+            name: Name of the view, such as ``"base"`` or ``"sparse"``.
+
+        Returns:
+            A torch mesh with one dimension for each axis of the view.
+
+        Raises:
+            LayoutError: The view does not exist.
+            MeshError: The mesh is closed.
+        """
         full = self._view(name)
         self._share_folds(name)
         return full
@@ -142,16 +180,35 @@ class ParallelMesh:
         return self._views[name]
 
     def crosses_nodes(self, name: str) -> bool:
-        """Return whether groups of an axis or alias have ranks of several nodes.
+        """Return whether a group of an axis has ranks on several nodes.
 
-        Raises `MeshError` where the mesh was built without a topology.
+        Args:
+            name: Axis or alias.
+
+        Returns:
+            True if at least one group of the axis has ranks on more than one node.
+
+        Raises:
+            LayoutError: The name does not exist.
+            MeshError: The mesh was built without a topology.
         """
         if self.topology is None:
             raise MeshError("this mesh knows no nodes; build it with topology=Topology(...)")
         return self.layout.crosses_nodes(name, self.topology.ranks_per_node)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Return the process group of one axis or alias."""
+        """Return the process group of one axis.
+
+        Args:
+            name: Axis or alias.
+
+        Returns:
+            The process group of this rank.
+
+        Raises:
+            LayoutError: The name does not exist, or it is not a string.
+            MeshError: The mesh is closed.
+        """
         if not isinstance(name, str):
             raise LayoutError(
                 f"group({name!r}) is not of one axis; give one name, such as that of an alias "
@@ -169,16 +226,17 @@ class ParallelMesh:
         return copy
 
     def close(self) -> None:
-        """Destroy the groups that the build created; may be called again.
+        """Destroy the process groups that the build created.
 
-        Groups that this mesh only uses stay: the default one, which is the group of an axis over
-        the whole world, and those of other meshes, also of equal ones. Groups that are gone
-        already, as after the default one was destroyed, are left alone. Meshes that were taken from
-        this one, and what is sharded over them, cannot communicate afterwards.
+        Every rank calls it, after its last collective on these groups. A second call is a no-op.
 
-        Every rank calls it, after its last collective over these groups. DTensor caches what it
-        knows of a mesh by its ranks and names, groups and all: in one process, use no DTensor over
-        an equal mesh that is built after closing this one.
+        Groups that this mesh did not create stay: the default group, and the groups of other
+        meshes. Groups that are destroyed already are skipped. Meshes that were taken from this
+        mesh, and tensors that are sharded over them, cannot communicate afterwards.
+
+        Note:
+            DTensor caches meshes, with their groups, by ranks and names. After this call, do not
+            use DTensors over an equal mesh that the same process builds later.
         """
         self._closed = True
         self._meshes.clear()

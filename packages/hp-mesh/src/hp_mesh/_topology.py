@@ -12,13 +12,18 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """How many ranks a node has; node ``i`` holds the ranks from ``i * ranks_per_node`` on.
+    """Number of ranks per node. Node ``i`` starts at rank ``i * ranks_per_node``.
 
-    Attributes:
-        ranks_per_node: Ranks that share the fast links of one node.
+    Args:
+        ranks_per_node: Number of ranks that share the fast links of one node.
 
     Raises:
-        ParallelDimsError: It is no positive integer.
+        ParallelDimsError: ``ranks_per_node`` is not a positive integer.
+
+    Examples:
+        >>> dims = ParallelDims(tp=8, world_size=16)
+        >>> [str(advice) for advice in dims.check({}, topology=Topology(ranks_per_node=4))]
+        ['dp_shard=2 crosses nodes of 4 ranks', 'tp=8 crosses nodes of 4 ranks']
     """
 
     ranks_per_node: int

@@ -1,9 +1,9 @@
-"""One mesh of the world, built by degrees and read by functions: ``hp_mesh.world``.
+"""One mesh of the world, built from degrees and read by getters.
 
-For code that keeps one mesh for a process and asks for its parts: `build_world_mesh` builds it and
-keeps it in the one slot, `get_dp_mesh`, `get_tp_mesh` and the others look parts up. Which axes a
-getter folds is a row of one table. The model mesh folds ``cp`` into data parallelism, the data mesh
-never does; ``ep`` takes ranks of both.
+For code that keeps one mesh per process. `build_world_mesh` builds the mesh and stores it.
+`get_dp_mesh`, `get_tp_mesh` and the other getters return parts of it. The model mesh
+(`get_dp_model_mesh`) includes the ranks of ``cp``; the data mesh (`get_dp_mesh`) does not. Both
+include the ranks of ``ep``.
 """
 
 from dataclasses import dataclass, replace
@@ -48,9 +48,13 @@ LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
 class MeshAxisName(StrEnum):
-    """Names under which world meshes and expert-parallel meshes have their axes.
+    """Axis names of world meshes and of expert-parallel meshes.
 
-    Members are strings, so they index meshes as the plain names do.
+    Members are strings, so they index meshes in the same way as plain names.
+
+    Examples:
+        >>> MeshAxisName.dp_shard == "dp_shard"
+        True
     """
 
     pp = "pp"
@@ -128,17 +132,22 @@ def choose_row(getter: str, present: tuple[str, ...]) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShard:
-    """How data-parallel ranks form replicas, each of which shards the parameters inside itself.
+    """Division of the data-parallel ranks into replicas that shard the parameters (HSDP).
 
-    Attributes:
+    Args:
         replicas: Number of replicas.
-        shard_degree: Ranks of one replica. With neither this nor ``replicas`` there is one replica
-            for each node.
-        ranks_per_node: Ranks of a node, by default what the launcher has set as
-            ``LOCAL_WORLD_SIZE``.
+        shard_degree: Number of ranks per replica. If neither this nor ``replicas`` is given, each
+            node is one replica.
+        ranks_per_node: Number of ranks per node. Defaults to the environment variable
+            ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets.
 
     Raises:
-        ParallelDimsError: A value is no positive integer, or ``ranks_per_node`` is beside another.
+        ParallelDimsError: A value is not a positive integer, or ``ranks_per_node`` is given
+            together with another value.
+
+    Examples:
+        >>> HybridShard(replicas=2).split(dp_size=8, world_size=16)
+        (2, 4)
     """
 
     replicas: int | None = None
@@ -158,14 +167,18 @@ class HybridShard:
             raise refusal("nodes", reason, {"ranks_per_node": self.ranks_per_node, **given})
 
     def split(self, dp_size: int, world_size: int) -> tuple[int, int]:
-        """Return the number of replicas and the shard degree; their product is ``dp_size``.
+        """Return the number of replicas and the number of ranks per replica.
 
         Args:
             dp_size: Number of data-parallel ranks.
             world_size: Number of all ranks, on nodes of equal size.
 
+        Returns:
+            Two numbers with the product ``dp_size``.
+
         Raises:
-            ParallelDimsError: No such product exists, as with more nodes than data-parallel ranks.
+            ParallelDimsError: No such numbers exist, for example with more nodes than data-parallel
+                ranks.
         """
         sizes = {"dp_size": dp_size, "world_size": world_size}
         given = self._given()
@@ -229,12 +242,20 @@ DegreeLike: TypeAlias = int | HasDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldMesh:
-    """Meshes of all views, and the axes that were asked for.
+    """Meshes of all views, and the axes that were requested.
 
-    Attributes:
-        mesh: Resolves every name.
-        axes: Those that the getters know, outermost first: an axis of one rank is among them if its
-            degree was given. ``ep`` has ranks of the data-parallel axes.
+    Args:
+        mesh: Meshes of all axes and aliases.
+        axes: Axes that the getters know, outermost first. An axis of one rank is included if its
+            degree was given. ``ep`` shares the ranks of the data-parallel axes.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=2, tp=2)
+        >>> world.axes
+        ('dp', 'tp')
+        >>> reset_world_mesh()
     """
 
     mesh: ParallelMesh
@@ -242,7 +263,7 @@ class WorldMesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Return the axes but ``ep`` as one torch mesh of the whole world, outermost first."""
+        """All axes except ``ep`` as one torch mesh of the whole world, outermost first."""
         return _slice(self, _own_axes(self))
 
 
@@ -258,33 +279,37 @@ def build_world_mesh(
     ep: DegreeLike | None = None,
     device_type: str | None = None,
 ) -> WorldMesh:
-    """Build the mesh of all ranks, keep it for `get_world_mesh` and return it for the getters.
+    """Build the mesh of all ranks and store it for `get_world_mesh`.
 
-    Collective, as `ParallelDims.build_mesh` is: all process groups that a getter returns exist
-    afterwards. Degrees are integers or objects with a ``degree``; the order of the axes is that of
-    `ParallelDims`, ``tp`` innermost.
+    Collective, like `ParallelDims.build_mesh`. It creates all process groups that the getters
+    return. A degree is an integer or an object with an integer ``degree``. The order of the axes is
+    that of `ParallelDims`, with ``tp`` innermost.
 
     Args:
-        dp: Data-parallel ranks: flat as an integer, -1 for all that the others leave, and HSDP as a
-            `HybridShard`. Without any degree all ranks are ``dp``, with any other it must be given.
-        tp: Parts of one layer.
-        cp: Parts of one sequence.
-        pp: Pipeline stages.
-        ep: Ranks with different experts, of those that shard the dense parameters: it divides
-            ``dp_shard * cp``, and -1 is ``dp_shard``, which with ``cp=1`` are the very ranks of
-            ``dp_shard``. Experts are cut over ``tp`` as the other layers are.
+        dp: Number of data-parallel ranks, -1 for all remaining ranks, or a `HybridShard`. It may be
+            omitted only if no other degree is given; then all ranks are data-parallel.
+        tp: Number of ranks that share one layer.
+        cp: Number of ranks that share one sequence.
+        pp: Number of pipeline stages.
+        ep: Number of ranks with different experts. It divides ``dp_shard * cp``, and -1 means
+            ``dp_shard``. Each expert is split over ``tp``, like the other layers.
         device_type: As in `ParallelDims.build_mesh`.
 
     Returns:
-        The mesh that `get_world_mesh` returns from now on.
+        The mesh, for the getters.
 
     Raises:
-        ParallelDimsError: The degrees do not make the world.
-        MeshError: There is no default process group, ranks disagree, or there is a world mesh.
+        ParallelDimsError: The degrees do not fit the world.
+        MeshError: There is no default process group, the ranks have different degrees, or a world
+            mesh exists already.
 
-    Example:
-        >>> world = build_world_mesh(dp=HybridShard(replicas=2), tp=8)
-        >>> fully_shard(model, mesh=get_dp_model_mesh(world))
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=HybridShard(replicas=2), tp=2)
+        >>> get_dp_model_mesh(world).mesh_dim_names, get_tp_mesh(world).size()
+        (('dp_replicate', 'fsdp'), 2)
+        >>> reset_world_mesh()
     """
     global _world_mesh
     world_size = _world_size()
@@ -306,12 +331,24 @@ def build_world_mesh(
 
 
 def get_world_mesh() -> WorldMesh | None:
-    """Return what `build_world_mesh` has built in this process, None before and after a reset."""
+    """Return the mesh that `build_world_mesh` stored.
+
+    Returns:
+        The mesh, or None before `build_world_mesh` and after `reset_world_mesh`.
+
+    Examples:
+        >>> get_world_mesh() is None
+        True
+    """
     return _world_mesh
 
 
 def reset_world_mesh() -> None:
-    """Forget the world mesh and destroy the groups that its build created; collective."""
+    """Remove the stored world mesh and destroy its process groups. Collective.
+
+    Examples:
+        >>> reset_world_mesh()  # a no-op without a world mesh
+    """
     global _world_mesh
     forgotten, _world_mesh = _world_mesh, None
     if forgotten is not None:
@@ -319,18 +356,30 @@ def reset_world_mesh() -> None:
 
 
 def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = None) -> WorldMesh:
-    """Build the mesh of all ranks with the axes ``ep_replicate`` and ``ep_shard``, innermost last.
+    """Build a mesh of all ranks with the axes ``ep_replicate`` and ``ep_shard``, innermost last.
 
-    Collective. To the getters both axes together are ``dp``. Not kept: close it with
-    ``.mesh.close()``.
+    Collective. Both axes together are the data mesh. The mesh is not stored: close it with
+    ``result.mesh.close()``.
 
     Args:
-        degree: Size of ``ep_shard``, the world if negative; ``ep_replicate`` is the rest.
+        degree: Size of ``ep_shard``. A negative number means the world size. ``ep_replicate`` has
+            the remaining factor.
         device_type: As in `ParallelDims.build_mesh`.
 
+    Returns:
+        The mesh, for the getters.
+
     Raises:
-        ParallelDimsError: The degree does not divide the world.
+        ParallelDimsError: The degree does not divide the world size.
         MeshError: As in `ParallelDims.build_mesh`.
+
+    Examples:
+        On 4 ranks:
+
+        >>> experts = build_expert_parallel_mesh(2)
+        >>> get_ep_mesh(experts).size(), get_dp_mesh(experts).size()
+        (2, 4)
+        >>> experts.mesh.close()
     """
     world_size = _world_size()
     try:
@@ -401,68 +450,240 @@ AnyMesh: TypeAlias = WorldMesh | ParallelMesh | DeviceMesh
 def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh over which parameters are replicated and sharded, for FSDP or DDP.
 
-    Two axes with HSDP, replicas outermost, else one. Ranks of ``cp`` hold the same parameters and
-    join the sharding. Not for data: see `get_dp_mesh`.
+    It has two axes with HSDP, replicas outermost, else one. Ranks of ``cp`` hold the same
+    parameters, so they are part of the sharding. Do not use it for data: see `get_dp_mesh`.
 
-    This and all other getters only look up: they neither communicate nor create process groups.
+    This getter and all others neither communicate nor create process groups.
 
     Args:
-        mesh: A world mesh; a `ParallelMesh`, where an axis is present if it has several ranks, and
-            so is data parallelism; or a torch mesh, whose axes are those of its names.
+        mesh: A world mesh; a `ParallelMesh`, of which the axes with several ranks and data
+            parallelism are present; or a torch mesh, with its own axis names.
+
+    Returns:
+        A torch mesh.
 
     Raises:
-        LayoutError: The axes needed are absent, or in a torch mesh several that are to be one:
-            `flatten_mesh` makes one of them.
+        LayoutError: A required axis is absent, or a torch mesh has several axes that would have to
+            be one. `flatten_mesh` flattens them.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=2, cp=2)
+        >>> get_dp_model_mesh(world).size()
+        4
+        >>> reset_world_mesh()
     """
     return _look_up("get_dp_model_mesh", mesh)
 
 
 def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the one-axis mesh of ranks that see different samples, for data loading.
+    """Return the one-dimensional mesh of ranks with different samples, for data loading.
 
-    Ranks of ``ep`` see different samples, those of ``cp`` parts of the same ones: ``cp`` is never
-    folded in.
+    It includes the ranks of ``ep``, which have different samples. It excludes ``cp``: these ranks
+    have parts of the same samples.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=2, cp=2)
+        >>> get_dp_mesh(world).size()
+        2
+        >>> reset_world_mesh()
     """
     return _look_up("get_dp_mesh", mesh)
 
 
 def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the axis along which HSDP shards parameters: ``dp_shard``, with ``cp`` folded in."""
+    """Return the mesh over which HSDP shards parameters: ``dp_shard`` with ``cp`` and ``ep``.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=HybridShard(replicas=2))
+        >>> get_dp_shard_mesh(world).size()
+        2
+        >>> reset_world_mesh()
+    """
     return _look_up("get_dp_shard_mesh", mesh)
 
 
 def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the axis along which HSDP has replicas of the parameters."""
+    """Return the mesh over which HSDP replicates parameters.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=HybridShard(replicas=4))
+        >>> get_dp_replicate_mesh(world).size()
+        4
+        >>> reset_world_mesh()
+    """
     return _look_up("get_dp_replicate_mesh", mesh)
 
 
 def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
-    """Return the process group of `get_dp_mesh`, which is there since the mesh was built."""
+    """Return the process group of `get_dp_mesh`.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        The process group.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=4)
+        >>> get_dp_process_group(world).size()
+        4
+        >>> reset_world_mesh()
+    """
     return get_dp_mesh(mesh).get_group()
 
 
 def get_ep_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks that hold different experts."""
+    """Return the mesh of ranks with different experts.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=4, ep=2)
+        >>> get_ep_mesh(world).size()
+        2
+        >>> reset_world_mesh()
+    """
     return _look_up("get_ep_mesh", mesh)
 
 
 def get_tp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks that hold parts of one layer."""
+    """Return the mesh of ranks that share one layer.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=2, tp=2)
+        >>> get_tp_mesh(world).size()
+        2
+        >>> reset_world_mesh()
+    """
     return _look_up("get_tp_mesh", mesh)
 
 
 def get_cp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks that see parts of one sequence."""
+    """Return the mesh of ranks that share one sequence.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=1, cp=4)
+        >>> get_cp_mesh(world).size()
+        4
+        >>> reset_world_mesh()
+    """
     return _look_up("get_cp_mesh", mesh)
 
 
 def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks that hold different pipeline stages."""
+    """Return the mesh of ranks with different pipeline stages.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=1, pp=4)
+        >>> get_pp_mesh(world).size()
+        4
+        >>> reset_world_mesh()
+    """
     return _look_up("get_pp_mesh", mesh)
 
 
 def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of all axes but ``pp``: the ranks of one pipeline stage."""
+    """Return the mesh of the ranks of one pipeline stage: all axes except ``pp``.
+
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        A torch mesh.
+
+    Raises:
+        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+
+    Examples:
+        On 4 ranks:
+
+        >>> world = build_world_mesh(dp=1, pp=2, tp=2)
+        >>> get_pp_stage_mesh(world).size()
+        2
+        >>> reset_world_mesh()
+    """
     choose_row("get_pp_stage_mesh", _axes(mesh))
     rest = tuple(name for name in _own_axes(mesh) if name != "pp")
     if not rest:
@@ -471,9 +692,24 @@ def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_device_mesh_info(mesh: AnyMesh) -> str:
-    """Return one line with the axes of a mesh and their sizes, whose product is its ranks.
+    """Describe the axes of a mesh in one line.
 
-    Folded ``ep`` is no factor of it and comes apart, after a semicolon.
+    Args:
+        mesh: A mesh, as in `get_dp_model_mesh`.
+
+    Returns:
+        The number of ranks, the device type, and the sizes of the axes. Folded ``ep`` is no factor
+        of the number of ranks; it has its own clause at the end.
+
+    Raises:
+        LayoutError: ``mesh`` is not a mesh.
+
+    Examples:
+        On 4 ranks:
+
+        >>> get_device_mesh_info(build_world_mesh(dp=4, ep=2))
+        'mesh of 4 ranks on cpu: dp=4; ep=2 on the same ranks'
+        >>> reset_world_mesh()
     """
     source = _source(mesh)
     inside: tuple[str, ...] = ()
@@ -491,17 +727,28 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """Return the axes of a torch mesh folded into one; keep it, since each call may create groups.
+    """Flatten the axes of a torch mesh into one axis.
 
-    Collective over the mesh that ``mesh`` is a slice of, and a slice of that one again, so that
-    FSDP and tensor parallel combine both.
+    Collective over the mesh of which ``mesh`` is a slice. The result is a slice of the same mesh,
+    so FSDP and tensor parallel can combine both. Keep the result: each call may create groups.
 
     Args:
-        mesh: A torch mesh with names.
-        name: Of the folded axis; by default the names of its axes with ``_`` between them.
+        mesh: A torch mesh with axis names.
+        name: Name of the flattened axis. Defaults to the names of its axes, joined by ``_``.
+
+    Returns:
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: It is no torch mesh or has no names, or the name is taken.
+        LayoutError: ``mesh`` is not a torch mesh or has no axis names, or the name is taken.
+
+    Examples:
+        On 4 ranks:
+
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+        >>> flatten_mesh(mesh).mesh_dim_names
+        ('dp_shard_cp',)
     """
     _check_flattened(mesh, name)
     names = _names(mesh)

@@ -14,17 +14,23 @@ Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class AutogradCollectives:
-    """Collectives of one tensor, with gradients.
+    """Differentiable collectives of single tensors.
 
-    The backward of each is the adjoint that its docstring names; second derivatives pass. In a
-    function that ``torch.compile`` traces, each call ends a graph and runs between two of them;
-    with ``fullgraph=True`` it raises.
+    The backward of each collective is in its docstring. Second derivatives work. Under
+    ``torch.compile`` each call is a graph break; with ``fullgraph=True`` it raises.
 
     Args:
-        inner: What carries the calls out, forward and backward; `TorchCollectives` if None.
+        inner: Object that carries out the calls of forward and backward. Defaults to
+            `TorchCollectives`.
 
-    Example:
-        >>> AutogradCollectives().all_gather(hidden, Axis.of(mesh, "tp"), dim=1)
+    Examples:
+        On 4 ranks:
+
+        >>> axis = Axis.of(init_device_mesh("cpu", (4,)))
+        >>> part = torch.ones(2, requires_grad=True)
+        >>> AutogradCollectives().all_gather(part, axis).sum().backward()
+        >>> part.grad
+        tensor([4., 4.])
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
@@ -33,19 +39,22 @@ class AutogradCollectives:
     def all_gather(
         self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Return the concatenation over ``dim`` of every rank's ``x``, in rank order.
+        """Concatenate the tensors of all ranks along a dim, in rank order.
 
-        One all-gather over ``axis``; backward: one reduce-scatter, summed. Where lengths differ:
-        sends from each rank to each, and backward one all-to-all, summed in rank order.
+        Communicates one all-gather, and one reduce-scatter (sum) in backward. If the lengths
+        differ: point to point messages, and one all-to-all in backward with a sum in rank order.
 
         Args:
-            x: This rank's part.
-            axis: The ranks that gather.
-            dim: The dim along which parts lie end to end.
-            sizes: Each rank's length in ``dim`` where they differ.
+            x: Tensor of this rank.
+            axis: Ranks that take part.
+            dim: Dim along which the tensors are concatenated.
+            sizes: Length of each rank's tensor in ``dim``. None means equal lengths.
+
+        Returns:
+            The concatenation, the same on all ranks.
 
         Raises:
-            ValueError: ``sizes`` do not fit the axis or this rank's part.
+            ValueError: ``sizes`` does not fit the axis or this rank's tensor.
         """
         how = axis, dim, _lengths(x, axis, dim, sizes), self._inner
         return _apply(x, lambda y: _gather(y, *how), lambda y: _scatter(y, *how))
@@ -53,19 +62,23 @@ class AutogradCollectives:
     def reduce_scatter(
         self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Return this rank's part in ``dim`` of the sum of every rank's ``x``.
+        """Sum the tensors of all ranks and keep this rank's part of a dim.
 
-        One reduce-scatter over ``axis``; backward: one all-gather. Where lengths differ: an
-        all-to-all, summed in rank order, and backward sends from each rank to each.
+        Communicates one reduce-scatter, and one all-gather in backward. If the lengths differ: one
+        all-to-all with a sum in rank order, and point to point messages in backward.
 
         Args:
-            x: A tensor of one shape on all ranks.
-            axis: The ranks that sum.
-            dim: The dim that is cut.
-            sizes: Each rank's length in ``dim``; equal ones, which must divide it, if None.
+            x: Tensor with the same shape on all ranks.
+            axis: Ranks that take part.
+            dim: Dim that is split.
+            sizes: Length of each rank's part in ``dim``. None means equal lengths.
+
+        Returns:
+            This rank's part of the sum.
 
         Raises:
-            ValueError: The length does not divide, or ``sizes`` do not add up.
+            ValueError: The number of ranks does not divide the length, or ``sizes`` does not add up
+                to it.
         """
         if sizes is None:
             length = x.shape[dim]
@@ -84,18 +97,33 @@ class AutogradCollectives:
         return _apply(x, lambda y: _scatter(y, *how), lambda y: _gather(y, *how))
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
-        """Return the sum of every rank's ``x``; one all-reduce over ``axis``.
+        """Sum the tensors of all ranks.
 
-        Backward passes the gradient through: the result is replicated, and every rank's gradient of
-        it is already the whole one (Megatron-LM's g, arXiv 1909.08053, section 3).
+        Backward passes the gradient through: it is the complete gradient on every rank
+        (Megatron-LM's g, arXiv 1909.08053, section 3).
+
+        Args:
+            x: Tensor with the same shape on all ranks.
+            axis: Ranks that take part.
+
+        Returns:
+            The sum, the same on all ranks.
         """
         return _apply(x, lambda y: _sum(y, axis, self._inner), _same)
 
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
-        """Return ``x`` itself, which every rank of ``axis`` holds; communicates nothing.
+        """Sum the gradient of a replicated tensor over the ranks in backward.
 
-        Backward sums the ranks' gradients, each of which stands for a part of the work done with
-        ``x``: one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
+        Forward communicates nothing. Use it before a computation that is split over the axis.
+        Backward sums the gradients of all ranks with one all-reduce (Megatron-LM's f, arXiv
+        1909.08053, section 3).
+
+        Args:
+            x: Tensor with the same values on all ranks.
+            axis: Ranks that take part.
+
+        Returns:
+            A view of ``x``.
         """
         return _apply(x, _same, lambda y: _sum(y, axis, self._inner))
 
@@ -106,18 +134,21 @@ class AutogradCollectives:
         send_splits: Sequence[int] | None = None,
         receive_splits: Sequence[int] | None = None,
     ) -> Tensor:
-        """Send row block ``i`` of ``x`` to rank ``i``; return what each sent here, in rank order.
+        """Send one block of rows to each rank, and concatenate the received blocks in rank order.
 
-        One all-to-all over ``axis``; backward: one all-to-all with the splits exchanged.
+        Communicates one all-to-all, and one all-to-all with exchanged splits in backward.
 
         Args:
             x: Rows to send, ``[rows, ...]``.
-            axis: The ranks that take part.
-            send_splits: Rows to each rank; equal blocks if None.
-            receive_splits: Rows from each rank; both are given, or neither.
+            axis: Ranks that take part.
+            send_splits: Number of rows for each rank. None means equal blocks.
+            receive_splits: Number of rows from each rank. Required with ``send_splits``.
+
+        Returns:
+            The received rows, ``[sum(receive_splits), ...]``.
 
         Raises:
-            ValueError: One of the splits alone, or rows that equal blocks do not divide.
+            ValueError: Only one of the splits is given, or the rows do not split into equal blocks.
         """
         if (send_splits is None) != (receive_splits is None):
             raise ValueError("give both send_splits and receive_splits, or neither")

@@ -248,13 +248,17 @@ class _Single:
 
 
 class TorchCollectives:
-    """`Collectives` on ``torch.distributed``; keeps no state, so instances are interchangeable.
+    """`Collectives` on ``torch.distributed``.
 
-    An axis of one rank communicates nothing: outputs are copies of the inputs, or the inputs
-    themselves where no output was given.
+    It has no state, so instances are interchangeable. On an axis of one rank it communicates
+    nothing: outputs are copies of the inputs, or the inputs themselves if no output was given.
 
-    Example:
-        >>> TorchCollectives().broadcast(Axis.of(mesh, "dp"), [weight], source=0).wait()
+    Examples:
+        On 4 ranks:
+
+        >>> axis, weight = Axis.of(init_device_mesh("cpu", (4,))), torch.ones(2)
+        >>> TorchCollectives().all_reduce(axis, [weight]).wait()
+        [tensor([4., 4.])]
     """
 
     def all_gather(
@@ -292,26 +296,32 @@ class TorchCollectives:
     def prepare_all_gather(
         self, axis: Axis, input: Tensor, output: Tensor
     ) -> Callable[[], Waitable]:
-        """Return what starts the same all-gather each time that it is called.
+        """Return a function that starts the same all-gather at each call.
 
-        Everything is looked up and checked here, once, so that a call takes the host's time of
-        ``torch.distributed`` alone. The caller keeps both tensors alive until it has waited.
+        All lookups and checks are done once, here. A call then takes only the host time of
+        ``torch.distributed``.
 
         Args:
-            axis: Axis of two or more ranks, with a process group.
-            input: Contiguous tensor that each rank gives.
-            output: Contiguous tensor of as many times its elements as the axis has ranks.
+            axis: Axis of at least two ranks, with a process group.
+            input: Contiguous tensor of this rank.
+            output: Contiguous tensor with ``axis.size`` times as many elements.
 
         Returns:
-            A function without arguments; ``wait()`` of what it returns raises what the collective
-            did, each time that it is called.
+            A function without arguments. It returns a handle whose ``wait()`` raises errors of the
+            collective. Keep both tensors until then.
 
         Raises:
             ValueError: The axis is simulated, or has one rank.
 
-        Example:
+        Examples:
+            On 4 ranks:
+
+            >>> axis = Axis.of(init_device_mesh("cpu", (4,)))
+            >>> shard, whole = torch.ones(2), torch.empty(8)
             >>> start = TorchCollectives().prepare_all_gather(axis, shard, whole)
-            >>> start().wait()
+            >>> _ = start().wait()
+            >>> whole.sum()
+            tensor(8.)
         """
         start = _method(_prepared_group(axis), _GATHER_SINGLE)
         return partial(start, _real(output), _real(input), _GATHERED)
@@ -319,24 +329,29 @@ class TorchCollectives:
     def prepare_reduce_scatter(
         self, axis: Axis, op: ReduceOp = "sum"
     ) -> Callable[[Tensor, Tensor], Waitable]:
-        """Return what starts a reduce-scatter of one contiguous tensor over an axis.
+        """Return a function that starts a reduce-scatter of one contiguous tensor.
 
-        As with `prepare_all_gather` everything but the tensors is looked up once.
+        Everything except the tensors is looked up and checked once, as in `prepare_all_gather`.
 
         Args:
-            axis: Axis of two or more ranks, with a process group.
-            op: What is done; an average only where the backend has it.
+            axis: Axis of at least two ranks, with a process group.
+            op: Reduction. ``"avg"`` works only if the backend supports it.
 
         Returns:
-            A function of the output and the input, which has as many times its elements as the axis
-            has ranks. The caller keeps both alive until it has waited.
+            A function of the output and the input. The input has ``axis.size`` times as many
+            elements as the output. Keep both tensors until ``wait()`` of the returned handle.
 
         Raises:
             ValueError: The axis is simulated, or has one rank.
 
-        Example:
-            >>> start = TorchCollectives().prepare_reduce_scatter(axis)
-            >>> start(own, rows).wait()
+        Examples:
+            On 4 ranks:
+
+            >>> axis = Axis.of(init_device_mesh("cpu", (4,)))
+            >>> own, rows = torch.empty(2), torch.ones(8)
+            >>> _ = TorchCollectives().prepare_reduce_scatter(axis)(own, rows).wait()
+            >>> own
+            tensor([4., 4.])
         """
         scatter = _method(_prepared_group(axis), _SCATTER_SINGLE)
         options, kind = _SCATTERED[op], _OPS[op]

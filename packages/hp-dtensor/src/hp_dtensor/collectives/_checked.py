@@ -79,31 +79,38 @@ class _Call(NamedTuple):
 
 
 class CheckedCollectives:
-    """`Collectives` that raise one error on all ranks where some make another call.
+    """`Collectives` that raise one error on all ranks if the ranks make different calls.
 
-    Wraps any `Collectives`, to find out which rank, axis and operation a hang or a wrong result
-    comes from. Before each call a rank puts a fingerprint (operation, axis, process group, shapes,
-    dtypes, devices, splits) into a store, under its rank and the number of the call on these ranks,
-    and waits for those of its peers. Where they differ, all of these ranks raise the same
-    `RankMismatchError`. Where a peer does not come before the ``deadline``, the waiting ranks read
-    the last fingerprint of every rank and raise an error that lists them. Calls over several groups
-    of the same ranks are made in one order on all of them.
-
-    A call costs some round trips to the store, and the ranks of an axis wait for each other on the
-    host in each call, so that nothing overlaps: for debugging, not for speed. After an error
-    the ranks are out of step, and the object raises it again in each call; make a new one on all
-    ranks to go on. All ranks make their objects in the same order, also those that some do not use.
-    What is sent point to point is compared by the two ranks that it concerns: others see a
-    difference at the deadline of the next call that they compare.
+    Use it to find the rank, axis and operation behind a hang or a wrong result. Before each call, a
+    rank writes a fingerprint to a store (operation, axis, process group, shapes, dtypes, devices
+    and splits) and waits for the fingerprints of its peers. If they differ, all of these ranks
+    raise the same `RankMismatchError`. If a peer writes nothing before the deadline, the waiting
+    ranks raise an error that lists the last fingerprint of every rank.
 
     Args:
-        inner: What carries the calls out; `TorchCollectives` if None.
-        store: A store that all ranks share, and no other object; that of the default process
-            group if None.
+        inner: Object that carries out the calls. Defaults to `TorchCollectives`.
+        store: A store that all ranks share and nothing else uses. Defaults to the store of the
+            default process group.
         deadline: Seconds to wait for the peers of a call.
 
-    Example:
-        >>> redistribute(x, [Replicate()], collectives=CheckedCollectives(deadline=60))
+    Raises:
+        ValueError: ``deadline`` is not a number of seconds above 0.
+
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> x = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+        >>> redistribute(x, collectives=CheckedCollectives(deadline=60)).shape
+        torch.Size([8])
+
+    Note:
+        - Each call takes several round trips to the store, and the ranks wait for each other on the
+          host. Nothing overlaps, so use it for debugging only.
+        - After an error, every later call raises it again. Create a new object on all ranks to go
+          on.
+        - All ranks have to create their objects in the same order.
+        - Point to point messages are compared by the two ranks involved only.
     """
 
     def __init__(
@@ -122,27 +129,29 @@ class CheckedCollectives:
 
     @property
     def inner(self) -> Collectives:
-        """Return the collectives that carry the calls out."""
+        """Object that carries out the calls."""
         return self._inner
 
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
-        """Compare ``operation`` and ``details`` over the ranks of ``axis``.
+        """Compare a description of the next operation over the ranks of an axis.
 
-        For code that must do the same on all ranks, once or each time. All ranks of the axis call.
+        Use it in code that has to do the same on all ranks. All ranks of the axis call it.
 
         Args:
-            axis: Whose ranks must agree; with one rank only ``fault`` is looked at.
-            operation: What they are about to do, in a word or two.
-            details: What must be the same on all of them.
-            fault: What is wrong on this rank alone, such as a tensor of another shape than planned.
+            axis: Ranks that have to agree. With one rank, only ``fault`` is checked.
+            operation: Name of the operation.
+            details: Text that has to be the same on all ranks.
+            fault: Problem of this rank alone, such as a tensor with a wrong shape.
 
         Raises:
-            RankMismatchError: Ranks differ, one has a fault, or one did not come before the
-                deadline. The same on all ranks that called, before anything is communicated over
-                the group.
+            RankMismatchError: The ranks differ, one of them has a fault, or one did not call before
+                the deadline. Raised on all ranks that called.
 
-        Example:
-            >>> CheckedCollectives().check(Axis.of(mesh, "ep"), "place experts", repr(placement))
+        Examples:
+            On 4 ranks:
+
+            >>> axis = Axis.of(init_device_mesh("cpu", (4,)))
+            >>> CheckedCollectives().check(axis, "place experts", details="0 1 2 3")
         """
         self._compare(axis, operation, (), details, fault=fault)
 

@@ -12,7 +12,7 @@ Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks that should do the same do not; where it is found out, all of them raise it."""
+    """Raised on all ranks that detect it if ranks make different calls or one of them fails."""
 
 
 class Group(Protocol):
@@ -28,44 +28,72 @@ class Group(Protocol):
 
 
 class AxisMesh(Protocol):
-    """A mesh whose axes can be looked up; ``torch.distributed.device_mesh.DeviceMesh`` is one.
+    """A mesh with named axes; ``torch.distributed.device_mesh.DeviceMesh`` is one.
 
-    Example:
-        >>> Axis.of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), "tp")
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> Axis.of(mesh, "tp").size
+        2
     """
 
     @property
     def ndim(self) -> int:
-        """Return the number of axes."""
+        """Number of axes."""
         ...
 
     @property
     def mesh(self) -> Any:
-        """Return the global ranks, an array with ``tolist()``."""
+        """Global ranks, as an array with ``tolist()``."""
         ...
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Return the axis names, outermost first."""
+        """Names of the axes, outermost first, or None."""
         ...
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the group of one axis."""
+        """Return the process group of one axis.
+
+        Args:
+            mesh_dim: Position or name of the axis.
+
+        Returns:
+            The process group.
+        """
         ...
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this process's coordinate on one axis."""
+        """Return the coordinate of this process on one axis.
+
+        Args:
+            mesh_dim: Position or name of the axis.
+
+        Returns:
+            The coordinate.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One mesh axis as this process sees it: its name, its group, and the group's global ranks.
+    """One mesh axis, as seen by this process.
 
     ``size`` is the number of ranks.
 
-    Example:
-        >>> Axis.of(mesh, "tp").size
+    Args:
+        name: Name of the axis, for messages and statistics.
+        group: Process group of this rank.
+        ranks: Global ranks of the group, in the order of their coordinates.
+
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> axis = Axis.of(mesh, "tp")
+        >>> axis.name, axis.size
+        ('tp', 2)
     """
 
     name: str
@@ -83,15 +111,23 @@ class Axis:
 
     @property
     def index(self) -> int:
-        """Return this process's coordinate on the axis."""
+        """Coordinate of this process on the axis."""
         return self.group.rank()
 
     @staticmethod
     def of(mesh: AxisMesh, mesh_dim: int | str = 0) -> "Axis":
-        """Return one axis of ``mesh``, chosen by position or name; communicates nothing.
+        """Return one axis of a mesh. Communicates nothing.
 
-        Raises ValueError for an axis that is not there, and for one whose ranks the mesh lists in
-        another order than its process group does, where a coordinate would not say who is meant.
+        Args:
+            mesh: A torch mesh, or an object with the same methods.
+            mesh_dim: Position or name of the axis.
+
+        Returns:
+            The axis.
+
+        Raises:
+            ValueError: The axis does not exist, or the mesh lists its ranks in another order than
+                its process group.
         """
         names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
         if isinstance(mesh_dim, str):
@@ -136,39 +172,63 @@ class Waitable(Protocol):
 
 @runtime_checkable
 class Work(Protocol):
-    """A collective under way.
+    """A collective in flight.
 
-    Example:
-        >>> work = collectives.all_reduce(axis, [loss])
-        >>> (total,) = work.wait()
+    Examples:
+        On 4 ranks:
+
+        >>> axis = Axis.of(init_device_mesh("cpu", (4,)))
+        >>> work = TorchCollectives().all_reduce(axis, [torch.ones(2)])
+        >>> work.wait()
+        [tensor([4., 4.])]
     """
 
     def wait(self) -> list[Tensor]:
-        """Return the outputs, complete for use on the caller's stream; may be called again.
+        """Wait for the collective. A second call returns the same tensors.
 
-        Raises the first error of what it waits for, after waiting for all of it.
+        Returns:
+            The outputs, ready for use on the caller's stream.
+
+        Raises:
+            RuntimeError: The collective failed. If several did, the first error is raised after
+                waiting for all of them.
         """
         ...
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """Collectives over an `Axis`; each call starts at once and returns its `Work`.
+    """Collectives over an `Axis`. Each call starts at once and returns its `Work`.
 
-    Every rank of the axis makes the same calls in the same order. Lists of tensors on one device
-    are coalesced into one call where the backend can, all-reduces into one for each dtype;
-    broadcasts are a call for each tensor. Inputs must stay untouched
-    until `Work.wait`. Outputs are allocated where they are not given; those that are may have any
-    strides. Nothing here is differentiable; see `AutogradCollectives` for that.
+    Every rank of the axis makes the same calls in the same order. Do not change inputs before
+    `Work.wait`. Outputs that are not given are allocated; given ones may have any strides. Lists of
+    tensors on one device are coalesced into one call if the backend supports it: all-reduces into
+    one for each dtype; broadcasts are not coalesced. Nothing is differentiable; see
+    `AutogradCollectives`.
 
-    Example:
-        >>> (whole,) = collectives.all_gather(Axis.of(mesh, "tp"), [part]).wait()
+    Examples:
+        >>> from hp_dtensor.testing import SimulatedWorld
+        >>> def gather(rank, collectives):
+        ...     axis = collectives.axis()
+        ...     (whole,) = collectives.all_gather(axis, [torch.tensor([rank])]).wait()
+        ...     return whole.tolist()
+        >>> SimulatedWorld(2).run(gather)
+        [[0, 1], [0, 1]]
     """
 
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
-        """Concatenate each input ``[n, ...]`` over the axis in rank order: ``[size * n, ...]``."""
+        """Concatenate each input over the axis, in rank order.
+
+        Args:
+            axis: Ranks that take part.
+            inputs: Tensors ``[n, ...]`` with the same shapes on all ranks.
+            outputs: Tensors ``[size * n, ...]`` for the results.
+
+        Returns:
+            The work. Its outputs have the shape ``[size * n, ...]``.
+        """
         ...
 
     def reduce_scatter(
@@ -178,16 +238,32 @@ class Collectives(Protocol):
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce each input ``[size * n, ...]`` and keep this rank's ``[n, ...]``.
+        """Reduce each input over the axis and keep this rank's part of dim 0.
 
-        The sum of bools is True if one of them is, as in torch.
+        Args:
+            axis: Ranks that take part.
+            inputs: Tensors ``[size * n, ...]``.
+            outputs: Tensors ``[n, ...]`` for the results.
+            op: Reduction. The sum of bools is True if one of them is, as in torch.
+
+        Returns:
+            The work. Its outputs have the shape ``[n, ...]``.
+
+        Raises:
+            ValueError: The number of ranks does not divide dim 0 of an input.
         """
         ...
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """Reduce each tensor over the axis, in place.
 
-        The sum of bools is True if one of them is, as in torch.
+        Args:
+            axis: Ranks that take part.
+            tensors: Inputs and outputs, with the same shapes on all ranks.
+            op: Reduction. The sum of bools is True if one of them is, as in torch.
+
+        Returns:
+            The work. Its outputs are ``tensors``.
         """
         ...
 
@@ -199,34 +275,64 @@ class Collectives(Protocol):
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Send row block ``i`` of ``input`` to rank ``i``; blocks are equal or ``send_splits``.
+        """Send one block of rows to each rank, and receive one from each.
 
-        The output ``[sum(receive_splits), ...]`` holds what each rank sent here, in rank order.
+        Args:
+            axis: Ranks that take part.
+            input: Rows to send, ``[rows, ...]``. Block ``i`` goes to coordinate ``i``.
+            send_splits: Number of rows for each rank. None means equal blocks.
+            receive_splits: Number of rows from each rank. None means equal blocks.
+            output: Tensor ``[sum(receive_splits), ...]`` for the result.
+
+        Returns:
+            The work. Its output has the received blocks in rank order.
+
+        Raises:
+            ValueError: The splits do not fit the axis or the rows.
         """
         ...
 
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive whole tensors point to point; keys are coordinates on the axis.
+        """Send and receive whole tensors point to point.
 
-        A peer may get several tensors at once, and receives as many, of the same shapes. Returns
-        the filled ``receives`` in the order of their keys.
+        A peer may get several tensors in one call. It has to receive as many, with the same shapes.
 
-        A rank with nothing to send and nothing to receive may leave the call out, with two
-        exceptions:
+        Args:
+            axis: Ranks among which tensors are sent.
+            sends: Tensors to send, by the receiver's coordinate on the axis.
+            receives: Tensors to fill, by the sender's coordinate on the axis.
 
-        - NCCL connects all ranks of a group in the group's first call. If that call is a
-          ``send_recv``, every rank of the group must send or receive in it, or the other ranks may
-          wait forever. If some ranks take no part, let all ranks of the group make another call
-          over it before, such as ``all_reduce`` of one element. Once per group is enough.
-        - Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch raises in the next collective over a gloo
-          group unless all of its ranks have sent and received the same number of messages.
+        Returns:
+            The work. Its outputs are the tensors of ``receives``, in the order of the keys.
+
+        Raises:
+            ValueError: A rank sends itself other tensors than it receives from itself.
+
+        Note:
+            A rank without messages may omit the call, with two exceptions:
+
+            - NCCL connects all ranks of a group in the group's first call. If that call is a
+              ``send_recv``, every rank of the group has to send or receive in it, or the other
+              ranks can wait forever. Otherwise, make another call over the whole group before, such
+              as ``all_reduce`` of one element. Once per group is enough.
+            - With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, the next collective over a gloo group raises
+              unless all ranks have sent and received the same number of messages.
         """
         ...
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Overwrite each tensor with that of coordinate ``source``."""
+        """Overwrite each tensor with the tensor of one rank.
+
+        Args:
+            axis: Ranks that take part.
+            tensors: Tensors to send or to overwrite, with the same shapes on all ranks.
+            source: Coordinate of the sender on the axis.
+
+        Returns:
+            The work. Its outputs are ``tensors``.
+        """
         ...
 
 

@@ -18,19 +18,24 @@ class CommunicationStats(NamedTuple):
 
 
 class RecordingCollectives:
-    """`Collectives` that count calls and received bytes per axis name, then pass the call on.
+    """`Collectives` that count calls and received bytes by axis name, and pass the calls on.
 
-    Bytes are payload received from other ranks. For an all-reduce that is what the algorithm of
-    least bandwidth receives, ``2 (n-1) / n`` times the tensor (Patarasuk and Yuan 2009, section 3),
-    rounded down; for a reduce-scatter ``n-1`` times its output. An axis of one rank is not counted.
+    Bytes are payload from other ranks. An all-reduce counts as the bandwidth-optimal algorithm:
+    ``2 * (n - 1) / n`` times the tensor, rounded down (Patarasuk and Yuan 2009, section 3). A
+    reduce-scatter counts ``n - 1`` times its output. An axis of one rank is not counted.
 
     Args:
-        inner: What carries the calls out; `TorchCollectives` if None.
+        inner: Object that carries out the calls. Defaults to `TorchCollectives`.
 
-    Example:
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        >>> x = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
         >>> counted = RecordingCollectives()
-        >>> redistribute(weight, [Replicate()], collectives=counted)
-        >>> counted.by_axis["tp"].bytes
+        >>> _ = redistribute(x, collectives=counted)
+        >>> counted.by_axis["tp"]
+        CommunicationStats(calls=1, bytes=24)
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
@@ -39,12 +44,12 @@ class RecordingCollectives:
 
     @property
     def inner(self) -> Collectives:
-        """Return what carries the calls out."""
+        """Object that carries out the calls."""
         return self._inner
 
     @property
     def by_axis(self) -> dict[str, CommunicationStats]:
-        """Return the totals so far, by axis name."""
+        """Totals since the last reset, by axis name."""
         totals: dict[str, CommunicationStats] = {}
         for (axis, _), stats in self._calls.items():
             totals[axis] = _sum(totals.get(axis), stats)
@@ -52,11 +57,11 @@ class RecordingCollectives:
 
     @property
     def by_call(self) -> dict[tuple[str, str], CommunicationStats]:
-        """Return the totals so far, by axis name and collective."""
+        """Totals since the last reset, by axis name and collective."""
         return dict(self._calls)
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set all totals to zero."""
         self._calls.clear()
 
     def _count(self, axis: Axis, collective: str, received: int) -> None:

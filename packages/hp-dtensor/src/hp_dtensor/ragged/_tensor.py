@@ -225,18 +225,31 @@ def _view(x: "RaggedTensor", corner: Sequence[int]) -> Tensor:
 @refuse_by_name
 @checkpointed(_boxes, _view)
 class RaggedTensor(Tensor):
-    """A tensor of which each coordinate of one mesh axis holds a run of its own length.
+    """A tensor in which each rank of one mesh axis holds a run of its own length.
 
-    Its shape is global; a rank's part is ``[sizes[i], ...]``, the later dims as other axes shard
-    them, and may be empty. Operators that act on every element alone run on the parts and
-    communicate nothing; their operands have one layout, or are numbers and plain 0-dim tensors.
-    Random fills draw other values for every part, and `sum`, `mean` and `norm` reduce all elements
-    to a number, so that modules reset their parameters. All others raise `TypeError`. So optimizers
-    that update elements alone work, as does `clip_grad_norm_` of this package. Distributed
-    checkpoints save and load it, also into other layouts.
+    `redistribute`, `distribute_tensor` and `RaggedTensor.from_local` make it. Its shape is the
+    global one. The local tensor has the shape ``[sizes[i], ...]``, with later dims as other axes
+    shard them, and can be empty.
 
-    Example:
-        >>> redistribute(weight, [RaggedShard((0,), (3, 5))]).to_local()
+    - Elementwise operators run on the local tensors and communicate nothing. Operands have to have
+      the same layout, or be numbers or plain scalar tensors. Optimizers with elementwise updates
+      therefore work.
+    - Random fills draw different values on each rank.
+    - `sum`, `mean` and `norm` reduce all elements to one number.
+    - All other operators raise TypeError.
+    - Distributed checkpoints save it, and load it in other layouts too.
+
+    Args:
+        local: Tensor of this rank.
+        spec: Mesh, placements and global shape.
+
+    Examples:
+        On 2 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (2,))
+        >>> x = distribute_tensor(torch.ones(8, 4), mesh, [RaggedShard((0,), (3, 5))])
+        >>> x.shape, x.sum()
+        (torch.Size([8, 4]), tensor(32.))
     """
 
     _local: Tensor
@@ -263,45 +276,60 @@ class RaggedTensor(Tensor):
         *,
         shape: Sequence[int],
     ) -> "RaggedTensor":
-        """Return the tensor of which ``local`` is this rank's part, not copied.
+        """Wrap the local tensors of all ranks without a copy. Communicates nothing.
 
-        The gradient of ``local`` is this rank's part of the gradient. Communicates nothing.
+        The gradient of ``local`` is this rank's part of the gradient.
 
         Args:
-            local: This rank's part, ``[sizes[i], ...]``.
-            mesh: Where the tensor is.
-            placements: `RaggedShard` on one axis, ours or torch's `Replicate` or `Shard` on the
-                others.
-            shape: The global shape.
+            local: Tensor of this rank, ``[sizes[i], ...]``.
+            mesh: Device mesh.
+            placements: `RaggedShard` on one axis; `Replicate` or `Shard` on the others.
+            shape: Global shape.
+
+        Returns:
+            The distributed tensor. It shares memory with ``local``.
 
         Raises:
-            LayoutError: Placements or sizes that do not fit, on every rank; a part of another
-                shape, on this rank alone.
-            MeshError: A rank that is not in the mesh.
+            LayoutError: The placements or sizes do not fit (on every rank), or ``local`` has a
+                wrong shape (on this rank only).
+            MeshError: This rank is not in the mesh.
 
-        Example:
-            >>> RaggedTensor.from_local(part, mesh, [RaggedShard((0,), (3, 5))], shape=(8, 4))
+        Examples:
+            On 2 ranks:
+
+            >>> mesh = init_device_mesh("cpu", (2,))
+            >>> part = torch.ones((3, 5)[mesh.get_rank()], 4)
+            >>> RaggedTensor.from_local(part, mesh, [RaggedShard((0,), (3, 5))], shape=(8, 4)).shape
+            torch.Size([8, 4])
         """
         spec = find_spec(mesh, placements, shape)
         return _tensor_of(local, spec, spec.local_shape())
 
     def like(self, local: Tensor) -> "RaggedTensor":
-        """Return the tensor in the layout of this one of which ``local`` is this rank's part.
+        """Wrap a local tensor in the layout of this tensor. Communicates nothing.
 
-        It is what `from_local` makes, ``local`` not copied and with its gradient, for a small part
-        of the time: the layout is not checked again. Its dtype is that of ``local``. Communicates
-        nothing. Raises `LayoutError` on a rank whose part has another shape.
+        It is faster than `from_local`, because the layout is not checked again.
+
+        Args:
+            local: Tensor of this rank, with the shape of this tensor's local part. Its dtype may
+                differ.
+
+        Returns:
+            The distributed tensor. It shares memory with ``local``.
+
+        Raises:
+            LayoutError: ``local`` has a wrong shape. Raised on this rank only.
         """
         return _tensor_of(local, self._spec, self._local.shape)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Return the mesh."""
+        """Device mesh of the tensor."""
         return self._spec.mesh
 
     @property
     def placements(self) -> tuple[Placement | RaggedShard, ...]:
-        """Return a placement for each mesh axis: torch's, and ours where the tensor is ragged."""
+        """One placement for each mesh axis: one `RaggedShard`, the others of torch."""
         return self._spec.placements
 
     @property
@@ -329,10 +357,13 @@ class RaggedTensor(Tensor):
     )
 
     def to_local(self) -> Tensor:
-        """Return this rank's part, not copied.
+        """Return the tensor of this rank without a copy. Communicates nothing.
 
-        Its gradient is this rank's part of the tensor's, the same on ranks that hold the same part.
-        Communicates nothing.
+        The gradient of the result is this rank's part of the gradient. Ranks that hold the same
+        part have the same gradient.
+
+        Returns:
+            A plain tensor, ``[sizes[i], ...]``.
         """
         if not torch.is_grad_enabled():
             return self._local
@@ -342,10 +373,16 @@ class RaggedTensor(Tensor):
         return local
 
     def full_tensor(self, *, collectives: Collectives | None = None) -> Tensor:
-        """Return the whole tensor on every rank of the mesh.
+        """Return the whole tensor on every rank.
 
-        Its gradient is the same on all ranks; each takes its part. Communicates what `redistribute`
-        to `Replicate()` on all axes does.
+        Communicates like `redistribute` to `Replicate` on all axes. The gradient has to be the same
+        on all ranks; each rank takes its part of it.
+
+        Args:
+            collectives: Object that carries out the steps. Defaults to `TorchCollectives`.
+
+        Returns:
+            A plain tensor with the global shape.
         """
         # It makes ragged tensors too, so that it is imported where it is needed.
         from .._redistribute import redistribute
@@ -353,23 +390,58 @@ class RaggedTensor(Tensor):
         return redistribute(self, collectives=collectives).to_local()
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        """Return the sum of all elements on every rank of the mesh, a plain 0-dim tensor.
+        """Sum all elements. Differentiable.
 
-        One all-reduce of a number over each set of ranks that divide the tensor; with a gradient.
-        Raises `TypeError` for a sum over some dims.
+        Communicates one all-reduce of a number for each set of ranks that divides the tensor.
+
+        Args:
+            dim: None, or all dims.
+            keepdim: False.
+            dtype: Dtype of the sum.
+
+        Returns:
+            A plain scalar tensor, the same on every rank.
+
+        Raises:
+            TypeError: The sum is over some dims only, or ``keepdim`` is True.
         """
         check_all(self, "sum", dim, keepdim)
         return total(self, self.to_local(), dtype)
 
     def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        """Return the mean of all elements, as `sum`."""
+        """Return the mean of all elements. Differentiable.
+
+        Args:
+            dim: None, or all dims.
+            keepdim: False.
+            dtype: Dtype of the mean.
+
+        Returns:
+            A plain scalar tensor, the same on every rank.
+
+        Raises:
+            TypeError: The mean is over some dims only, or ``keepdim`` is True.
+        """
         check_all(self, "mean", dim, keepdim)
         return mean(self, self.to_local(), dtype)
 
     def norm(
         self, p: Any = 2.0, dim: Any = None, keepdim: bool = False, dtype: Any = None
     ) -> Tensor:
-        """Return the norm of all elements, of an order above 0 or inf, as `sum`."""
+        """Return the norm of all elements. Differentiable.
+
+        Args:
+            p: Order of the norm: a number above 0, ``inf``, or ``"fro"`` for 2.
+            dim: None, or all dims.
+            keepdim: False.
+            dtype: Dtype of the norm.
+
+        Returns:
+            A plain scalar tensor, the same on every rank.
+
+        Raises:
+            TypeError: The norm is over some dims only, or ``keepdim`` is True.
+        """
         check_all(self, "norm", dim, keepdim)
         return norm(self, self.to_local(), 2.0 if p == "fro" else p, dtype)
 

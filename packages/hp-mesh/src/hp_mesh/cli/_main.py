@@ -283,9 +283,22 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer one command line and return its exit code, see `EXIT_CODES`.
+    """Run one command of ``hp-mesh``.
 
-    The answer goes to standard output, what is wrong with the input to standard error.
+    The answer goes to standard output. Errors of the input go to standard error.
+
+    Args:
+        argv: Words of the command line after ``hp-mesh``. None takes those of the process.
+
+    Returns:
+        0 for success, 1 if no usable configuration was found, 2 for wrong input.
+
+    Examples:
+        >>> main(["groups", "tp", "tp=2", "--world", "4", "--rank", "3"])
+        pp=1 dp_replicate=1 dp_shard=2 cp=1 tp=2 ep=1 etp=1 world=4
+        rank 3 is at pp=0 dp_replicate=0 dp_shard=1 cp=0 tp=1
+        its tp group of 2: 2 3
+        0
     """
     try:
         code = _run(argv)

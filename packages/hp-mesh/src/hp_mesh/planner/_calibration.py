@@ -27,15 +27,63 @@ def _constant(value: float, meaning: str, source: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The constants of the cost model; replace those that your own runs contradict.
+    """Constants of the cost model. Replace those that your own runs contradict.
 
-    Each field has its meaning and its source in its metadata.
+    The metadata of each field has its meaning and its source. One set of constants holds for every
+    device, model and configuration. Unless stated otherwise, an efficiency is a share of the data
+    sheet's dense peak.
+
+    Args:
+        master_bytes: Bytes of the float32 copy of one weight.
+        half_bytes: Bytes of one bf16 weight or activation.
+        logit_bytes: Bytes of one logit in bf16, with its float32 copy, softmax and gradient.
+        eager_logit_bytes: The same for a loss of eager kernels.
+        shared_loss_bytes: Additional bytes of one logit if the loss is split over ``tp``.
+        fused_loss_tokens: Number of tokens per chunk of a fused loss.
+        mask_bytes: Bytes of the masks of two dropouts for one element.
+        score_bytes: Bytes of one attention score, with softmax and dropout.
+        fragmentation: Factor on memory for blocks that the caching allocator cannot use.
+        eager_fragmentation: The same factor with eager kernels.
+        gemm_efficiency: Efficiency of large bf16 matrix products.
+        fp8_efficiency: Efficiency of large fp8 matrix products.
+        gemm_half_side: Side of a matrix product that reaches half of that efficiency.
+        expert_half_side: The same for grouped products of experts, at 1 PFLOP/s.
+        attention_efficiency: Efficiency of native fused attention, forward and backward.
+        flash2_tflops: Peak of FlashAttention-2 on devices newer than A100, in TFLOP/s.
+        attention_half_chunk: Number of tokens per chunk for which attention reaches half of its
+            efficiency.
+        ring_efficiency: Factor on the speed of attention if ``cp`` splits the sequence.
+        attention_backward: Operations of attention's backward, relative to its forward.
+        score_passes: Passes over the bf16 scores of attention that is not fused.
+        hbm_efficiency: Share of the memory bandwidth that elementwise kernels reach.
+        eager_passes: Memory traffic of eager elementwise kernels, relative to fused ones.
+        elementwise_backward: Traffic of elementwise backward kernels, relative to the forward.
+        cast_bytes: Traffic in bytes of casting one weight to fp8.
+        gather_copy_bytes: Traffic in bytes of copying one weight out of a gathered buffer.
+        reduce_copy_bytes: Traffic in bytes of copying one gradient into the buffer to reduce.
+        optimizer_bytes: Traffic in bytes of one AdamW step on one weight.
+        loss_bytes: Traffic in bytes of the loss for one logit.
+        merge_bytes: Traffic in bytes of merging two partial results of one attention output
+            element.
+        link_efficiency: Share of the link's bandwidth that collectives reach.
+        overlap_cost: Share of overlapped communication that still slows the computation.
+        tp_hidden: Share of tensor-parallel communication that overlaps with computation.
+        ep_hidden: Share of expert-parallel communication that overlaps, without DualPipe.
+        layer_seconds: Host time of one layer with eager kernels, forward and backward, in seconds.
+        eager_hop_seconds: Seconds per hop of a tensor-parallel collective of eager kernels if the
+            pipeline stages are on several nodes.
+        fused_launches: Host time of a layer with fused kernels, relative to eager ones.
+        retry_share: Share of the memory limit above which an eager framework's allocator retries.
+        retry_slowdown: Factor on the time of a microbatch with such retries.
+        expert_layer_seconds: Host time of routing in one layer with experts, in seconds.
 
     Raises:
-        ParallelDimsError: A constant is no finite number of at least 0.
+        ParallelDimsError: A constant is not a finite number of at least 0.
 
-    Example:
-        >>> estimate(model, cluster, train, dims, calibration=Calibration(gemm_efficiency=0.7))
+    Examples:
+        >>> from hp_mesh.planner import CONSTANTS, Calibration
+        >>> Calibration(gemm_efficiency=0.7).gemm_efficiency, CONSTANTS["GEMM_EFFICIENCY"]
+        (0.7, 0.727)
     """
 
     # Bytes.
@@ -171,6 +219,7 @@ CONSTANTS: Mapping[str, float] = MappingProxyType(
         for constant in fields(Calibration)
     }
 )
+"""Values of all fields of the default `Calibration` by name, in capitals."""
 
 
 class Published(NamedTuple):

@@ -18,9 +18,22 @@ from .._layout import AxisGroup, RankLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One device by its data sheet: GiB of memory, dense bf16 and fp8 TFLOP/s, GB/s of memory.
+    """Data sheet of one device.
 
-    ``tflops_fp8`` is 0 where there is no fp8. Raises `ParallelDimsError` with every wrong value.
+    Args:
+        name: Name of the device.
+        memory_gib: Memory in GiB, as the driver reports it.
+        tflops: Peak of dense bf16 matrix products, in TFLOP/s.
+        tflops_fp8: Peak of dense fp8 matrix products, in TFLOP/s; 0 if the device has no fp8.
+        hbm_gbs: Memory bandwidth in GB/s.
+
+    Raises:
+        ParallelDimsError: A value is invalid. The error lists all of them.
+
+    Examples:
+        >>> chip = Accelerator(name="Chip", memory_gib=96, tflops=500, hbm_gbs=3000)
+        >>> Cluster(world_size=16, accelerator=chip, intra_gbs=200, inter_gbs=25).device.tflops
+        500
     """
 
     name: str
@@ -74,6 +87,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         for name, memory, half, quarter, bandwidth, _, _ in _CHIPS
     }
 )
+"""Known accelerators by name."""
 _LINKS: Mapping[Accelerator, tuple[float, float]] = {
     ACCELERATORS[chip[0]]: (chip[5], chip[6]) for chip in _CHIPS
 }
@@ -93,26 +107,28 @@ def told(chip: Accelerator) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices in nodes, a fast link inside a node and a slow one between nodes.
+    """Devices in nodes, with a fast link inside a node and a slow link between nodes.
 
     Args:
         world_size: Number of devices.
-        accelerator: An `Accelerator`, or a name of `ACCELERATORS` in any case; ``"A100"`` is
-            A100-80.
-        ranks_per_node: Devices that the fast link connects: 8 of an HGX board, 72 of an NVL72 rack.
-        intra_gbs: GB/s of each device in one direction, inside a node. None takes what nodes with
-            this accelerator usually have; for one that is not in the table both must be given.
+        accelerator: An `Accelerator`, or a key of `ACCELERATORS` in upper or lower case. ``"A100"``
+            means A100-80.
+        ranks_per_node: Number of devices that the fast link connects: 8 for an HGX board, 72 for an
+            NVL72 rack.
+        intra_gbs: Bandwidth of each device in one direction inside a node, in GB/s. None takes the
+            usual value for this accelerator. Required for an accelerator that is not in the table.
         inter_gbs: The same between nodes.
-        intra_us: Microseconds of one hop inside a node.
-        inter_us: Microseconds of one hop between nodes.
-        memory_fraction: Share of a device's memory that may be planned for; None takes the one of
-            the `TrainSpec`.
+        intra_us: Latency of one hop inside a node, in microseconds.
+        inter_us: Latency of one hop between nodes, in microseconds.
+        memory_fraction: Share of a device's memory that a plan may use. None takes the value of the
+            `TrainSpec`.
 
     Raises:
-        ParallelDimsError: With every wrong number.
+        ParallelDimsError: A value is invalid. The error lists all of them.
 
-    Example:
-        >>> Cluster(world_size=256, accelerator="H100", inter_gbs=25)
+    Examples:
+        >>> Cluster(world_size=256, accelerator="H100", inter_gbs=25).device.memory_gib
+        79.6
     """
 
     world_size: int
@@ -138,19 +154,19 @@ class Cluster:
 
     @property
     def device(self) -> Accelerator:
-        """Return the accelerator, also where it was given by name."""
+        """The accelerator, also if it was given by name."""
         if isinstance(self.accelerator, str):  # only before the names have been looked up
             return _NAMED[self.accelerator.upper()]
         return self.accelerator
 
     @property
     def fast(self) -> Link:
-        """Return the link inside a node."""
+        """Link inside a node."""
         return Link(bandwidth=(self.intra_gbs or 0) * 1e9, latency=self.intra_us * 1e-6)
 
     @property
     def slow(self) -> Link:
-        """Return the link between nodes."""
+        """Link between nodes."""
         return Link(bandwidth=(self.inter_gbs or 0) * 1e9, latency=self.inter_us * 1e-6)
 
 

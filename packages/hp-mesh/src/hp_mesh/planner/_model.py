@@ -35,22 +35,40 @@ UNGATED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder: attention and feed-forward layers, dense or with experts.
+    """Sizes of a decoder, dense or with experts. Biases are not counted.
 
-    ``kv_heads`` is ``heads``, ``head_dim`` is ``hidden // heads`` and ``expert_ffn`` is ``ffn``
-    where None. ``ffn`` and ``expert_ffn`` are inner widths, of the two input matrices each where
-    ``glu``. ``shared_ffn`` is the total inner width of the experts that every token takes,
-    ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
-    the embedding as output matrix. Where keys and values of all heads come from a latent,
-    ``latent`` is its width. Given ``nope_dim`` and ``rope_dim``, the sizes of a query without and
-    with positions, its parameters and products are those of its own projections, of queries from a
-    latent of width ``query_latent`` where that is not 0; without them projections twice as wide,
-    one for keys and one for values, stand for them.
-    A token's experts are in ``top_groups`` of ``groups`` of experts, 0 where
-    they may be anywhere. Biases are not counted.
+    Args:
+        name: Name of the model.
+        layers: Number of layers.
+        hidden: Width of the residual stream.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads. Defaults to ``heads``.
+        head_dim: Width of one head. Defaults to ``hidden // heads``.
+        ffn: Inner width of a dense feed-forward layer. With ``glu``, the width of each of the two
+            input matrices.
+        vocab: Size of the vocabulary.
+        glu: If True, feed-forward layers have a gate: three matrices instead of two.
+        tied: If True, the output matrix is the embedding.
+        experts: Number of routed experts per layer; 0 for a dense model.
+        top_k: Number of experts per token.
+        expert_ffn: Inner width of one expert. Defaults to ``ffn``.
+        shared_ffn: Total inner width of the experts that every token uses.
+        dense_layers: Number of layers without experts, in a model with experts.
+        latent: Width of the latent of keys and values (multi-head latent attention); 0 without it.
+        query_latent: Width of the latent of queries; 0 without it.
+        nope_dim: Width of the part of a query head without positions. If this and ``rope_dim`` are
+            0, a latent is counted as two projections, one for keys and one for values.
+        rope_dim: Width of the part of a query head with positions.
+        groups: Number of groups of experts; 0 without groups.
+        top_groups: Number of groups from which a token's experts are chosen; 0 without a limit.
 
     Raises:
-        ParallelDimsError: With every wrong number.
+        ParallelDimsError: A value is invalid. The error lists all of them.
+
+    Examples:
+        >>> shape = ModelShape(layers=2, hidden=512, heads=8, ffn=2048, vocab=1000)
+        >>> shape.head_dim, shape.parameters
+        (64, 9415168)
     """
 
     name: str = ""
@@ -87,19 +105,34 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: object) -> "ModelShape":
-        """Return the shape that a mapping or configuration object describes.
+        """Read the shape of a model from a mapping or a configuration object.
 
-        Hugging Face configurations work as they are, nested ``text_config`` included, and so does a
-        parsed ``config.json``.
+        Configurations of Hugging Face work, with a nested ``text_config`` too, and so does a parsed
+        ``config.json``.
+
+        Args:
+            config: Fields by name, in the spelling of any known model family.
+
+        Returns:
+            The shape.
 
         Raises:
-            ParallelDimsError: Fields are missing, which it names; or some say that the model has
-                layers without attention, as Mamba's, for which estimates have no price.
+            ParallelDimsError: A required field is missing, or the model has layers without softmax
+                attention, such as Mamba layers. The estimates do not cover them.
+
+        Examples:
+            >>> config = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
+            >>> ModelShape.from_config(config | {"model_type": "gpt2"}).ffn
+            256
         """
         return cls(**_read_shape(config))
 
     def to_config(self) -> Mapping[str, int]:
-        """Return the numbers that the rules of degrees look at, for `ParallelDims.check`."""
+        """Return the sizes that the rules of degrees read.
+
+        Returns:
+            Sizes by their names in Hugging Face configurations, for `ParallelDims.check`.
+        """
         return {
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -114,19 +147,19 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Return the width of all query heads of a layer."""
+        """Total width of the query heads of one layer."""
         return self.heads * (self.head_dim or 0)
 
     @property
     def kv_width(self) -> int:
-        """Return the width that a layer's keys cost, which is that of its values."""
+        """Total width of the keys of one layer. The values have the same width."""
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
     @property
     def attention_width(self) -> int:
-        """Return the widths of a layer's queries, keys, values and attention output, added up.
+        """Sum of the widths of queries, keys, values and attention output of one layer.
 
-        From a latent they have all heads, and those of queries and keys have positions too.
+        With a latent, keys and values are counted for all query heads.
         """
         if not self.latent:
             return 2 * (self.query_width + self.kv_width)
@@ -134,32 +167,32 @@ class ModelShape:
 
     @property
     def latents(self) -> int:
-        """Return the widths of a layer's latents, added up, 0 where there are none."""
+        """Sum of the widths of one layer's latents; 0 without latents."""
         return self.latent and self.latent + self.rope_dim + self.query_latent
 
     @property
     def score_width(self) -> int:
-        """Return the width of all heads whose products with keys are the scores of attention."""
+        """Total width of the query heads in the products with keys."""
         return self.heads * (self.nope_dim + self.rope_dim) or self.query_width
 
     @property
     def expert_width(self) -> int:
-        """Return the inner width of one expert."""
+        """Inner width of one expert."""
         return self.expert_ffn or 0
 
     @property
     def expert_layers(self) -> int:
-        """Return how many layers have experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def matrices(self) -> int:
-        """Return how many matrices one feed-forward part has."""
+        """Number of matrices of one feed-forward layer: 3 with a gate, else 2."""
         return 3 if self.glu else 2
 
     @property
     def attention_parameters(self) -> int:
-        """Return the parameters of one layer's attention and of its two norms."""
+        """Number of parameters of one layer's attention and of its two norms."""
         projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         if self.latent and self.nope_dim:
             # arXiv 2405.04434, section 2.1: queries, keys and values come from latents.
@@ -172,33 +205,33 @@ class ModelShape:
 
     @property
     def dense_layer_parameters(self) -> int:
-        """Return the parameters of one layer without experts."""
+        """Number of parameters of one layer without experts."""
         return self.attention_parameters + self.matrices * self.hidden * self.ffn
 
     @property
     def shared_layer_parameters(self) -> int:
-        """Return the parameters of one layer with experts, without the experts' own."""
+        """Number of parameters of one layer with experts, without the routed experts."""
         shared = self.matrices * self.hidden * self.shared_ffn
         return self.attention_parameters + shared + self.hidden * self.experts
 
     @property
     def one_expert_parameters(self) -> int:
-        """Return the parameters of one expert."""
+        """Number of parameters of one expert."""
         return self.matrices * self.hidden * self.expert_width
 
     @property
     def embedding_parameters(self) -> int:
-        """Return the parameters of the embedding; the output matrix has as many, or shares them."""
+        """Number of parameters of the embedding."""
         return self.vocab * self.hidden
 
     @property
     def expert_parameters(self) -> int:
-        """Return the parameters of all experts of all layers, shared ones not counted."""
+        """Number of parameters of the routed experts of all layers."""
         return self.expert_layers * self.experts * self.one_expert_parameters
 
     @property
     def dense_parameters(self) -> int:
-        """Return all parameters outside the experts."""
+        """Number of parameters outside the routed experts."""
         with_experts = self.expert_layers
         blocks = (self.layers - with_experts) * self.dense_layer_parameters
         blocks += with_experts * self.shared_layer_parameters
@@ -207,26 +240,32 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return all parameters."""
+        """Number of all parameters."""
         return self.dense_parameters + self.expert_parameters
 
     @property
     def layer_work(self) -> float:
-        """Return the parameters of an average layer that one token uses."""
+        """Number of parameters that one token uses in an average layer."""
         routed = self.expert_layers * self.top_k * self.one_expert_parameters
         blocks = (self.layers - self.expert_layers) * self.dense_layer_parameters
         return (blocks + self.expert_layers * self.shared_layer_parameters + routed) / self.layers
 
     @property
     def active_parameters(self) -> int:
-        """Return the parameters that one token uses, embedding and output matrix included."""
+        """Number of parameters that one token uses, with the embedding and the output matrix."""
         return self.dense_parameters + self.expert_layers * self.top_k * self.one_expert_parameters
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Return the operations of forward and backward on one token, recomputation not counted.
+        """Return the floating-point operations of forward and backward for one token.
 
-        Six for every parameter that takes part in a matrix product, and attention over the
-        sequence (arXiv 2204.02311, appendix B), of which a causal mask leaves half.
+        Counts six operations for every parameter of a matrix product, plus causal attention over
+        the sequence (arXiv 2204.02311, appendix B). Recomputation is not counted.
+
+        Args:
+            seq_len: Number of tokens of one sequence.
+
+        Returns:
+            Number of operations.
         """
         inputs = self.embedding_parameters if not self.tied else 0
         attention = 3 * self.layers * (self.score_width + self.query_width) * seq_len
@@ -440,3 +479,4 @@ MODELS: Mapping[str, ModelShape] = _named(
         ),
     )
 )
+"""Shapes of published models by name."""

@@ -96,7 +96,19 @@ def degrees_of(dims: ParallelDims) -> Degrees:
 
 
 class Setting(NamedTuple):
-    """How the states are sharded and the stages scheduled, where a run leaves that open."""
+    """Pipeline schedule and ZeRO stage of a candidate.
+
+    Args:
+        schedule: Pipeline schedule.
+        virtual_stages: Number of stages of each pipeline rank.
+        zero: ZeRO stage. None is stage 3 as in FSDP.
+
+    Examples:
+        >>> cluster = Cluster(world_size=8, accelerator="H100")
+        >>> train = TrainSpec(seq_len=4096, global_batch=64)
+        >>> plan(MODELS["llama3-8b"], cluster, train).best.setting
+        Setting(schedule='1f1b', virtual_stages=1, zero=None)
+    """
 
     schedule: Schedule
     virtual_stages: int
@@ -105,14 +117,19 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """How far to trust an estimate of time: the published runs that it resembles.
+    """Measure of trust in an estimate of time: the published runs that resemble the configuration.
 
-    Attributes:
-        resembles: The class of published runs, "" where none resembles the configuration.
-        runs: How many there are.
-        error: Mean absolute error of the step time of those runs, each estimated with constants
-            that were fitted without its source; None where no run resembles the configuration.
-        differs: What sets the configuration apart from every published run.
+    Args:
+        resembles: Name of the class of published runs; ``""`` if no run resembles the
+            configuration.
+        runs: Number of published runs in this class.
+        error: Mean absolute relative error of their step times. Each run was estimated with
+            constants that were fitted without its source. None if ``runs`` is 0.
+        differs: Features of the configuration that no published run has.
+
+    Examples:
+        >>> print(Trust(resembles="dense", runs=2, error=0.1))
+        resembles 2 published runs, dense: their step time is off by 10% on average
     """
 
     resembles: str
@@ -137,11 +154,23 @@ UNKNOWN = Trust(resembles="", runs=0, error=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySplit:
-    """The bytes on the rank that needs most, by what they hold.
+    """Bytes on the rank that needs most memory, by content.
 
-    ``activations`` are kept for the backward, with what a layer computes again; ``logits`` are
-    those and their gradients; ``buffers`` are gathered parameters, gradients on their way and
-    tokens sent to experts.
+    Args:
+        parameters: Bytes of parameters.
+        gradients: Bytes of gradients.
+        optimizer: Bytes of optimizer state.
+        activations: Bytes of activations that are saved for backward, with those that one layer
+            recomputes.
+        logits: Bytes of logits and their gradients.
+        buffers: Bytes of unsharded parameters, gradients during reduction, and dispatched tokens.
+
+    Examples:
+        >>> train = TrainSpec(seq_len=4096, global_batch=64)
+        >>> cluster = Cluster(world_size=8, accelerator="H100")
+        >>> memory = plan(MODELS["llama3-8b"], cluster, train).best.memory
+        >>> memory.states + memory.activations + memory.logits + memory.buffers == memory.total
+        True
     """
 
     parameters: float
@@ -153,26 +182,35 @@ class MemorySplit:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the bytes of each part."""
+        """Bytes of each part by name."""
         return {name: getattr(self, name) for name in PARTS}
 
     @property
     def states(self) -> float:
-        """Return the bytes that stay from step to step: parameters, gradients, optimizer."""
+        """Bytes that stay from step to step: parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """Return all bytes."""
+        """Sum of all parts, in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """The seconds of one step; ``communication`` is what computing does not hide, by axis.
+    """Seconds of one step, by activity.
 
-    Its keys are ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``ep`` and ``pp``, those of size 1 left
-    out. ``bubble`` is the time that a pipeline rank waits for others.
+    Args:
+        compute: Seconds of computation.
+        communication: Seconds of communication that does not overlap with computation, by axis:
+            ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``ep`` and ``pp``. Axes of size 1 are
+            absent.
+        bubble: Seconds that a pipeline rank waits for other stages.
+        optimizer: Seconds of the optimizer step.
+
+    Examples:
+        >>> TimeSplit(compute=2.0, communication={"fsdp": 0.5}, bubble=0.0, optimizer=0.1).total
+        2.6
     """
 
     compute: float
@@ -182,24 +220,40 @@ class TimeSplit:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part, communication by its axes."""
+        """Seconds of each part by name, with one entry for each axis that communicates."""
         ends = {"bubble": self.bubble, "optimizer": self.optimizer}
         return {"compute": self.compute, **self.communication, **ends}
 
     @property
     def total(self) -> float:
-        """Return all seconds."""
+        """Sum of all parts, in seconds."""
         return self.compute + sum(self.communication.values()) + self.bubble + self.optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One valid configuration and what it is estimated to need.
+    """One valid configuration, with its estimated memory and time.
 
-    ``limit`` are the bytes that may be used on a device. ``tokens`` are those of one step,
-    ``flops`` the model's operations on them (recomputation not counted, causal attention counted
-    half), ``peak_tflops`` a device's dense bf16 rate. ``setting`` has the schedule and the
-    ZeRO stage, ``trust`` the published runs that resemble the configuration.
+    Args:
+        dims: Degrees.
+        micro_batch: Number of sequences per microbatch on each data-parallel rank.
+        microbatches: Number of microbatches per step.
+        recompute: Activations that backward recomputes.
+        memory: Bytes on the rank that needs most.
+        time: Seconds of one step.
+        limit: Memory limit of a device, in bytes.
+        tokens: Number of tokens of one step.
+        flops: Floating-point operations of the model in one step. Recomputation is not counted;
+            causal attention counts half.
+        peak_tflops: Dense bf16 peak of a device, in TFLOP/s.
+        setting: Pipeline schedule and ZeRO stage.
+        trust: Published runs that resemble the configuration.
+
+    Examples:
+        >>> cluster = Cluster(world_size=8, accelerator="H100")
+        >>> best = plan(MODELS["llama3-8b"], cluster, TrainSpec(seq_len=4096, global_batch=64)).best
+        >>> best.fit, best.dims.world_size
+        ('fits', 8)
     """
 
     dims: ParallelDims
@@ -217,49 +271,52 @@ class Candidate:
 
     @property
     def schedule(self) -> Schedule:
-        """Return the pipeline schedule."""
+        """Pipeline schedule."""
         return self.setting.schedule
 
     @property
     def virtual_stages(self) -> int:
-        """Return the stages of each pipeline rank."""
+        """Number of stages of each pipeline rank."""
         return self.setting.virtual_stages
 
     @property
     def zero(self) -> Zero:
-        """Return the ZeRO stage; None is stage 3 as FSDP trains it."""
+        """ZeRO stage; None is stage 3 as in FSDP."""
         return self.setting.zero
 
     @property
     def fit(self) -> Fit:
-        """Return whether the memory is within the limit, above it by at most 15%, or by more."""
+        """``"fits"``, ``"borderline"`` or ``"does not fit"``.
+
+        Memory of a borderline candidate is above the limit by at most 15 %.
+        """
         return classify(self.memory.total, self.limit)
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return self.dims.dp_size * self.dims.non_dp_size
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Return how many tokens one device is estimated to train on in a second."""
+        """Estimated training tokens per second on each device."""
         return self.tokens / self.time.total / self.world_size
 
     @property
     def tflops(self) -> float:
-        """Return the model's TFLOP/s on each device."""
+        """Model TFLOP/s on each device."""
         return self.flops / self.time.total / self.world_size / 1e12
 
     @property
     def mfu(self) -> float:
-        """Return `tflops` as a share of the device's dense bf16 rate."""
+        """Model FLOPs utilization: `tflops` as a share of the device's dense bf16 peak."""
         return self.tflops / self.peak_tflops
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Return the broken memory limit where the configuration does not fit, else nothing.
+        """The memory limit that the configuration exceeds, or nothing if it fits.
 
-        A borderline one carries it as advice.
+        It is advice if the configuration is borderline, else an error.
         """
         if self.fit == "fits":
             return ()
@@ -274,7 +331,11 @@ class Candidate:
         )
 
     def explain(self) -> str:
-        """Return memory and time by their parts, and how far to trust them, one line each."""
+        """Describe memory, time and trust.
+
+        Returns:
+            Five lines: degrees, microbatches, memory by part, time by part, and trust.
+        """
         zero = "3 (FSDP)" if self.zero is None else self.zero
         lines = [f"{self.dims.summary()}"]
         lines.append(
@@ -300,10 +361,19 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Degrees that no valid configuration has, and why.
+    """Degrees without a valid configuration, and the reasons.
 
-    ``degrees`` names the axes that the rules looked at: where some alone break a rule, one
-    rejection stands for all configurations that have them.
+    If some axes alone break a rule, one rejection stands for all configurations with these degrees.
+
+    Args:
+        degrees: Degrees that the broken rules read.
+        violations: The broken rules.
+
+    Examples:
+        >>> cluster = Cluster(world_size=64, accelerator="H100")
+        >>> found = plan(MODELS["llama3-8b"], cluster, TrainSpec(seq_len=4096, global_batch=64))
+        >>> found.rejected[0].violations[0].level
+        'error'
     """
 
     degrees: Mapping[str, int] = field(hash=False)
@@ -371,11 +441,17 @@ def place_of_best(fits: Sequence[Candidate]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One configuration against the best of its run.
+    """One configuration, compared with the best of its plan.
 
-    Attributes:
+    Args:
         own: The configuration.
-        best: The first of the plan.
+        best: The best candidate of the plan.
+
+    Examples:
+        >>> cluster = Cluster(world_size=8, accelerator="H100")
+        >>> train = TrainSpec(seq_len=4096, global_batch=64)
+        >>> compare(MODELS["llama3-8b"], cluster, train, ParallelDims(tp=8)).slowdown > 1
+        True
     """
 
     own: Candidate
@@ -383,22 +459,22 @@ class Comparison:
 
     @property
     def slowdown(self) -> float:
-        """Return the step time over that of the best."""
+        """Step time, relative to the best."""
         return self.own.time.total / self.best.time.total
 
     @property
     def time(self) -> Mapping[str, float]:
-        """Return the seconds that every part of a step takes more than in the best, most first."""
+        """Difference of each part of the step time to the best, in seconds, largest first."""
         return _more(self.own.time.parts, self.best.time.parts)
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Return the bytes that every part needs more than in the best, most first."""
+        """Difference of each part of memory to the best, in bytes, largest first."""
         return _more(self.own.memory.parts, self.best.memory.parts)
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Return why the configuration does not fit, else nothing."""
+        """The memory limit that the configuration exceeds, or nothing if it fits."""
         return self.own.violations
 
     def __str__(self) -> str:
@@ -413,11 +489,24 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every valid configuration, ranked, and every rejection.
+    """All valid configurations of a run in ranked order, and all rejections.
 
-    ``candidates`` starts with the ``best``. Then come the others that fit and the borderline ones,
-    both the fastest first; last come those that do not fit, the smallest first. Each is built when
-    it is looked at.
+    Args:
+        model: Shape of the model.
+        cluster: Devices and links.
+        train: Batch, precision, recomputation and schedule.
+        candidates: Valid configurations. `best` is the first. The order of the others: those that
+            fit, the fastest first; borderline ones, the fastest first; too large ones, the smallest
+            first. Each is built when it is read.
+        rejected: Degrees without a valid configuration.
+        fitting: Number of candidates that fit.
+        bordering: Number of borderline candidates.
+
+    Examples:
+        >>> cluster = Cluster(world_size=8, accelerator="H100")
+        >>> found = plan(MODELS["llama3-8b"], cluster, TrainSpec(seq_len=4096, global_batch=64))
+        >>> found.best is not None, len(found.fits) == found.fitting
+        (True, True)
     """
 
     model: ModelShape
@@ -430,40 +519,48 @@ class Plan:
 
     @property
     def fits(self) -> Sequence[Candidate]:
-        """Return the candidates whose memory is within the limit."""
+        """Candidates with memory within the limit."""
         return self.candidates[: self.fitting]
 
     @property
     def borderline(self) -> Sequence[Candidate]:
-        """Return the candidates whose memory is above the limit by at most 15%."""
+        """Candidates with memory above the limit by at most 15 %."""
         return self.candidates[self.fitting : self.fitting + self.bordering]
 
     @property
     def too_large(self) -> Sequence[Candidate]:
-        """Return the candidates that need more."""
+        """Candidates with memory above the limit by more than 15 %."""
         return self.candidates[self.fitting + self.bordering :]
 
     @property
     def best(self) -> Candidate | None:
-        """Return the first candidate: what to run, or the nearest miss where nothing fits.
+        """The recommended candidate, the nearest miss if nothing fits, or None without candidates.
 
-        It is the fastest that fits, unless that needs more than 95% of the memory limit and another
-        that needs less by at least 5% of it is slower by at most 1%: then the fastest of those.
+        It is the fastest candidate that fits, with one exception. If that one needs more than 95 %
+        of the memory limit, a candidate is preferred that is slower by at most 1 % and needs less
+        memory by at least 5 % of the limit.
         """
         return self.candidates[0] if self.candidates else None
 
     @property
     def fastest(self) -> Candidate | None:
-        """Return the fastest candidate of the first class: the best, or what that was taken for."""
+        """The fastest candidate that fits; `best` if nothing fits."""
         return fastest_of(self.fits) or self.best
 
     @property
     def considered(self) -> int:
-        """Return how many configurations were looked at: candidates and rejections."""
+        """Number of candidates and rejections."""
         return len(self.candidates) + len(self.rejected)
 
     def compare(self, own: Candidate) -> "Comparison":
-        """Return what a configuration of this run lacks to the best one."""
+        """Compare a configuration with the best of this plan.
+
+        Args:
+            own: A configuration of the same run, such as a result of `estimate`.
+
+        Returns:
+            Both configurations and the differences of their parts.
+        """
         return Comparison(own=own, best=self.best or own)
 
     def __str__(self) -> str:

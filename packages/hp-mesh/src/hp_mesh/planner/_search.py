@@ -85,30 +85,35 @@ def plan(
     calibration: Calibration = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Return every valid configuration of a run, ranked, and why the others are rejected.
+    """Rank all valid configurations of a run, and list the reasons against the others.
 
-    All degrees of the world, each once; where ``train`` leaves micro batch, recomputation, schedule
-    or ZeRO stage open, with the fastest that fit. Experts are folded
-    into the dense ranks, axes are in the default order, and a model without experts has ``ep`` and
-    ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is communicated and
-    torch is not needed.
+    Tries every set of degrees for the world size. If ``train`` leaves the micro batch, the
+    recomputation, the schedule or the ZeRO stage open, each set gets the fastest values that fit.
+    Experts are folded into the ranks of the dense layers, and the axes are in the default order;
+    `estimate` also accepts other configurations. The result is deterministic. It needs no torch and
+    communicates nothing.
 
     Args:
-        model: What is trained.
-        cluster: On what.
-        train: How; what it leaves open is searched.
+        model: Shape of the model.
+        cluster: Devices and links.
+        train: Batch, precision, recomputation and schedule.
         calibration: Constants of the cost model.
-        progress: Called now and then with how many sets of degrees were estimated, of how many.
+        progress: Called from time to time with the number of estimated sets of degrees and their
+            total.
 
     Returns:
-        The plan, whose candidates are built when they are looked at; its ``best`` is what to run.
+        The plan. Its candidates are built when they are read. ``plan.best`` is the recommended one.
 
     Raises:
-        ParallelDimsError: For arguments of other types, an accelerator without a rate for fp8, and
-            options of experts without any.
+        ParallelDimsError: An argument has a wrong type, the accelerator has no fp8 peak for
+            ``float8=True``, or an option needs experts and the model has none.
 
-    Example:
-        >>> plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train).best
+    Examples:
+        >>> from hp_mesh.planner import MODELS
+        >>> train = TrainSpec(seq_len=8192, global_batch=64)
+        >>> found = plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train)
+        >>> found.best.dims.dp_shard * found.best.dims.tp
+        8
     """
     raise_errors(_kind_violations(model, cluster, train))
     search = Search(model, cluster, train, calibration)
@@ -153,30 +158,34 @@ def estimate(
     *,
     calibration: Calibration = DEFAULT,
 ) -> Candidate:
-    """Return the memory and time of one configuration.
+    """Estimate memory and time of one configuration.
 
-    ``micro_batch`` and ``recompute`` are ``train``'s where None, and where that leaves them open
-    too, the best ones, as are schedule and ZeRO stage. With a ``ulysses_degree`` its ranks exchange
-    heads, equally many each, and the rest of ``cp`` is over keys and values.
+    With a ``ulysses_degree``, the ranks of a Ulysses group exchange heads, and the other ranks of
+    ``cp`` exchange keys and values.
 
     Args:
-        model: What is trained.
-        cluster: On what.
-        train: How.
-        dims: The degrees; those without a world take the cluster's.
-        micro_batch: Sequences of a microbatch.
-        recompute: What the backward computes again.
+        model: Shape of the model.
+        cluster: Devices and links.
+        train: Batch, precision, recomputation and schedule. Values that it leaves open are chosen
+            as in `plan`.
+        dims: Degrees. Without a world size they are resolved for the cluster's.
+        micro_batch: Number of sequences per microbatch. None takes the value of ``train``.
+        recompute: Activations that backward recomputes. None takes the value of ``train``.
         calibration: Constants of the cost model.
 
     Returns:
-        The candidate. Its ``violations`` say why it does not fit, `Plan.compare` what it lacks to
-        the best of its run, its ``trust`` how far to trust it.
+        The candidate. ``violations`` is empty if it fits. ``trust`` rates the estimate.
+        `Plan.compare` compares it with the best configuration.
 
     Raises:
-        ParallelDimsError: With every rule that the configuration breaks.
+        ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
 
-    Example:
-        >>> estimate(model, cluster, train, ParallelDims(tp=8, world_size=64)).explain()
+    Examples:
+        >>> train = TrainSpec(seq_len=8192, global_batch=64)
+        >>> cluster = Cluster(world_size=64, accelerator="H100")
+        >>> candidate = estimate(MODELS["llama3-70b"], cluster, train, ParallelDims(tp=8))
+        >>> candidate.dims.dp_shard
+        8
     """
     wrong = list(_kind_violations(model, cluster, train))
     wrong += kind_violations("dims", dims, ParallelDims)
@@ -216,24 +225,28 @@ def compare(
     calibration: Calibration = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Return what one configuration costs, and what it lacks to the best of the same run.
+    """Estimate one configuration and compare it with the best of the same run.
 
     Args:
-        model: What is trained.
-        cluster: On what.
-        train: How; what it leaves open is the best for either.
-        dims: The degrees of the configuration.
+        model: Shape of the model.
+        cluster: Devices and links.
+        train: Batch, precision, recomputation and schedule. Values that it leaves open are chosen
+            separately for both configurations.
+        dims: Degrees of the configuration.
         calibration: Constants of the cost model.
         progress: As in `plan`.
 
     Returns:
-        Both configurations, the differences of their parts, and why the given one does not fit.
+        Both configurations and the differences of their parts.
 
     Raises:
-        ParallelDimsError: With every rule that the configuration breaks.
+        ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
 
-    Example:
-        >>> print(compare(model, cluster, train, ParallelDims(tp=8, pp=4, world_size=256)))
+    Examples:
+        >>> train = TrainSpec(seq_len=8192, global_batch=64)
+        >>> cluster = Cluster(world_size=64, accelerator="H100")
+        >>> compare(MODELS["llama3-8b"], cluster, train, ParallelDims(tp=8)).slowdown > 1
+        True
     """
     own = estimate(model, cluster, train, dims, calibration=calibration)
     found = plan(model, cluster, train, calibration=calibration, progress=progress)
@@ -249,29 +262,30 @@ def smallest_world(
     calibration: Calibration = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
 ) -> int | None:
-    """Return the smallest number of devices, in whole nodes, on which a configuration fits.
+    """Find the smallest number of devices, in whole nodes, on which a run fits.
 
-    Powers of two nodes are tried first, then the numbers between the last two, a sixteenth of
-    the larger apart at least.
+    Tries powers of two nodes first. Then it tries numbers of devices between the last two powers,
+    in steps of at least a sixteenth of the larger one.
 
     Args:
-        model: What is trained.
-        cluster: Devices and links; its own ``world_size`` is not read.
-        train: How.
-        largest: The most devices to try.
+        model: Shape of the model.
+        cluster: Devices and links. Its ``world_size`` is ignored.
+        train: Batch, precision, recomputation and schedule.
+        largest: Largest number of devices to try.
         calibration: Constants of the cost model.
-        progress: Called with how many worlds were tried, of how many at most.
+        progress: Called with the number of worlds tried and their largest possible number.
 
     Returns:
-        The number of devices, None where nothing fits on ``largest`` either.
+        The number of devices, or None if the run does not fit on ``largest`` devices.
 
     Raises:
-        ParallelDimsError: For arguments of other types, an accelerator without a rate for fp8, and
-            options of experts without any.
+        ParallelDimsError: An argument has a wrong type, the accelerator has no fp8 peak for
+            ``float8=True``, or an option needs experts and the model has none.
 
-    Example:
-        >>> smallest_world(MODELS["llama3-405b"], Cluster(world_size=8, accelerator="H100"), train)
-        128
+    Examples:
+        >>> train = TrainSpec(seq_len=8192, global_batch=64, recompute="full")
+        >>> smallest_world(MODELS["llama3-70b"], Cluster(world_size=8, accelerator="H100"), train)
+        16
     """
     raise_errors(_kind_violations(model, cluster, train))
     node = cluster.ranks_per_node

@@ -30,57 +30,59 @@ ANY = "any"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """One optimizer step: ``global_batch`` sequences of ``seq_len`` tokens, bf16 with AdamW.
+    """One optimizer step: AdamW in bf16 on ``global_batch`` sequences of ``seq_len`` tokens.
 
     Args:
-        seq_len: Tokens of one sequence.
-        global_batch: Sequences of one step.
-        micro_batch: Sequences that go through the model at once on each data-parallel rank; None
-            leaves the choice to the planner.
-        recompute: What the backward computes again: ``"none"``; ``"selective"``, the attention core
-            (arXiv 2205.05198, section 5); ``"selective-op"``, all but the attention outputs and
-            every second matrix product; ``"full"``, whole layers. None leaves the choice to the
-            planner.
-        recompute_layers: Layers of each pipeline rank that recompute; None is all of them. Not with
-            ``recompute="none"``.
-        float8: Linear layers multiply in fp8.
-        schedule: ``"1f1b"``; ``"interleaved"``, with ``virtual_stages`` stages on every rank (arXiv
-            2104.04473); ``"zero-bubble"``, ZB-H1 (arXiv 2401.10241); ``"dualpipe"`` (arXiv
-            2412.19437, section 3.2.1); ``"any"`` leaves the choice to the planner.
-        virtual_stages: Stages of each pipeline rank, with ``schedule="interleaved"`` or ``"any"``.
-            1 leaves the choice to the planner; an interleaved schedule has at least 2.
-        receive_buffers: Of what pipeline ranks receive: ``"in-flight"``, of microbatches in flight;
-            ``"all"``, of every microbatch of a step, which ``torch.distributed.pipelining`` keeps.
-        zero: ZeRO stage of the states over ``dp_shard`` and ``cp`` (arXiv 1910.02054): 0, nothing
-            is sharded; 1, the optimizer; 2, gradients too; 3, parameters too, which every
-            microbatch gathers again. None is stage 3 as FSDP trains it: with pipeline stages
-            parameters stay gathered for the step and gradients are added up unsharded. ``"any"``
-            leaves the choice to the planner.
-        gradient_dtype: Of gradients that are added up and reduced.
-        moment_dtype: Of the optimizer's two moments.
-        fused: True, fused kernels: attention stores no scores, so that ``"selective"`` equals
-            ``"none"``, and elementwise layers keep only their inputs. ``"attention"``, only
-            attention is fused, and eager elementwise kernels keep what each of them gives. False,
-            the kernels of arXiv 2205.05198.
-        fused_loss: The loss is computed in chunks of tokens, so that logits are never whole (arXiv
-            2410.10989).
-        attention: ``"native"``, kernels with the device's own instructions (cuDNN, Transformer
-            Engine, FlashAttention-3); ``"flash-2"``, FlashAttention-2, as in
+        seq_len: Number of tokens of one sequence.
+        global_batch: Number of sequences of one step.
+        micro_batch: Number of sequences per microbatch on each data-parallel rank. None lets the
+            planner choose.
+        recompute: Activations that backward recomputes. ``"none"``; ``"selective"``: the attention
+            core (arXiv 2205.05198, section 5); ``"selective-op"``: all but attention outputs and
+            every second matrix product; ``"full"``: whole layers. None lets the planner choose.
+        recompute_layers: Number of layers per pipeline rank that recompute. None means all. Invalid
+            with ``recompute="none"``.
+        float8: If True, linear layers multiply in fp8.
+        schedule: Pipeline schedule. ``"1f1b"``; ``"interleaved"`` with ``virtual_stages`` stages
+            per rank (arXiv 2104.04473); ``"zero-bubble"``: ZB-H1 (arXiv 2401.10241); ``"dualpipe"``
+            (arXiv 2412.19437, section 3.2.1); ``"any"`` lets the planner choose.
+        virtual_stages: Number of stages per pipeline rank with ``schedule="interleaved"`` or
+            ``"any"``. 1 lets the planner choose. An interleaved schedule has at least 2.
+        receive_buffers: Receive buffers of pipeline ranks. ``"in-flight"``: one for each microbatch
+            in flight; ``"all"``: one for each microbatch of a step, as in
+            ``torch.distributed.pipelining``.
+        zero: ZeRO stage over ``dp_shard`` and ``cp`` (arXiv 1910.02054). 0: nothing is sharded; 1:
+            optimizer state; 2: gradients too; 3: parameters too, gathered for every microbatch.
+            None is stage 3 as in FSDP: with pipeline stages, parameters stay unsharded during the
+            step and gradients are accumulated unsharded. ``"any"`` lets the planner choose.
+        gradient_dtype: Dtype in which gradients are accumulated and reduced.
+        moment_dtype: Dtype of the optimizer's two moments.
+        fused: Kernels. True: attention does not store its scores (``"selective"`` then equals
+            ``"none"``), and elementwise layers save only their inputs. ``"attention"``: only
+            attention is fused. False: the kernels of arXiv 2205.05198.
+        fused_loss: If True, the loss is computed in chunks of tokens, so that the logits of all
+            tokens never exist at once (arXiv 2410.10989).
+        attention: ``"native"``: kernels with the device's own instructions (cuDNN, Transformer
+            Engine, FlashAttention-3); ``"flash-2"``: FlashAttention-2, as in
             ``scaled_dot_product_attention``.
-        context: Over ``cp``: ``"ring"``, keys and values go round; ``"all-gather"``, they are
-            gathered before attention (Llama 3, section 3.3.2).
-        dispatch: Of tokens to experts: ``"deduplicated"``, a token goes once to each node (DeepEP);
-            ``"copies"``, once for each of its experts.
-        fp8_dispatch: Tokens go to experts in fp8; what comes back, and gradients, in bf16.
-        max_nodes: Nodes whose experts one token may have; None follows from the model's groups of
-            experts, else there is no limit. This and ``fp8_dispatch`` need a model with experts.
-        memory_fraction: Share of a device's memory that may be planned for.
+        context: Communication over ``cp``. ``"ring"``: keys and values move around a ring;
+            ``"all-gather"``: keys and values are gathered before attention (Llama 3, section
+            3.3.2).
+        dispatch: Communication of tokens to experts. ``"deduplicated"``: each token is sent once to
+            each node (DeepEP); ``"copies"``: once for each of its experts.
+        fp8_dispatch: If True, tokens are sent to experts in fp8. Results and gradients use bf16.
+            Needs a model with experts.
+        max_nodes: Largest number of nodes with experts of one token. None takes the limit from the
+            model's groups of experts, if it has any. Needs a model with experts.
+        memory_fraction: Share of a device's memory that a plan may use.
 
     Raises:
-        ParallelDimsError: With every wrong value.
+        ParallelDimsError: A value is invalid. The error lists all of them.
 
-    Example:
-        >>> TrainSpec(seq_len=4096, global_batch=1024, zero=1, schedule="any", fused_loss=True)
+    Examples:
+        >>> train = TrainSpec(seq_len=4096, global_batch=1024, zero=1, schedule="any")
+        >>> train.tokens
+        4194304
     """
 
     seq_len: int
@@ -111,17 +113,17 @@ class TrainSpec:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of one step."""
+        """Number of tokens of one step."""
         return self.seq_len * self.global_batch
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the bytes of one gradient."""
+        """Bytes of one gradient element."""
         return BYTES[self.gradient_dtype]
 
     @property
     def moment_bytes(self) -> int:
-        """Return the bytes of the two moments of one parameter."""
+        """Bytes of the optimizer's two moments for one parameter element."""
         return 2 * BYTES[self.moment_dtype]
 
 
