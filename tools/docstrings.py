@@ -146,7 +146,9 @@ def _check_class(target: griffe.Class) -> Iterator[str]:
 
 def _check_function(target: griffe.Function) -> Iterator[str]:
     """Yield the lacks of a function's or method's docstring."""
-    arguments = [p.name for p in target.parameters if p.name not in ("self", "cls")]
+    arguments = [p.name for p in target.parameters]
+    if _owner(target).is_class and "staticmethod" not in target.labels:
+        arguments = arguments[1:]
     yield from _check_arguments(target, arguments, set(arguments))
     if _has_result(target) and not (_sections(target).keys() & {Kind.returns, Kind.yields}):
         yield _line(target, "Returns")

@@ -46,7 +46,7 @@ def test_the_root_has_few_names_and_few_errors() -> None:
     errors = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)]
     assert 20 <= len(NAMES) <= 30
     assert 4 <= len(errors) <= 6
-    assert not [kind for kind in kinds if kind not in errors and "Example:" not in kind.__doc__]
+    assert not [kind for kind in kinds if kind not in errors and "Examples:" not in kind.__doc__]
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
     Examples:
         On 4 ranks:
 
-        >>> from torch.distributed.tensor import DTensor
+        >>> from torch.distributed.tensor import DTensor, Partial
         >>> mesh = init_device_mesh("cpu", (4,))
         >>> loss = DTensor.from_local(torch.ones(()), mesh, [Partial()])
         >>> reduce_partial(loss).to_local()

@@ -59,18 +59,50 @@ class Buffers(Protocol):
 
 
 class Resize:
-    """Memory from torch's allocator, got for each gather and each reduction, and given back."""
+    """Allocates the memory of each all-gather and each reduction, and frees it afterwards.
+
+    This is the default of `fully_shard`.
+
+    Examples:
+        On 4 ranks:
+
+        >>> model = fully_shard(nn.Linear(8, 8), buffers=Resize())
+        >>> model(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """Return a buffer that allocates and frees in place."""
+        """Return a buffer for the unsharded parameters of one group.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+            device: Device of the memory.
+
+        Returns:
+            A buffer that allocates and frees its memory in place.
+        """
         return ResizeBuffer(numel, dtype, device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return new memory."""
+        """Return flat memory for packed gradients. Its contents are arbitrary.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+            device: Device of the memory.
+
+        Returns:
+            A new tensor.
+        """
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, flat: Tensor) -> None:
-        """Do nothing: memory goes when nobody holds it."""
+        """Accept memory that `take` returned. A no-op: the memory is freed with its last reference.
+
+        Args:
+            flat: The memory.
+        """
 
 
 class ResizeBuffer:
@@ -111,14 +143,31 @@ class ResizeBuffer:
 
 
 class Ring:
-    """A fixed number of slots that are allocated once and used by groups in turn.
+    """Allocates a fixed number of slots once. The groups of several units use them in turn.
 
-    Give one ring to the units that run one after another: the groups get slots in the order of the
-    `fully_shard` calls, each slot as large as the largest of its groups. Two groups of one slot
-    cannot be gathered at once: what is prefetched waits or gives its slot back, and where a unit
-    that is in use has the slot that another needs, that raises `StateError`. Units that keep their
-    parameters after forward, as the root does, or to the end of backward, as those inside reentrant
-    checkpointing or with outputs that no hook can be on, need memory of their own.
+    Use one ring for units that run one after another. Groups get slots in the order of the
+    `fully_shard` calls. A slot is as large as the largest of its groups.
+
+    - Two groups of one slot cannot be unsharded at the same time. A prefetch waits, or frees its
+      slot again. If a unit in use has the slot that another unit needs, `StateError` is raised.
+    - Units that stay unsharded after forward need their own memory. The root is one of them.
+    - The same holds for units that stay unsharded until the end of backward: those inside reentrant
+      checkpointing, and those with outputs that cannot have a hook.
+
+    Args:
+        slots: Number of slots, at least 2, so that communication overlaps with computation.
+
+    Raises:
+        ShardingError: ``slots`` is not an integer of at least 2.
+
+    Examples:
+        On 4 ranks:
+
+        >>> ring, model = Ring(2), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer, buffers=ring)
+        >>> fully_shard(model)(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(self, slots: int) -> None:
@@ -132,7 +181,16 @@ class Ring:
         self._free: list[Tensor] = []
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """Return a buffer in the next slot."""
+        """Return a buffer in the next slot, for the unsharded parameters of one group.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+            device: Device of the memory.
+
+        Returns:
+            A buffer that uses the memory of its slot.
+        """
         position = self._made % self._count
         self._made += 1
         if (position, device) not in self._slots:
@@ -140,7 +198,16 @@ class Ring:
         return RingBuffer(self._slots[position, device], numel, dtype)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory that was given back, if some is large enough, or new."""
+        """Return flat memory for packed gradients. Its contents are arbitrary.
+
+        Args:
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+            device: Device of the memory.
+
+        Returns:
+            Memory that `give` received, if it is large enough, else a new tensor.
+        """
         size = numel * dtype.itemsize
         fits = [(flat.numel(), i) for i, flat in enumerate(self._free) if flat.device == device]
         chosen = min((each for each in fits if each[0] >= size), default=None)
@@ -149,7 +216,11 @@ class Ring:
         return self._free.pop(chosen[1])[:size].view(dtype)
 
     def give(self, flat: Tensor) -> None:
-        """Keep the memory for the next reduction."""
+        """Accept memory that `take` returned, and reuse it for the next reduction.
+
+        Args:
+            flat: The memory.
+        """
         # The current stream waited for the reduce-scatter that read it, and packs the next one.
         storage = flat.untyped_storage()
         empty = torch.empty(0, dtype=torch.uint8, device=flat.device)

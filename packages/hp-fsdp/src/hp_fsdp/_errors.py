@@ -11,31 +11,31 @@ E = TypeVar("E", bound=Exception)
 
 
 class ShardingError(ValueError):
-    """A call of this package cannot be carried out; base of the errors below."""
+    """Raised for an invalid call; base class of the other errors of this package."""
 
 
 class MeshError(ShardingError):
-    """The mesh has the wrong number of axes, device type, or overlaps a parameter's own mesh."""
+    """Raised if a mesh has a wrong number of axes or device type, or overlaps another mesh."""
 
 
 class ParameterError(ShardingError):
-    """A parameter cannot be sharded as it is."""
+    """Raised if a parameter cannot be sharded."""
 
 
 class ModuleError(ShardingError):
-    """A module cannot be a unit of sharding."""
+    """Raised if a module cannot be sharded, is sharded already, or is not sharded but has to be."""
 
 
 class StateError(ShardingError, RuntimeError):
-    """A call came at a moment at which it has no meaning."""
+    """Raised if a call is not allowed at this point of the training step."""
 
 
 class DisagreementError(ShardingError, RuntimeError):
-    """Ranks are about to communicate for different units, or for units that are not alike."""
+    """Raised on all ranks if they are about to communicate for different or unequal units."""
 
 
 class UnsupportedError(ShardingError, NotImplementedError):
-    """A call of torch's surface that this package answers in another way, which it names."""
+    """Raised for an unsupported call of torch's API; the message names the replacement."""
 
 
 def _also(error: type[E], builtin: type[Exception]) -> type[E]:

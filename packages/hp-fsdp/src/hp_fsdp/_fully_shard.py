@@ -330,82 +330,96 @@ def fully_shard(
     gradient_reduction: GradientReduction = "mean",
     collectives: Collectives | None = None,
 ) -> FSDPModule | list[FSDPModule]:
-    """Shard a module's parameters over data-parallel ranks, in place, and return the module.
+    """Shard the parameters of a module over data-parallel ranks, in place.
 
-    The parameters of ``module`` that no earlier call took become DTensors, Shard(0) over the last
-    axis of ``mesh`` and, if it has two, replicated over the first. A parameter that already is a
-    DTensor of tensor or expert parallelism keeps its placements: its new mesh is ``mesh`` followed
-    by its own. Call it on blocks first, on the root last. A list is one unit.
+    Parameters that no earlier call has sharded become DTensors with ``Shard(0)`` on the last axis
+    of ``mesh``, and ``Replicate()`` on the first of two axes. A parameter that already is a
+    DTensor, of tensor or expert parallelism, keeps its placements; its new mesh is ``mesh``
+    followed by its own. Call this function on the blocks of a model first and on the root last.
+    Each call makes one unit. A list of modules is one unit.
 
-    Forward gathers a unit's parameters with one all-gather per dtype over the shard axis; backward
-    gathers them again and reduces the gradients of all parameters, zeros for those that took no
-    part, with one reduce-scatter, then one all-reduce over the first of two axes. After backward
-    ``parameter.grad`` is laid out like the parameter and is the mean over all ranks of ``mesh``,
-    the sum, or what `FSDPModule.set_gradient_divide_factor` says. This function communicates
-    nothing, but it makes process groups where axes are folded or nobody made the default one.
+    - **Forward** unshards the parameters of a unit with one all-gather per dtype.
+    - **Backward** unshards them again. It reduces the gradients with one reduce-scatter, then one
+      all-reduce over replicas. Parameters that took no part contribute zeros.
+    - **Gradients**: after backward, ``parameter.grad`` has the placements of the parameter. It is
+      the mean or the sum over all ranks of ``mesh``, by ``gradient_reduction``.
+
+    The call itself communicates nothing. It creates process groups if axes are flattened, or if
+    there is no default process group. If it raises, the modules are unchanged.
 
     Args:
-        module: a module with a ``forward``, or a list of such modules. Parameters on the meta
+        module: A module with a ``forward``, or a list of such modules. Parameters on the meta
             device get memory later, by ``to_empty`` or ``load_state_dict(assign=True)``.
-        mesh: 1-D, or 2-D ``(replicate, shard)``. By default 1-D over the world, without a name, on
-            the accelerator if there is one, wherever the parameters are; the default process group
-            is then initialised if nobody did.
-        layout: ``"exact"``, the shards of torch, or ``"ragged"``: all parameters of a unit are one
-            buffer in equal shares, and each a `RaggedTensor` of hp-dtensor. Nothing is copied to
-            gather them, nothing padded but up to 16 bytes a rank.
-        granularity: in the ragged layout, how many elements of a parameter stay on one rank, or a
-            function of the parameter that says so: a row, an expert, a whole matrix. By default 1.
-        reshard_after_forward: whether the parameters are given up between forward and backward; by
-            default (None) the root and the last unit before its end keep them, the others do not. A
-            forward that no backward can follow always ends with all of them given up, so that the
-            next one sees what an optimizer did in between. An int, a divisor of the shard ranks: in
-            between they are sharded over that many neighbours, and backward gathers over these.
-        shard_placement_fn: called with each parameter, gives ``Shard(dim)``, or None for the
-            default: dim 0, but where other axes shard it already and leave fewer rows than ranks,
-            as of experts over expert-parallel ranks: then the first dim that none of them shards
-            and that the ranks divide, if there is one, so that none is left without a part. What
-            is cut along another dim is copied once when gathered, once when reduced. Or gives
-            torch's ``ShardPlacementResult``, whose ``mesh_info`` takes the place of ``mesh`` for
-            this parameter: experts, which other ranks have. Those get a group of their own.
-        mp_policy: the dtypes to compute, to reduce and to return outputs in; gradients that add up
-            without communication do so in the dtype of the reduction.
-        offload_policy: with torch's ``CPUOffloadPolicy`` shards, their gradients and so optimizer
-            states rest on the CPU. With its ``pin_memory`` they are copied to and from an
-            accelerator beside the computation; the end of backward waits for the gradients.
-        ignored_params: parameters that stay as they are, where they are; nothing reduces their
+        mesh: A mesh with one axis, or with two: ``(replicate, shard)``. Defaults to one axis over
+            the world, on the accelerator if there is one. The default process group is initialised
+            if it does not exist.
+        layout: ``"exact"``: the shards of torch. ``"ragged"``: the parameters of a unit are one
+            buffer in equal shares, and each parameter is a `RaggedTensor` of hp-dtensor. An
+            all-gather then needs no copy, and padding is at most 16 bytes per rank.
+        granularity: With ``layout="ragged"``: number of elements of a parameter that stay on one
+            rank, such as a row or a matrix; or a function from a parameter to this number. Defaults
+            to 1.
+        reshard_after_forward: True: free the unsharded parameters after forward. False: keep them
+            for backward. None: keep those of the root and of the last unit, and free the others. An
+            integer that divides the number of shard ranks: keep them sharded over that many
+            neighbouring ranks. Without grad, all parameters are resharded after forward.
+        shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the
+            default, or torch's ``ShardPlacementResult``, whose ``mesh_info`` replaces ``mesh`` for
+            this parameter. The default is dim 0. If other axes shard dim 0 and leave fewer rows
+            than ranks, it is the first other dim that the ranks divide. Other dims than 0 cost one
+            copy in each all-gather and one in each reduction.
+        mp_policy: Dtypes of computation, reduction and outputs. Gradients that accumulate without
+            communication have the dtype of the reduction.
+        offload_policy: With ``CPUOffloadPolicy``, shards, their gradients and so the optimizer
+            states are on the CPU. With its ``pin_memory``, copies overlap with computation, and the
+            end of backward waits for the gradients.
+        ignored_params: Parameters that are neither sharded nor moved. Nothing reduces their
             gradients.
-        dp_mesh_dims: the axes of ``mesh`` that carry data, where all parameters are DTensors on the
-            whole of it, replicated over these axes. Folding several into one makes a process group.
-        min_shard_numel: parameters of fewer elements stay whole on every rank; their gradients are
-            all-reduced. Of a DTensor the largest part that any rank has counts.
-        direct_bytes: from how many bytes per rank on a parameter is gathered straight into place;
-            smaller ones travel packed and are copied. By default a number for the backend that
-            serves the device: 64 KiB on gloo, 256 KiB on NCCL; ``math.inf`` packs all.
-        buffers: who gives memory for gathered parameters and packed gradients: by default
-            ``Resize()``, or a `Ring`, the same for units that run one after another.
-        grads: how gradients are packed for the reduction: ``"copy"``, by one copy at the end of a
-            unit's backward; ``"accumulate"``, each as it comes, later microbatches added in place;
-            ``"fused"``, like that, and weights of ``nn.Linear`` by the matrix product itself, of
-            ``nn.Embedding`` row by row. Parameters of fewer than ``direct_bytes`` come last. A
-            product is fused where gradients are reduced in the dtype that they are computed in, and
-            on accelerators from 128 rows per rank on, or in the ragged layout: smaller ones are no
-            faster there. ``plan_report()`` says of each parameter whether it is, or why not.
-        gradient_reduction: ``"mean"`` over all ranks of ``mesh``, as torch's, or ``"sum"``: for a
-            loss that each rank divides by what the whole batch counts, tokens for example. Give all
-            units the same; the first forward of the root warns where they divide by different
+        dp_mesh_dims: Names of the data axes of ``mesh``, if all parameters are DTensors on the
+            whole ``mesh``. Several names are flattened into one axis with a new process group.
+        min_shard_numel: Parameters with fewer elements are not sharded, and their gradients are
+            all-reduced. For a DTensor, the largest local part counts.
+        direct_bytes: Bytes per rank from which a parameter is all-gathered directly into place.
+            Smaller parameters are packed and copied. Defaults to 64 KiB with gloo and 256 KiB with
+            NCCL; ``math.inf`` packs all.
+        buffers: Allocator of unsharded parameters and packed gradients: a `Resize` (the default),
+            or one `Ring` for units that run one after another.
+        grads: Packing of gradients for the reduction. ``"copy"``: one copy at the end of a unit's
+            backward. ``"accumulate"``: each gradient when it is ready; later microbatches are added
+            in place. ``"fused"``: like ``"accumulate"``, and the matrix product of ``nn.Linear``
+            writes the gradient of the weight itself, if reduction and computation have the same
+            dtype; rows of ``nn.Embedding`` are added directly. On accelerators, products are fused
+            from 128 rows per rank on, or with ``layout="ragged"``. `FSDPModule.plan_report` shows
+            it for each parameter.
+        gradient_reduction: ``"mean"`` over all ranks of ``mesh``, as in torch; or ``"sum"``, for a
+            loss that is already divided by a count of the whole batch, such as its tokens. Use the
+            same for all units. The first forward of the root warns if units divide by different
             numbers.
-        collectives: what carries the communication; by default ``torch.distributed``.
+        collectives: Object that carries out the communication. Defaults to ``torch.distributed``.
+
+    Returns:
+        The same module or list. Each module is also an `FSDPModule` now.
 
     Raises:
-        MeshError: not a DeviceMesh, a mesh of more than two axes, without the names that a DTensor
-            parameter needs, or overlapping the parameter's own mesh.
-        ModuleError: not a module, one without forward, sharded before, twice in the list, or with
-            a name of its own that a sharded module has too, such as ``reset``.
-        ParameterError: a scalar, non-contiguous or elsewhere sharded parameter, one that cannot be
-            cut as asked for, or an ignored one that is no parameter.
-        ShardingError: another argument has no meaning.
+        MeshError: ``mesh`` is not a mesh of one or two axes, lacks names that a DTensor parameter
+            needs, or overlaps the mesh of a parameter.
+        ModuleError: ``module`` is not a module with a ``forward``, is sharded already, is twice in
+            the list, or has an attribute with a name of `FSDPModule`, such as ``reset``.
+        ParameterError: A parameter is a scalar, is not contiguous, cannot be sharded along the
+            requested dim, or has an unsupported placement; or an ignored parameter is not a
+            parameter.
+        ShardingError: Another argument is invalid.
 
-    A call that raises leaves the modules as they were.
+    Examples:
+        On 4 ranks:
+
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> for layer in model:
+        ...     _ = fully_shard(layer)
+        >>> _ = fully_shard(model)
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> model[0].weight.grad.to_local().shape
+        torch.Size([2, 8])
     """
     selection = ParameterSelection.of(
         ignored_params, shard_placement_fn, min_shard_numel, layout, granularity

@@ -107,10 +107,19 @@ class DataAxisNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataParallelMeshDims:
-    """The axes of a whole mesh, on which parameters are DTensors already, that carry data.
+    """Names of the data axes of a mesh on which all parameters already are DTensors.
 
-    Parameters are sharded over ``shard`` and replicated over ``replicate``; several names are
-    folded into one axis. Raises `MeshError` if both are empty.
+    Args:
+        shard: Axis over which parameters are sharded. Several names are flattened into one axis.
+        replicate: Axis over which parameters are replicated. Several names are flattened into one
+            axis.
+
+    Raises:
+        MeshError: Both are empty, or a value is not a name, a tuple of names or None.
+
+    Examples:
+        >>> DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate").shard_names
+        ('dp_shard', 'cp')
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -130,12 +139,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Return the axes to shard over."""
+        """Names of the axes over which parameters are sharded."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Return the axes to replicate over."""
+        """Names of the axes over which parameters are replicated."""
         return _names(self.replicate)
 
 

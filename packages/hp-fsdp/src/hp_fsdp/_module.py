@@ -47,10 +47,21 @@ from ._unit import UNIT_ATTRIBUTE, Unit, unit_of, units_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterReport:
-    """One parameter: its name, unsharded local shape, and how it is gathered and reduced.
+    """Communication of one parameter.
 
-    ``unfused`` says in words why its gradient is not written by fused products, as it was when
-    `fully_shard` was called or since a conversion; "" where it is.
+    Args:
+        name: Name of the parameter in its unit.
+        shape: Unsharded local shape.
+        rows_per_rank: Number of rows of each shard.
+        direct: True if the parameter is all-gathered directly into place; False if it is packed.
+        unfused: Reason why matrix products do not write the gradient themselves; ``""`` if they do.
+
+    Examples:
+        On 4 ranks:
+
+        >>> report = fully_shard(nn.Linear(8, 8)).plan_report()
+        >>> report.groups[0].parameters[0].rows_per_rank
+        2
     """
 
     name: str
@@ -61,17 +72,30 @@ class ParameterReport:
 
     @property
     def fused(self) -> bool:
-        """Return whether the gradient is written into the packed ones by the product itself."""
+        """Whether matrix products write the gradient into the packed gradients themselves."""
         return not self.unfused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One group: ``parameter_bytes`` of content, ``padding_bytes`` that every gather adds to it.
+    """Communication of one group: parameters that are all-gathered together.
 
-    ``unit`` is the path of the group's unit under the module that reports, which itself is
-    ``(root)``; of a list, all paths. ``axes`` maps each axis that gradients are reduced
-    over to its degree.
+    Args:
+        unit: Path of the group's unit in the module; ``"(root)"`` for the module itself. For a list
+            of modules, all paths.
+        dtype: Dtype of the shards.
+        axes: Number of ranks of each axis over which gradients are reduced, by name.
+        parameter_bytes: Bytes of the unsharded parameters.
+        padding_bytes: Bytes of padding in each all-gather.
+        shard_bytes: Bytes of the shard of each rank.
+        parameters: Reports of the parameters.
+
+    Examples:
+        On 4 ranks:
+
+        >>> group = fully_shard(nn.Linear(8, 8)).plan_report().groups[0]
+        >>> group.unit, group.parameter_bytes
+        ('(root)', 288)
     """
 
     unit: str
@@ -85,7 +109,17 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The groups of a module and of the modules in it; ``str`` gives a table."""
+    """Communication of a sharded module. ``str(report)`` is a table.
+
+    Args:
+        groups: Reports of all groups of the module and of the modules in it.
+
+    Examples:
+        On 4 ranks:
+
+        >>> len(fully_shard(nn.Linear(8, 8)).plan_report().groups)
+        1
+    """
 
     groups: tuple[GroupReport, ...]
 
@@ -181,15 +215,28 @@ def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit,
 
 
 class UnshardHandle:
-    """A gather under way."""
+    """Handle of an all-gather in flight; `FSDPModule.unshard` returns it.
+
+    Args:
+        unit: The unit whose parameters are gathered.
+
+    Examples:
+        On 4 ranks:
+
+        >>> model = fully_shard(nn.Linear(8, 8))
+        >>> handle = model.unshard(async_op=True)
+        >>> handle.wait()
+        >>> model.weight.shape
+        torch.Size([8, 8])
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait for the gather and register the unsharded parameters.
+        """Wait for the all-gather and register the unsharded parameters with the module.
 
-        Does nothing where no gather is under way: waited for before, or resharded since.
+        A no-op if it was called before, or if the unit was resharded in the meantime.
         """
         if self._unit.gathering:
             self._unit.gather()  # anew, if an optimizer stepped since
@@ -197,7 +244,25 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """The class that `fully_shard` mixes into a module's own; never constructed by itself."""
+    """Base class that `fully_shard` adds to the class of a module.
+
+    Do not construct it. Methods with ``recurse`` apply to this unit only if it is False, and to the
+    units of all modules inside this module too if it is True.
+
+    Raises:
+        ModuleError: It is constructed directly.
+
+    Examples:
+        On 4 ranks:
+
+        >>> model = fully_shard(nn.Linear(8, 8))
+        >>> isinstance(model, FSDPModule), isinstance(model, nn.Linear)
+        (True, True)
+        >>> with model.no_sync():
+        ...     model(torch.ones(2, 8)).sum().backward()
+        >>> model.weight.grad is None
+        True
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Construct the module's own class: slices of a sharded container are not sharded."""
@@ -220,16 +285,34 @@ class FSDPModule:
         return run_forward(own.__dict__[UNIT_ATTRIBUTE], own, forward, args, kwargs)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register a forward hook as every module does; it sees the sharded parameters."""
+        """Register a forward hook, as ``nn.Module.register_forward_hook`` does.
+
+        A hook that is registered after `fully_shard` runs after the unit's own hooks. It sees the
+        sharded parameters, as in torch.
+
+        Args:
+            *args: Positional arguments of ``nn.Module.register_forward_hook``.
+            **kwargs: Keyword arguments of ``nn.Module.register_forward_hook``.
+
+        Returns:
+            A handle whose ``remove()`` removes the hook.
+        """
         own: Any = self
         end_in_hook(own.__dict__[UNIT_ATTRIBUTE], own)
         return cast(RemovableHandle, cast(Any, super()).register_forward_hook(*args, **kwargs))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters: one all-gather per dtype over the shard axis.
+        """Gather the parameters of this unit, with one all-gather per dtype. Not recursive.
 
-        With ``async_op`` returns at once; ``wait()`` on the handle, or the next forward, completes
-        it. Not recursive.
+        Args:
+            async_op: If True, return at once. The ``wait()`` of the handle, or the next forward,
+                completes the all-gather.
+
+        Returns:
+            A handle if ``async_op`` is True, else None.
+
+        Raises:
+            ModuleError: The module is not sharded.
         """
         check_bool("async_op", async_op)
         unit = _unit(self)
@@ -241,15 +324,23 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
+        """Register the sharded parameters of this unit and free the unsharded ones. Not recursive.
+
+        Raises:
+            ModuleError: The module is not sharded.
+        """
         _unit(self).rest()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
 
-        Those of sharded parameters too where modules have the unsharded ones at the moment, and,
-        with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
-        backward, waits for reductions under way.
+        It also clears the gradients of sharded parameters while the unsharded ones are registered,
+        and the gradients that are not reduced yet. Outside of a backward it waits for reductions in
+        flight.
+
+        Args:
+            set_to_none: If True, set gradients to None. If False, set them to zero. Gradients that
+                are not reduced yet are dropped in both cases.
         """
         units = _units(self, True)
         drop_gradients(units)
@@ -261,11 +352,11 @@ class FSDPModule:
         release_gradients(units)
 
     def reset(self) -> None:
-        """Drop the step under way, from any state, so that the next one starts clean.
+        """Abort the current step, in any state, so that the next step starts clean.
 
-        For use after an exception in forward or backward: collectives in flight are awaited, every
-        unit of the same root is resharded, and gradients that are not reduced yet (those of
-        `no_sync` too) are dropped. Sharded gradients stay. Communicates nothing new.
+        Use it after an exception in forward or backward. It waits for collectives in flight,
+        reshards every unit of the root, and drops gradients that are not reduced yet, also those of
+        `no_sync`. Sharded gradients stay. It starts no communication.
         """
         units = _units(self, True)
         # Parts that ran before this module, or before it was sharded, have schedules of their own.
@@ -279,14 +370,14 @@ class FSDPModule:
             raise error
 
     def reset_iter_state(self) -> None:
-        """Do the same as `reset`, under torch's name."""
+        """Call `reset`. This is torch's name for it."""
         self.reset()
 
     def reduce_gradients(self) -> None:
-        """Reduce what backwards without synchronisation left, in this module and those below.
+        """Reduce the gradients that backwards without synchronisation have accumulated. Recursive.
 
-        One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
-        are on the parameters. For schedules of a pipeline, which run many backwards a step.
+        Communicates one reduce-scatter per group and, with replicas, one all-reduce. Afterwards
+        ``parameter.grad`` has the result. Pipeline schedules use it after the backwards of a step.
         """
         of: dict[Schedule, list[Unit]] = {}
         for unit in reversed(_units(self, True)):
@@ -296,11 +387,19 @@ class FSDPModule:
             schedule.reduce_all(units)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters in this module, sharded or not, as modules have them.
+        """Return the registered parameters of this module, sharded or unsharded.
 
-        Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
-        one that splits backward in two looks for the gradients of the unsharded parameters. All
-        ranks call it there, or none.
+        During a pipeline schedule that splits backward in two, this unshards the parameters that
+        the schedule needs. In that case all ranks have to call it, or none.
+
+        Args:
+            recurse: If True, include the parameters of all modules inside this one.
+
+        Returns:
+            An iterator over parameters.
+
+        Raises:
+            ModuleError: The module is not sharded.
         """
         # Asked of this unit first: a clip looks at all parameters in every step.
         if recurse and _unit(self).options.in_pipeline:
@@ -311,9 +410,20 @@ class FSDPModule:
         return cast(nn.Module, super()).parameters(recurse)
 
     def plan_report(self) -> PlanReport:
-        """Return bytes, padding and placement of all groups in this module, each with its unit.
+        """Describe the communication of all groups in this module. Communicates nothing.
 
-        It is the same on every rank; nothing is communicated.
+        Returns:
+            Bytes, padding and shards of each group, the same on all ranks. ``print`` shows a table.
+
+        Raises:
+            ModuleError: The module is not sharded.
+
+        Examples:
+            On 4 ranks:
+
+            >>> group = fully_shard(nn.Linear(8, 8, bias=False)).plan_report().groups[0]
+            >>> group.parameter_bytes, group.padding_bytes
+            (256, 64)
         """
         paths = {_unit(self): ["(root)"]}
         for path, module in cast(nn.Module, self).named_modules():
@@ -326,9 +436,14 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | None, recurse: bool = True
     ) -> None:
-        """Choose as `fully_shard` does, from now on.
+        """Set whether parameters are resharded after forward.
 
-        Raises `ShardingError` for anything but True, False or None.
+        Args:
+            reshard_after_forward: As in `fully_shard`, except that an integer is not allowed.
+            recurse: If True, apply to all units in this module.
+
+        Raises:
+            ShardingError: ``reshard_after_forward`` is not True, False or None.
         """
         chosen: object = reshard_after_forward
         if not isinstance(chosen, bool | None):
@@ -341,41 +456,62 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Give parameters up after backward (the default), or keep them for the next forward.
+        """Set whether parameters are resharded after backward.
 
-        A forward gathers anew what an optimizer wrote to in between, or what was written in place.
-        Call `reshard` after writes that no version of a tensor tells of: to ``parameter.data``, or
-        by ``torch._foreach_*``.
+        If they stay unsharded, the next forward gathers again what an optimizer, or an in-place
+        operation, has changed. Call `reshard` after changes that do not increase a tensor's version
+        counter: those of ``parameter.data``, and those by ``torch._foreach_*``.
+
+        Args:
+            reshard_after_backward: True (the default) frees the unsharded parameters after
+                backward. False keeps them for the next forward.
+            recurse: If True, apply to all units in this module.
         """
         _edit(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather parameters for backward (the default), or not: it needs none of this unit's."""
+        """Set whether backward unshards the parameters of this unit. Not recursive.
+
+        Args:
+            unshard_in_backward: False if backward does not need the parameters of this unit.
+                Defaults to True.
+        """
         _edit(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients in backward (the default), or let them add up unsharded until then.
+        """Set whether backward reduces gradients, for gradient accumulation without communication.
 
-        Without synchronisation nothing is reduced, and every rank holds whole gradients, which no
-        parameter shows; the next backward with it reduces the sum. ``zero_grad`` of the module
-        drops them, that of torch's optimizers does not see them.
+        Without synchronisation, every rank accumulates unsharded gradients, which
+        ``parameter.grad`` does not show. The next backward with synchronisation reduces the sum.
+        ``zero_grad`` of the module drops them; ``zero_grad`` of an optimizer does not.
+
+        Args:
+            requires_gradient_sync: True (the default) reduces gradients in backward.
+            recurse: If True, apply to all units in this module.
         """
         sync = requires_gradient_sync
         _edit(self, recurse, gradient_sync=sync, all_reduce=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sum gradients over the replicas in backward (the default), or only reduce-scatter them.
+        """Set whether backward all-reduces gradients over replicas.
 
-        Reduce-scattered gradients add up outside ``grad`` until a backward all-reduces them. With
-        one replica nothing waits.
+        Without it, backward only reduce-scatters. These gradients accumulate outside of
+        ``parameter.grad`` until a backward all-reduces them. It has no effect with one replica.
+
+        Args:
+            requires_all_reduce: True (the default) all-reduces gradients in backward.
+            recurse: If True, apply to all units in this module.
         """
         _edit(self, recurse, all_reduce=requires_all_reduce)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Switch gradient synchronisation off inside the block, for all units in this module."""
+        """Disable gradient synchronisation inside a ``with`` block, for all units in this module.
+
+        See `set_requires_gradient_sync`.
+        """
         before = [(unit, unit.options) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -387,18 +523,26 @@ class FSDPModule:
                 )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last one of the step, for all units below.
+        """Set whether the next backward is the last one of the step, for all units in this module.
 
-        Only the last one waits for reductions and puts gradients on the parameters.
+        The last backward waits for all reductions and assigns ``parameter.grad``. Other backwards
+        do not.
+
+        Args:
+            is_last_backward: True (the default) if the next backward is the last one.
         """
         _edit(self, True, is_last_backward=is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
-        """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
+        """Set the number by which the sum of gradients over ranks is divided.
 
-        None restores what ``gradient_reduction`` of `fully_shard` says: the mean over all ranks of
-        the mesh, or the sum. Without ``recurse`` units below keep theirs. Raises `ShardingError`
-        for anything but a positive finite number or None.
+        Args:
+            factor: A finite number above 0; 1.0 gives the sum. None restores the mean or sum by the
+                ``gradient_reduction`` of `fully_shard`.
+            recurse: If True, apply to all units in this module.
+
+        Raises:
+            ShardingError: ``factor`` is not a finite number above 0 or None.
         """
         given: object = factor
         if isinstance(given, bool) or not isinstance(given, int | float | None):
@@ -410,11 +554,19 @@ class FSDPModule:
         _edit(self, recurse, divide=divide)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do the same as `set_gradient_divide_factor`, under the name that came before it."""
+        """Call `set_gradient_divide_factor`. This is torch's earlier name for it.
+
+        Args:
+            factor: As in `set_gradient_divide_factor`.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Only sum while communicating, and divide afterwards."""
+        """Set whether collectives only sum, so that the division is a separate step after them.
+
+        Args:
+            enable: True to only sum. Defaults to False, which lets the backend average if it can.
+        """
         _edit(self, False, force_sum=enable)
 
     def set_all_reduce_hook(
@@ -423,13 +575,20 @@ class FSDPModule:
         *,
         stream: torch.Stream | torch.cpu.Stream | None = None,
     ) -> None:
-        """Call ``hook`` once per group and reduction with the flat reduced gradient; None: nothing.
+        """Set a function that is called with each reduced flat gradient. Not recursive.
 
-        That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
-        what the hook writes to it ends in the gradients. With ``stream`` it runs there, otherwise
-        on an accelerator on the stream of the reduction, while backward goes on. A CPU runs the
-        hook in order, whatever ``stream`` is. Raises `ShardingError` for a stream where this
-        package reduces over replicas itself.
+        It is called once per group and reduction, with the result of the reduce-scatter, or of the
+        all-reduce if there are replicas. It may change the gradient in place.
+
+        Args:
+            hook: A function of one tensor, or None to remove the hook.
+            stream: Stream on which the hook runs. Defaults to the stream of the reduction. On a CPU
+                the hook always runs in order.
+
+        Raises:
+            ModuleError: The module is not sharded.
+            ShardingError: ``hook`` or ``stream`` has a wrong type, or ``stream`` is given and this
+                package reduces over replicas itself.
         """
         unit = _unit(self)
         if hook is None:
@@ -457,27 +616,43 @@ class FSDPModule:
         _edit(self, False, hook=ReductionHook(function=hook, stream=asked))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Start the gathers of ``modules`` when this module's forward begins, instead of the next.
+        """Set the modules whose all-gathers start when the forward of this module begins.
 
-        None restores the gather of the next in learned order. Raises `ModuleError` for a
-        module that is not sharded.
+        Args:
+            modules: Sharded modules, in the order of their all-gathers. None restores the default:
+                the next unit in the order of the first step.
+
+        Raises:
+            ModuleError: This module, or one of ``modules``, is not sharded.
         """
         _unit(self).forward_prefetch = None if modules is None else _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Start the gathers of ``modules`` when this module's backward begins.
+        """Set the modules whose all-gathers start when the backward of this module begins.
 
-        None restores the gather of the one before in learned order. Raises `ModuleError` for a
-        module that is not sharded.
+        Args:
+            modules: Sharded modules, in the order of their all-gathers. None restores the default:
+                the previous unit in the order of the first step.
+
+        Raises:
+            ModuleError: This module, or one of ``modules``, is not sharded.
         """
         _unit(self).backward_prefetch = None if modules is None else _units_of(modules)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accept True: parameters that a rank did not use always take part, with zeros.
+        """Accept True, for compatibility with torch: unused parameters always take part.
 
-        Those that no rank used keep ``grad is None``.
+        A parameter that only some ranks used contributes zeros on the other ranks. A parameter that
+        no rank used keeps ``grad is None``.
+
+        Args:
+            reduce_scatter_unused_params: True.
+            recurse: Has no effect.
+
+        Raises:
+            UnsupportedError: ``reduce_scatter_unused_params`` is not True.
         """
         if reduce_scatter_unused_params is not True:
             raise UnsupportedError(
@@ -488,25 +663,32 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many buffers of packed gradients may be alive at once. The default is 1.
+        """Set the largest number of buffers of packed gradients that may exist at once.
 
-        The largest number of all units is used. A larger number lets more reduce-scatters run
-        during backward and needs more memory. On accelerators, the buffer that a unit fills during
-        its backward (``grads="accumulate"`` and ``"fused"``) does not count, so that its backward
-        runs during the reduce-scatter of the previous unit. For the same reason, the buffers of a
-        unit with several dtypes or meshes are alive together there.
+        A larger number lets more reduce-scatters overlap with backward and needs more memory. The
+        largest number of all units is used. On accelerators, the buffer that a unit fills during
+        its backward (``grads="accumulate"`` or ``"fused"``) does not count, and the buffers of a
+        unit with several dtypes or meshes may exist at once.
 
-        Raises `ShardingError` for anything but 1, 2, ...
+        Args:
+            max_input_buffers: An integer of at least 1. Defaults to 1.
+            recurse: If True, apply to all units in this module.
+
+        Raises:
+            ShardingError: ``max_input_buffers`` is not an integer of at least 1.
         """
         _edit(self, recurse, in_flight=max_input_buffers)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduce over process groups of their own, one per set of ranks, or over the mesh's again.
+        """Set whether reduce-scatters use their own process groups, one for each set of ranks.
 
-        Making a group waits for all of its ranks. Those of earlier calls, for this module or those
-        in it, are used again.
+        Collective if it creates a group. Groups that an earlier call created are reused.
+
+        Args:
+            enable: True for separate groups. False for the groups of the mesh.
+            recurse: If True, apply to all units in this module.
         """
         check_bool("enable", enable)
         known = [group for unit in _units(self, True) for group in unit.groups]
@@ -520,10 +702,16 @@ class FSDPModule:
                 group.reduce_axes = replace(group.axes, shard=group.own_axis)
 
     def set_post_optim_event(self, event: torch.Event | torch.cpu.Event | None) -> None:
-        """Let the next pass begin on its device only after ``event``; for one pass.
+        """Set an event that the next forward waits for on its device. It is used once.
 
-        With None the next pass waits for no event. ``torch.cpu.current_stream().record_event()``
-        returns None. Raises `StateError` for an event before the first forward.
+        Args:
+            event: An event, such as one that was recorded after the optimizer step. None: do not
+                wait.
+
+        Raises:
+            ModuleError: The module is not sharded.
+            ShardingError: ``event`` has no ``wait`` method.
+            StateError: ``event`` is given before the first forward.
         """
         schedule = _unit(self).schedule
         if event is None:
@@ -538,11 +726,18 @@ class FSDPModule:
         schedule.starts_after = event
 
     def set_custom_all_gather(self, comm: Communication) -> None:
-        """Gather by ``comm``: an object with torch's ``AllGather`` interface, in its memory.
+        """Set an object that carries out the all-gathers of this unit. Not recursive.
 
-        It is called once per group of one dtype with what the group sends. Prefetching has two
-        gathers under way, whose memory must differ. Raises `ShardingError` for a unit with
-        parameters on several meshes, and for an object of another kind.
+        It is called once for each group, with tensors of one dtype. With prefetch, two all-gathers
+        are in flight, so it has to return different memory for them.
+
+        Args:
+            comm: An object with the interface of torch's ``AllGather``.
+
+        Raises:
+            ModuleError: The module is not sharded.
+            ShardingError: ``comm`` does not have this interface, or the unit has parameters on
+                several meshes.
         """
         for group in _groups_for(
             self, comm, "__call__(output_tensor, input_tensor, group, async_op)"
@@ -551,10 +746,16 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_custom_reduce_scatter(self, comm: Communication) -> None:
-        """Reduce-scatter by ``comm``: an object with torch's ``ReduceScatter`` interface.
+        """Set an object that carries out the reduce-scatters of this unit. Not recursive.
 
-        Its ``op`` is always the sum; an average is divided afterwards. Raises as
-        `set_custom_all_gather` does.
+        Args:
+            comm: An object with the interface of torch's ``ReduceScatter``. It is always called to
+                sum; a mean is divided afterwards.
+
+        Raises:
+            ModuleError: The module is not sharded.
+            ShardingError: ``comm`` does not have this interface, or the unit has parameters on
+                several meshes.
         """
         call = "__call__(output_tensor, input_tensor, group, op, async_op)"
         for group in _groups_for(self, comm, call):
@@ -562,10 +763,17 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Communicate in memory that the process group registers, where its backend has such.
+        """Set whether communication uses memory that the process group allocates. Not recursive.
 
-        That takes a copy before and after each call. Raises `StateError` after
-        `set_custom_all_gather` or `set_custom_reduce_scatter`, which may come later.
+        It has no effect if the backend does not support it. It costs a copy before and after each
+        collective.
+
+        Args:
+            enable: True to use memory of the process group.
+
+        Raises:
+            ModuleError: The module is not sharded.
+            StateError: `set_custom_all_gather` or `set_custom_reduce_scatter` was called before.
         """
         check_bool("enable", enable)
         groups = _unit(self).groups
@@ -587,7 +795,14 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
+        """Raise an error that names the replacement: the argument ``collectives`` of `fully_shard`.
+
+        Args:
+            backend: Has no effect.
+
+        Raises:
+            UnsupportedError: Always.
+        """
         raise UnsupportedError(
             "set_symm_mem_for_comm is not supported; pass collectives= to fully_shard"
         )
@@ -708,10 +923,28 @@ def sharded_class(own: type) -> type:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a sharded module gather parameters and hook backward as forward does.
+    """Make a method of a sharded module unshard parameters and hook backward, like its forward.
 
-    Does nothing to a module that is not sharded. Raises `ModuleError` for a method that is not
-    there.
+    A no-op for a module that is not sharded.
+
+    Args:
+        module: A module.
+        method_name: Name of the method.
+
+    Raises:
+        ModuleError: ``module`` is not a module, or has no such method.
+        ShardingError: ``method_name`` is not a string.
+
+    Examples:
+        On 4 ranks:
+
+        >>> class Encoder(nn.Linear):
+        ...     def encode(self, x):
+        ...         return self.forward(x).tanh()
+        >>> model = fully_shard(Encoder(8, 8))
+        >>> register_fsdp_forward_method(model, "encode")
+        >>> model.encode(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
     """
     given: object = module
     if not isinstance(given, nn.Module):
@@ -736,8 +969,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
-    """Accept what torch shares streams between; here all communication has the mesh's groups.
+    """Check that modules are sharded, for compatibility with torch. Otherwise a no-op.
 
-    Raises `ModuleError` for a module that is not sharded.
+    In torch this shares streams between modules. Here all units of a mesh already share them.
+
+    Args:
+        modules: Sharded modules.
+
+    Raises:
+        ModuleError: ``modules`` is not a list, or one of the modules is not sharded.
+
+    Examples:
+        On 4 ranks:
+
+        >>> share_comm_ctx([fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8))])
     """
     _units_of(modules, "share streams with")

@@ -176,17 +176,36 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 def sharded_optimizer(
     cls: type[torch.optim.Optimizer], module: nn.Module, **kwargs: Any
 ) -> "FlatOptimizer":
-    """Return an optimizer of a sharded module that updates each flat shard as one tensor.
+    """Create an optimizer that updates the flat shards of a sharded module as single tensors.
 
-    ``cls`` is one of torch's optimizers that update every element alone, made with ``kwargs``;
-    results are those of ``cls`` on the parameters one by one. The parameter groups, the state and
-    its ``state_dict`` are per parameter, as torch's; what is put into the state counts from the
-    next step on. A parameter without gradient is skipped, and from then on updated apart from its
-    neighbours; those that ``add_param_group`` adds are stepped one by one, as what is frozen now
-    has to be added once it trains: until then steps warn of it. Communicates nothing.
+    The results are those of ``cls`` on the parameters one by one, and so are the parameter groups,
+    the state and the ``state_dict``. Changes of the state take effect in the next step.
+    Communicates nothing.
 
-    Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
-    optimizer of another kind.
+    - A parameter without a gradient is skipped. From then on it is updated separately.
+    - Parameters that ``add_param_group`` adds are updated one by one.
+    - A parameter that is frozen now has to be added when it starts to train. Steps warn until then.
+
+    Args:
+        cls: One of torch's optimizers with elementwise updates: ``Adadelta``, ``Adagrad``,
+            ``Adam``, ``AdamW``, ``Adamax``, ``NAdam``, ``RAdam``, ``RMSprop`` or ``SGD``.
+        module: A sharded module, with all its parameters.
+        **kwargs: Options of ``cls``.
+
+    Returns:
+        An optimizer.
+
+    Raises:
+        ModuleError: ``module`` is not a module, or has no sharded parameters that require grad.
+        ShardingError: ``cls`` is not one of these optimizers.
+
+    Examples:
+        On 4 ranks:
+
+        >>> model = fully_shard(nn.Linear(8, 8))
+        >>> optimizer = sharded_optimizer(torch.optim.AdamW, model, lr=1e-3)
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> optimizer.step()
     """
     given: object = module
     if not isinstance(given, nn.Module):
