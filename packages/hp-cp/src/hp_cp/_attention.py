@@ -131,66 +131,111 @@ def context_parallel_attention(
     fuse_merges: bool | None = None,
     collectives: Collectives | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return this rank's rows of the attention over the whole sequence, shaped like ``q``.
+    """Compute this rank's rows of the attention over the whole sequence.
 
-    q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
-    where ``seq_dim=2, head_dim=1``. q may have a multiple of the heads of k and v (grouped
-    queries), and v another head size than q and k, which is then that of the result. ``layout``
-    says which positions the rows are; None means `Contiguous`, and one that follows the mask
-    follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of the whole
-    sequence. None means where the mask's documents end, else the local length times the number of
-    ranks, for which ranks compare their lengths: one all-reduce per axis of two ints for each
-    length that is new to the group. Under autocast the inputs are cast as SDPA casts them.
+    Each rank passes the rows of ``q``, ``k`` and ``v`` at its positions. Gradients return to the
+    rank that owns the rows. All ranks of ``mesh`` must call the function with the same options, and
+    all of them must run the backward if any does.
 
-    Where ``mask`` has the documents of each row of the batch, the rows of all of them are one
-    sequence inside: without a copy for ``[batch, rows, heads, size]``, else with one of q, k and v.
+    Keys and values of other ranks arrive by one of these schedules:
 
-    Scores are products times ``scale`` (None: ``size ** -0.5``, of q and k), and with ``softcap``
-    then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
-    score per head that belongs to no key: it is in the sum of the weights alone, and neither scaled
-    nor capped. The gradient of ``sinks`` is this rank's share: the whole is the sum over all ranks.
-    ``dropout_p`` is the probability that a weight becomes zero, by a hash of ``dropout_seed``, the
-    row of the batch, the head and both positions: on any number of ranks it is the same weights as
-    on one. The seed must be equal on all of them, and another one for every layer, step and data.
-    ``return_lse`` returns also the logarithm of the sum of the weights' exponentials, sinks
-    included: the dims of the result without the last, in float32, or float64 for float64, without
-    gradient; Ulysses brings it by one more all-to-all, which `plan_attention` does not count.
+    - ``"direct"``: one exchange with each other rank, only of the rows that the mask shows. The
+      backward fetches them again and returns their gradients.
+    - ``"gather"``: one all-gather of all rows, or sends between ranks if lengths differ. The
+      backward returns the gradients by one all-to-all.
+    - ``"ring"``: each rank passes all rows on to the next rank. The backward does so again, with
+      the gradients.
+    - ``"double_ring"`` or a `DoubleRing`: as ``"ring"``, in rings of neighbouring ranks and a ring
+      of these rings.
 
-    Keys and values come by the ``schedule``, and again in the backward unless ``keep_kv`` keeps
-    them (None: gather alone does); their gradients return to the owner: ``gather`` has one
-    all-gather (sends from rank to rank where lengths differ), and one all-to-all for gradients;
-    ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
-    ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
-    exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
-    output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
-    ``mesh`` of two axes the last one is that of Ulysses, and ``u`` its size. `plan_attention` tells
-    blocks and bytes. The first call on a group, on other devices than a CPU, exchanges one element
-    between all of its ranks before the rest. The same inputs give the same bits every time where
-    the kernels do so (on CUDA some need ``torch.use_deterministic_algorithms``), and Ulysses on all
-    ranks those of one process with the same fused kernel (but for the gradients of kv heads that
-    several ranks read, and for windows where several threads of a CPU process split the merge of
-    many rows).
+    ``ulysses_degree=u`` splits the heads over ``u`` neighbouring ranks: one all-to-all for q, k and
+    v, and one for the output; the backward has both again. The schedule then runs over the
+    ``n / u`` groups of ranks. `plan_attention` shows the blocks and the bytes. Under autocast,
+    inputs are cast as in ``scaled_dot_product_attention``.
 
-    If ``gather`` keeps keys, a backward that frees its graph overwrites them with the gradients
-    that it sends. ``torch.autograd.graph.saved_tensors_hooks`` that hold on to the saved tensors
-    must therefore copy them. Else use ``keep_kv=False``.
+    Args:
+        q: This rank's queries, ``[batch, q_heads, rows, head_size]`` with the default dims.
+            ``q_heads`` is a multiple of ``kv_heads``.
+        k: This rank's keys, ``[batch, kv_heads, rows, head_size]``.
+        v: This rank's values, ``[batch, kv_heads, rows, value_size]``.
+        mesh: Mesh of the ranks that share the sequence: one axis, or two axes ``(outer, ulysses)``.
+        mask: Attention mask of the whole sequence.
+        layout: Positions of each rank. A layout that follows the mask follows ``mask``; `Pinned`
+            fixes another mask. Defaults to None: `Contiguous`.
+        ulysses_degree: Number of neighbouring ranks that exchange heads for rows. On a mesh of two
+            axes, it must be the size of the last axis. Defaults to 1: none.
+        schedule: Schedule of keys and values, see above. Defaults to ``"direct"``.
+        backend: Kernel: ``"auto"``, ``"sdpa"``, ``"efficient"``, ``"flex"``, ``"cudnn"``,
+            ``"varlen"``, ``"eager"``, a name from `register_backend`, or an `AttentionBackend`.
+            Defaults to ``"auto"``: the first that supports the inputs.
+        scale: Factor of the products of queries and keys. Defaults to None: ``head_size ** -0.5``.
+        softcap: Bound of the scores: ``softcap * tanh(scores / softcap)``. Defaults to None: no
+            bound.
+        dropout_p: Probability that an attention weight becomes zero. The same weights become zero
+            on any number of ranks. Defaults to 0.0.
+        dropout_seed: Seed of the dropout, an int from 0 to ``2**63 - 1``, equal on all ranks of
+            ``mesh``. Use another seed for every layer, step and batch. Required if ``dropout_p`` is
+            not 0.
+        sinks: One score per query head, ``[q_heads]``, equal on all ranks. It adds to the
+            denominator of the softmax only, without ``scale`` and ``softcap``. Its gradient is this
+            rank's share: sum it over the ranks. Defaults to None.
+        return_lse: If True, also return the log-sum-exp. Defaults to False.
+        seq_dim: Dim of the rows in ``q``, ``k`` and ``v``. Defaults to 2.
+        head_dim: Dim of the heads in ``q``, ``k`` and ``v``. Defaults to 1.
+        seq_len: Length of the whole sequence, in positions. Defaults to None: the end of the mask's
+            documents, else the local length times the number of ranks. In the latter case, ranks
+            compare their lengths: one all-reduce of two ints per axis, once for each new length of
+            a process group.
+        keep_kv: If True, received keys and values are kept for the backward. If False, the backward
+            fetches them again. Defaults to None: True for ``"gather"``, else False.
+        fuse_merges: If True, one kernel of ``torch.compile`` merges two partial results; if False,
+            six operations do. Results are equal up to rounding. Ranks may pass different values.
+            Defaults to None: True on CUDA with Triton; if the compilation fails, it warns and uses
+            the six operations.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
-    ``fuse_merges``: merge the results of two groups of keys by one kernel of ``torch.compile``
-    instead of six operations. Results are equal but for rounding. None means True on CUDA if Triton
-    is installed. Before the first call communicates it compiles the kernel for small tensors and
-    runs it. If that fails, for example without a C compiler, None warns and uses the six
-    operations. True raises `BackendError` on the ranks where it fails, and the others wait. Ranks
-    may give different values.
+    Returns:
+        This rank's rows of the output, shaped like ``q`` with the head size of ``v``. With
+        ``return_lse=True``, a tuple of the output and the log-sum-exp of each query's scores,
+        including ``sinks``. The log-sum-exp has the dims of the output without the last one, is
+        float32 (float64 for float64 inputs), and has no gradient.
 
-    Raises `InputError` or `BackendError`, before any communication:
-    on every rank together where all give tensors of equal shape and dtype and the same options. A
-    local length that the layout does not give is seen on that rank only, while the others wait.
-    Without ``seq_len`` and documents, lengths that differ raise `InputError` on every rank after
-    the comparison, where none of them was compared on this group before. Where one was, ranks that
-    hold it do not compare again, and nothing is raised: give ``seq_len`` where lengths can differ,
-    or find such a call with ``collectives=CheckedCollectives()`` of hp-dtensor, which raises
-    ``RankMismatchError`` on every rank, at its deadline where one waits in an exchange from rank to
-    rank.
+    Raises:
+        InputError: Tensors, options, the mask, the layout or the degrees are invalid, or another
+            layer has split these rows differently. All ranks raise together before communication if
+            their tensors have equal shapes and dtypes and their options are equal. Exceptions:
+
+            - Another number of rows than the layout gives: only this rank raises, the others wait.
+            - Unequal lengths without ``seq_len`` and documents: all ranks raise after the
+              comparison of lengths. If a rank's length was compared on this group before, it does
+              not compare again; nothing is raised and collectives can hang. Pass ``seq_len``, or
+              find such calls with ``CheckedCollectives`` of hp-dtensor.
+        BackendError: The backend does not exist or does not support the inputs. All ranks raise
+            together before communication. With ``fuse_merges=True``, a failed compilation raises on
+            its rank only, and the others wait.
+
+    Examples:
+        >>> q, k, v = shard_sequence((q, k, v), mesh, Zigzag(), seq_dim=2)
+        >>> out = context_parallel_attention(
+        ...     q, k, v, mesh, mask=MaskSpec(causal=True), layout=Zigzag(), seq_len=64
+        ... )
+        >>> out.shape == q.shape
+        True
+
+    Note:
+        - Results are bitwise reproducible if the kernels are; on CUDA, some kernels need
+          ``torch.use_deterministic_algorithms(True)``.
+        - Ulysses over all ranks gives the bits of one process with the same fused kernel.
+          Exceptions are the gradients of KV heads that several ranks read, and windows on a CPU
+          with several threads.
+        - If ``"gather"`` keeps keys, a backward that frees its graph overwrites them with
+          gradients. ``saved_tensors_hooks`` that keep saved tensors must copy them; otherwise use
+          ``keep_kv=False``.
+        - On devices other than a CPU, the first call on a process group exchanges one element
+          between all of its ranks.
+        - A mask with documents of each batch row concatenates the rows to one sequence. This needs
+          no copy for ``[batch, rows, heads, size]``, else one copy of ``q``, ``k`` and ``v``.
+        - `plan_attention` does not count the all-to-all of the log-sum-exp with Ulysses.
     """
     options = AttentionOptions(
         mask=mask,

@@ -94,14 +94,29 @@ def _owned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A part of the attention matrix: local query rows of a rank, local key rows of ``source``.
+    """A rectangle of the attention matrix: some local query rows and some key rows of ``source``.
 
-    In ``full`` blocks every row sees every key. ``causal`` and ``anticausal`` blocks are squares,
-    or ``tiles`` equal squares of consecutive rows and keys, in which row ``i`` sees the keys up to
-    the ``i``-th, or from it on. In ``masked`` blocks the mask's function is asked for each pair.
-    ``window`` blocks, for kernels that take them, show what is up to ``window`` places left and
-    right of the diagonal that ends in the last row and key. ``source`` counts the ranks of the
-    schedule.
+    Attributes:
+        source: Rank that owns the keys, as the schedule counts ranks: ``rank // ulysses_degree``.
+        queries: Local query rows of the rank that computes the block.
+        keys: Local key rows of ``source``.
+        kind: Visible pairs of the rectangle:
+
+            - ``"full"``: all pairs;
+            - ``"causal"``: row ``i`` sees the keys up to the ``i``-th; the block is square;
+            - ``"anticausal"``: row ``i`` sees the keys from the ``i``-th on; the block is square;
+            - ``"window"``: the pairs inside ``window``, for kernels that support windows;
+            - ``"masked"``: the pairs for which ``mask_mod`` returns True.
+        tiles: Number of equal squares along the diagonal of a causal or anticausal block. Each row
+            sees keys of its square only. Defaults to 1.
+        window: Number of keys that a row sees left and right of the diagonal through the last row
+            and the last key. None means no bound.
+
+    Examples:
+        >>> plan = plan_attention(MaskSpec(causal=True), Zigzag(), n=2, seq_len=16)
+        >>> block = plan.blocks(0)[0]
+        >>> block.kind, block.source, block.queries, block.pairs
+        ('causal', 0, range(0, 8), 36)
     """
 
     source: int
@@ -113,7 +128,7 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """Return the number of query-key pairs that are computed."""
+        """Number of query-key pairs that a kernel computes for this block."""
         rows = len(self.queries)
         if self.kind in ("full", "masked"):
             return rows * len(self.keys)

@@ -1,16 +1,16 @@
-"""What can be wrong with a call; before any communication unless a docstring says so."""
+"""Errors of this package, raised before any communication unless a docstring says otherwise."""
 
 
 class ContextParallelError(ValueError):
-    """A call that context parallelism cannot serve; base of the errors below."""
+    """Base class of all errors of this package."""
 
 
 class InputError(ContextParallelError):
-    """Tensors, a mask, a layout, a degree or other arguments that do not serve or do not fit."""
+    """Raised if a tensor, a mask, a layout, a degree or another argument is invalid."""
 
 
 class BackendError(ContextParallelError):
-    """A backend that does not exist or cannot compute what is asked."""
+    """Raised if an attention backend does not exist or cannot compute the given inputs."""
 
 
 def described(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which positions of the sequence, as pure functions of integers."""
+"""Layouts: the positions of the sequence that each rank holds, as pure functions of integers."""
 
 import heapq
 import math
@@ -17,38 +17,84 @@ Chunks = tuple[Ranges, ...]
 
 @runtime_checkable
 class Layout(Protocol):
-    """A way to cut a sequence over ranks.
+    """Assigns the positions of a sequence to ranks.
 
-    Subclass it, or provide both methods; equal layouts have equal hashes and cut alike. ``chunks``
-    holds, per rank, non-empty ranges in ascending order which together partition
-    ``range(seq_len)``; `plan_attention` checks it.
+    A custom layout subclasses this protocol or implements both methods. Equal layouts must have
+    equal hashes and return equal chunks.
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class Reversed(Layout):
+        ...     def chunks(self, n, seq_len, mask=None):
+        ...         return Contiguous().chunks(n, seq_len)[::-1]
+        >>> Reversed().chunks(2, 8)
+        ((range(4, 8),), (range(0, 4),))
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return each rank's global positions as ranges, in the order of its local rows.
+        """Return each rank's positions as ranges.
 
-        Layouts that follow the mask raise `InputError` without one.
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Attention mask. Layouts that follow the mask require it; others ignore it.
+
+        Returns:
+            For each rank, non-empty ranges in ascending order, which is the order of its local
+            rows. The ranges of all ranks partition ``range(seq_len)``; `plan_attention` checks
+            this.
+
+        Raises:
+            InputError: A size is invalid, or the layout requires a mask and ``mask`` is None.
         """
         ...
 
     def indices(
         self, n: int, seq_len: int, mask: MaskSpec | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return each rank's global positions, in the order of its local rows."""
+        """Return each rank's positions as integers.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Attention mask, as for `chunks`.
+
+        Returns:
+            For each rank, the positions of its local rows, in order.
+
+        Raises:
+            InputError: As from `chunks`.
+        """
         chunks = self.chunks(n, seq_len, mask)
         return tuple(tuple(i for chunk in rank for i in chunk) for rank in chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Contiguous(Layout):
-    """Rank ``r`` holds the ``r``-th stretch, cut as ``torch.chunk`` and ``Shard`` cut.
+    """Rank ``r`` holds the ``r``-th block of positions, as ``torch.chunk`` and ``Shard`` split.
 
-    Every stretch has ``ceil(seq_len / n)`` positions but the last ones, which may be shorter or
-    empty. Under a causal mask the last rank has nearly twice the mean work.
+    Each block has ``ceil(seq_len / n)`` positions. The last blocks may be shorter or empty. With a
+    causal mask, the last rank has nearly twice the mean work.
+
+    Examples:
+        >>> Contiguous().chunks(2, 8)
+        ((range(0, 4),), (range(4, 8),))
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return one range per rank."""
+        """Return at most one range per rank.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Not used.
+
+        Returns:
+            For each rank, its block. An empty block gives no range.
+
+        Raises:
+            InputError: ``n`` or ``seq_len`` is no valid size.
+        """
         check_size(n, seq_len)
         length = -(-seq_len // n)
         pieces = cut(min(rank * length, seq_len) for rank in range(n + 1))
@@ -57,14 +103,31 @@ class Contiguous(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Zigzag(Layout):
-    """Of ``2n`` chunks rank ``r`` holds chunks ``r`` and ``2n - 1 - r``: equal causal work.
+    """Splits the sequence into ``2n`` chunks; rank ``r`` holds chunks ``r`` and ``2n - 1 - r``.
 
-    Where ``2n`` does not divide ``seq_len`` the first chunks are one longer (``array_split``), and
-    ranks differ by one position at most. The cut is that of Llama 3 (arXiv 2407.21783, 3.3.2).
+    With a causal mask, all ranks have equal work. If ``2n`` does not divide ``seq_len``, the first
+    chunks are one position longer, as in ``torch.tensor_split``, and ranks differ by at most one
+    position. Llama 3 uses this split (arXiv 2407.21783, section 3.3.2).
+
+    Examples:
+        >>> Zigzag().chunks(2, 8)
+        ((range(0, 2), range(6, 8)), (range(2, 6),))
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return up to two ranges per rank, ascending."""
+        """Return at most two ranges per rank.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Not used.
+
+        Returns:
+            For each rank, its two chunks in ascending order. Neighbouring chunks are joined.
+
+        Raises:
+            InputError: ``n`` or ``seq_len`` is no valid size.
+        """
         check_size(n, seq_len)
         pieces = cut(even_edges(0, seq_len, 2 * n))
         return gathered(
@@ -75,14 +138,33 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True, slots=True)
 class PerDocument(Layout):
-    """Each document in zigzag over all ranks: even work, at the price of much traffic.
+    """Splits each document in zigzag over all ranks: equal work, but much communication.
 
-    Document ``d`` at ``[a, b)`` is cut at ``a + (b - a) i // 2n``, so that no padding is needed.
-    Its first chunk goes to rank ``d % n``, so that short documents do not all fall to one rank.
+    A document at positions ``[a, b)`` is split at ``a + (b - a) * i // 2n``, so it needs no
+    padding. The first chunk of document ``d`` goes to rank ``d % n``, so the chunks of short
+    documents spread over all ranks. All rows of the batch must have the same documents.
+
+    Examples:
+        >>> mask = MaskSpec(causal=True, cu_seqlens=(0, 4, 8))
+        >>> PerDocument().chunks(2, 8, mask)[0]
+        (range(0, 1), range(3, 4), range(5, 7))
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return up to two ranges per document and rank."""
+        """Return at most two ranges per document and rank.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Attention mask. Required.
+
+        Returns:
+            For each rank, its chunks of all documents in ascending order.
+
+        Raises:
+            InputError: ``mask`` is None or no `MaskSpec`, it has different documents in each row of
+                the batch, or a size is invalid.
+        """
         check_size(n, seq_len)
         mask = check_given(mask, self)
         if len(mask.ends) > 1:
@@ -115,11 +197,23 @@ def _per_document(n: int, documents: Ranges) -> Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Greedy(Layout):
-    """Chunks of equal length, each given in turn to the rank with the least work so far.
+    """Splits the sequence into equal chunks and balances their work over the ranks.
 
-    There are ``n * chunks_per_rank`` chunks, cut as ``torch.chunk`` cuts. The chunk with the most
-    visible pairs comes first (longest processing time; Graham 1969, SIAM J. Appl. Math. 17); no
-    rank gets more than ``chunks_per_rank``, and ties go to the lowest rank.
+    There are ``n * chunks_per_rank`` chunks, split as ``torch.chunk`` splits. The work of a chunk
+    is its number of visible query-key pairs. The chunk with the most work is assigned first; each
+    chunk goes to the rank with the least work so far (longest processing time first, Graham 1969,
+    SIAM J. Appl. Math. 17). Ties go to the lowest rank.
+
+    Args:
+        chunks_per_rank: Largest number of chunks per rank. More chunks balance the work better and
+            need more communication. Defaults to 8.
+
+    Raises:
+        InputError: ``chunks_per_rank`` is no int of at least 1.
+
+    Examples:
+        >>> Greedy(chunks_per_rank=2).chunks(2, 8, MaskSpec(causal=True))
+        ((range(0, 2), range(6, 8)), (range(2, 6),))
     """
 
     chunks_per_rank: int = 8
@@ -132,7 +226,19 @@ class Greedy(Layout):
             )
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return up to ``chunks_per_rank`` ranges per rank."""
+        """Return at most ``chunks_per_rank`` ranges per rank.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Attention mask. Required.
+
+        Returns:
+            For each rank, its chunks in ascending order. Neighbouring chunks are joined.
+
+        Raises:
+            InputError: ``mask`` is None or no `MaskSpec`, or a size is invalid.
+        """
         check_size(n, seq_len)
         return _greedy(n, seq_len, check_given(mask, self), self.chunks_per_rank)
 
@@ -154,12 +260,25 @@ def _greedy(n: int, seq_len: int, mask: MaskSpec, chunks_per_rank: int) -> Chunk
 
 @dataclass(frozen=True, slots=True)
 class Auto(Layout):
-    """The plainest layout within 2 % of the least cost: the slowest rank's pairs and fetched rows.
+    """Chooses the simplest layout whose cost is within 2 % of the lowest cost.
 
-    ``pairs_per_row`` says how many query-key pairs take the time in which one row of keys and
-    values comes from another rank, forward and backward. On accelerators that is about the ratio of
-    arithmetic per second to bytes per second, over twice the number of query heads per kv head.
-    Raises `InputError` for what is no finite number of at least 0.
+    The candidates are ``Contiguous()``, ``Zigzag()``, ``Greedy(4)``, ``Greedy(8)`` and
+    ``PerDocument()``, simplest first. `PerDocument` is skipped if the rows of the batch have
+    different documents. The cost of a layout is the cost of its slowest rank: the visible query-key
+    pairs, plus ``pairs_per_row`` for each row of keys and values that the rank fetches.
+
+    Args:
+        pairs_per_row: Cost of fetching one row of keys and values, as a number of query-key pairs
+            that take the same time, forward and backward. On accelerators, a good value is the
+            operations per second over the bytes per second, divided by twice the number of query
+            heads per KV head. Defaults to 256.
+
+    Raises:
+        InputError: ``pairs_per_row`` is negative or not finite.
+
+    Examples:
+        >>> Auto().choice(4, 1024, MaskSpec(causal=True))
+        Zigzag()
     """
 
     pairs_per_row: float = 256.0
@@ -172,12 +291,36 @@ class Auto(Layout):
             )
 
     def choice(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Layout:
-        """Return the layout that is taken."""
+        """Return the layout that `chunks` uses.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Attention mask. Required.
+
+        Returns:
+            One of the candidates.
+
+        Raises:
+            InputError: ``mask`` is None or no `MaskSpec`, or a size is invalid.
+        """
         check_size(n, seq_len)
         return _cheapest(n, seq_len, check_given(mask, self), self.pairs_per_row)
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return the chunks of the layout that is taken."""
+        """Return the chunks of the chosen layout.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Attention mask. Required.
+
+        Returns:
+            For each rank, its ranges in ascending order.
+
+        Raises:
+            InputError: ``mask`` is None or no `MaskSpec`, or a size is invalid.
+        """
         return self.choice(n, seq_len, mask).chunks(n, seq_len, mask)
 
 
@@ -222,13 +365,23 @@ def rows_fetched(held: tuple[range, ...], mask: MaskSpec, seq_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pinned(Layout):
-    """``layout`` as ``mask`` cuts it, whatever mask the rows are attended with.
+    """Splits the sequence as ``layout`` does for a fixed mask, whatever mask the attention uses.
 
-    `Greedy`, `PerDocument` and `Auto` cut by the mask that they are given, so that a model whose
-    layers have several masks, as windows in some and none in others, must cut by one of them and
-    give every layer that same cut. Attention with any layout refuses rows that another layer took
-    for those of another cut, where there are gradients to tell. A function of the mask is left out,
-    as layouts do not follow it. Raises `InputError` for what is no layout or mask.
+    `Greedy`, `PerDocument` and `Auto` split by the mask that they receive. If the layers of a model
+    have different masks, for example a window in some layers, these layouts would split each layer
+    differently. Give all layers the same ``Pinned`` instead.
+
+    Args:
+        layout: Layout to apply.
+        mask: Mask for ``layout``. Its ``mask_mod`` is dropped, because layouts ignore it.
+
+    Raises:
+        InputError: ``layout`` is no `Layout`, or ``mask`` is no `MaskSpec`.
+
+    Examples:
+        >>> layout = Pinned(Greedy(2), MaskSpec(causal=True))
+        >>> layout.chunks(2, 8, MaskSpec(causal=True, window=2))
+        ((range(0, 2), range(6, 8)), (range(2, 6),))
     """
 
     layout: Layout
@@ -241,7 +394,19 @@ class Pinned(Layout):
         object.__setattr__(self, "mask", self.mask.rest)
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return the chunks of the layout under its own mask."""
+        """Return the chunks of the layout for the fixed mask.
+
+        Args:
+            n: Number of ranks.
+            seq_len: Length of the whole sequence, in positions.
+            mask: Not used.
+
+        Returns:
+            For each rank, its ranges in ascending order.
+
+        Raises:
+            InputError: As from the ``chunks`` of the layout.
+        """
         return self.layout.chunks(n, seq_len, self.mask)
 
 

@@ -20,27 +20,43 @@ MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskSpec:
-    """The attention mask as a rule on global positions.
+    """The attention mask, as a rule on positions in the whole sequence.
 
-    ``causal``: query ``i`` sees key ``j`` where ``j <= i``. ``window`` of ``w``: where
-    ``i - w < j <= i`` if causal, else where ``|i - j| < w``. ``cu_seqlens``: packed documents end
-    at these positions, from 0 to the length of the sequence, and see only themselves; a tuple of
-    such tuples has the documents of each row of the batch, which all rows share otherwise. So far
-    every query sees at least its own position.
+    All given arguments apply together. Without ``mask_mod``, every query sees at least its own
+    position.
 
-    ``mask_mod(b, h, q_idx, kv_idx)`` hides more, as a mask function of FlexAttention does: a query
-    sees the keys that all the rest shows and for which it returns True. ``b`` is the row of the
-    batch, ``h`` the query head of all heads, the indices are positions in the whole sequence, all
-    of them tensors without dims; tensors that the function reads are on the device of q. It must
-    say the same on every rank and every time. The output of a query that sees no key is 0, and its
-    log-sum-exp minus infinity. Layouts and balance follow the rest of the mask. Plans are kept for
-    the function object: make it once and not in every call.
+    Args:
+        causal: If True, query ``i`` sees key ``j`` only if ``j <= i``.
+        window: Size ``w`` of a sliding window. Query ``i`` sees key ``j`` if ``i - w < j <= i``
+            with ``causal=True``, else if ``|i - j| < w``. Defaults to None: no window.
+        cu_seqlens: Boundaries of packed documents, ascending from 0 to the length of the sequence.
+            Documents do not see each other. A tuple of ints applies to all rows of the batch. A
+            tuple of such tuples gives the boundaries of each row. Defaults to None: one document.
+        mask_mod: Function that hides more pairs, as in FlexAttention:
+            ``mask_mod(b, h, q_idx, kv_idx)`` returns True if the query sees the key. The arguments
+            are tensors without dimensions: row of the batch, query head among all heads, and
+            positions in the whole sequence. Defaults to None.
 
-    Raises `InputError` for other values.
+    Raises:
+        InputError: A value has the wrong type, ``window`` is below 1, or ``cu_seqlens`` does not
+            ascend from 0.
 
-    Example:
-        >>> prefix = torch.tensor([5, 9])  # of each row of the batch
-        >>> MaskSpec(causal=False, mask_mod=lambda b, h, q, k: (k <= q) | (k < prefix[b]))
+    Examples:
+        >>> MaskSpec(causal=True, window=4096)  # sliding window
+        MaskSpec(causal=True, window=4096, cu_seqlens=None, mask_mod=None)
+        >>> packed = MaskSpec(causal=True, cu_seqlens=(0, 300, 1024))  # two documents
+        >>> prefix = torch.tensor([5, 9])  # prefix length of each row of the batch
+        >>> prefix_lm = MaskSpec(
+        ...     causal=False, mask_mod=lambda b, h, q, k: (k <= q) | (k < prefix[b])
+        ... )
+
+    Note:
+        - ``mask_mod`` must return the same values on every rank and in every call. The tensors that
+          it reads must be on the device of ``q``.
+        - A query that sees no key has the output 0 and the log-sum-exp minus infinity.
+        - Layouts and load balance ignore ``mask_mod``.
+        - Plans are cached by the function object of ``mask_mod``. Create the function once, not in
+          every call.
     """
 
     causal: bool
@@ -74,24 +90,24 @@ class MaskSpec:
 
     @property
     def rest(self) -> "MaskSpec":
-        """Return the mask without its function."""
+        """This mask without ``mask_mod``."""
         return self if self.mask_mod is None else replace(self, mask_mod=None)
 
     @property
     def ends(self) -> tuple[tuple[int, ...], ...]:
-        """Return where documents end, of each row of the batch or once for all; empty without."""
+        """Document boundaries of each row of the batch, or one tuple for all rows, or empty."""
         if self.cu_seqlens is None:
             return ()
         return self.cu_seqlens if self.per_row else (self.cu_seqlens,)  # type: ignore[return-value]
 
     @property
     def per_row(self) -> bool:
-        """Return whether each row of the batch has its documents."""
+        """True if ``cu_seqlens`` has separate boundaries for each row of the batch."""
         return self.cu_seqlens is not None and isinstance(self.cu_seqlens[0], tuple)
 
     @property
     def rows(self) -> "tuple[MaskSpec, ...]":
-        """Return the mask of each row of the batch, or once for all."""
+        """One mask for each row of the batch; only this mask if all rows share it."""
         if len(self.ends) < 2:
             return (self,)
         # Not kept with a function, which a cache is not to keep alive.
@@ -99,14 +115,22 @@ class MaskSpec:
 
     @property
     def band(self) -> Band:
-        """Return the least and the greatest ``j - i`` that is seen, None where there is none."""
+        """Smallest and largest visible ``j - i`` for query ``i`` and key ``j``, or None if open."""
         reach = None if self.window is None else self.window - 1
         return (None if reach is None else -reach), (0 if self.causal else reach)
 
     def documents(self, seq_len: int) -> Ranges:
-        """Return the documents' positions, in order, without empty ones.
+        """Return the positions of each document.
 
-        Raises `InputError` where ``cu_seqlens`` are those of another length, or of several rows.
+        Args:
+            seq_len: Length of the whole sequence, in positions.
+
+        Returns:
+            One range per document, in order, without empty documents.
+
+        Raises:
+            InputError: ``cu_seqlens`` does not end at ``seq_len``, or it has the documents of
+                several rows.
         """
         self.check_length(seq_len)
         if len(self.ends) > 1:
@@ -117,7 +141,14 @@ class MaskSpec:
         return _between(self.ends[0] if self.ends else (0, seq_len))
 
     def check_length(self, seq_len: int) -> None:
-        """Raise `InputError` where ``cu_seqlens`` are those of another length."""
+        """Check that ``cu_seqlens`` ends at the length of the sequence.
+
+        Args:
+            seq_len: Length of the whole sequence, in positions.
+
+        Raises:
+            InputError: ``cu_seqlens`` ends at another position.
+        """
         if self.ends and self.ends[0][-1] != seq_len:
             raise InputError(
                 f"cu_seqlens end at {self.ends[0][-1]} but the sequence has {seq_len} positions; "
@@ -125,7 +156,14 @@ class MaskSpec:
             )
 
     def one_behind_the_other(self, seq_len: int) -> "MaskSpec":
-        """Return the mask of all rows of the batch as one sequence."""
+        """Return one mask for all rows of the batch, concatenated to one sequence.
+
+        Args:
+            seq_len: Length of one row, in positions.
+
+        Returns:
+            A mask with the documents of all rows, for ``len(rows) * seq_len`` positions.
+        """
         ends = [row * seq_len + end for row, own in enumerate(self.ends) for end in own[1:]]
         return replace(self, cu_seqlens=(0, *ends))
 

@@ -71,15 +71,40 @@ def _share(q: range, group: int) -> HeadShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """Every rank's blocks, bytes and work; made by `plan_attention`.
+    """The blocks, the communication and the work of every rank, made by `plan_attention`.
 
-    With ``ulysses_degree = u`` each ``u`` neighbouring ranks attend the rows of all of them, each
-    on its share of the heads, and the schedule runs over the ``n / u`` groups: its ranks, which
-    `Block.source` counts, are ``rank // u``. The parts of dK and dV sum in the order in which these
-    ranks meet an owner's keys, which is the same every time but not ascending.
+    With ``ulysses_degree=u``, each group of ``u`` neighbouring ranks attends all rows of the group,
+    and each rank computes a share of the heads. The schedule runs over the ``n / u`` groups and
+    counts them as its ranks: rank ``r`` of the mesh is rank ``r // u`` of the schedule.
 
-    Where each row of the batch has its documents, rows of blocks and of what is fetched count
-    through the batch: a rank's rows of the first row, then of the second.
+    If each row of the batch has its documents, the local rows of blocks and fetches count through
+    the batch: first the local rows of batch row 0, then of batch row 1.
+
+    Attributes:
+        mask: Attention mask.
+        layout: Layout of the sequence.
+        n: Number of ranks that share the sequence.
+        seq_len: Length of the whole sequence, in positions.
+        schedule: Schedule of keys and values.
+        ulysses_degree: Number of neighbouring ranks that exchange heads for rows.
+        keep_kv: True if received keys and values are kept for the backward.
+        load_balance: True if ranks swap half of their queries.
+        batch: Number of rows of the batch.
+        q_heads: Number of query heads of all ranks.
+        kv_heads: Number of KV heads of all ranks.
+        head_size: Head size of queries and keys.
+        value_size: Head size of values and outputs.
+        itemsize: Bytes per element of the tensors.
+        chunks: Positions of each rank.
+        lengths: Number of local rows of each rank.
+        sequences: Number of batch rows that `executed` has concatenated to one sequence, else 1.
+
+    Examples:
+        >>> plan = plan_attention(MaskSpec(causal=True), Zigzag(), n=2, seq_len=16)
+        >>> plan.imbalance(), plan.bytes_received(rank=0)
+        (1.0, 40)
+        >>> plan.fetches(rank=0)  # local rows, by owner
+        {1: (range(0, 8),)}
     """
 
     mask: MaskSpec
@@ -102,33 +127,33 @@ class AttentionPlan:
 
     @property
     def rest(self) -> "AttentionPlan":
-        """Return the plan without the function of its mask."""
+        """This plan without the ``mask_mod`` of its mask."""
         return self if self.mask.mask_mod is None else replace(self, mask=self.mask.rest)
 
     @property
     def executed(self) -> "AttentionPlan":
-        """Return the plan that ranks carry out: this one, or that of all rows as one sequence.
+        """The plan that ranks execute.
 
-        Where each row of the batch has its documents, a batch of ``B`` rows is one sequence of
-        ``B * seq_len`` positions, its ``sequences``, whose cut is that of a row, ``B`` times.
+        It is this plan, unless each row of the batch has its documents. Then a batch of ``B`` rows
+        becomes one sequence of ``B * seq_len`` positions, each row split as before.
         """
         return _with(_executed(self.rest), self.mask.mask_mod) if self.mask.per_row else self
 
     @property
     def row_length(self) -> int:
-        """Return the number of positions of one row of the batch."""
+        """Number of positions of one row of the batch."""
         return self.seq_len // self.sequences
 
     @property
     def row_chunks(self) -> Chunks:
-        """Return how the ranks cut one row of the batch."""
+        """Positions of each rank in one row of the batch."""
         if self.sequences == 1:
             return self.chunks
         return tuple(tuple(c for c in held if c.stop <= self.row_length) for held in self.chunks)
 
     @property
     def groups(self) -> Chunks:
-        """Return the positions whose keys each rank of the schedule holds."""
+        """Positions of the keys that each rank of the schedule holds."""
         u = self.ulysses_degree
         return tuple(
             union(chunk for held in self.chunks[i : i + u] for chunk in held)
@@ -137,7 +162,7 @@ class AttentionPlan:
 
     @property
     def queries(self) -> Chunks:
-        """Return the positions whose rows each rank of the schedule attends."""
+        """Positions of the queries that each rank of the schedule attends."""
         if not self.load_balance:
             return self.groups
         half = cut(range(0, self.seq_len + 1, max(1, self.seq_len // (2 * self.n))))
@@ -148,45 +173,78 @@ class AttentionPlan:
 
     @property
     def ring(self) -> Ring | None:
-        """Return the way keys go around, or None where they come straight from their owner."""
+        """Ring that passes keys and values on; None if each owner sends them directly."""
         return ring_of(self.schedule, self.n // self.ulysses_degree)
 
     @property
     def heads(self) -> tuple[HeadShare, ...]:
-        """Return the heads of each of ``ulysses_degree`` neighbouring ranks."""
+        """Query heads and KV heads of each of ``ulysses_degree`` neighbouring ranks."""
         return split_heads(self.q_heads, self.kv_heads, self.ulysses_degree)
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Return what ``rank`` computes: its own keys first, then others as they come to it.
+        """Return the blocks that a rank computes, in the order of their keys' arrival.
 
-        Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
-        is without keys, but of ``masked`` ones. A rank without positions has no blocks. The
-        function of a mask is asked on the CPU. Gathered keys are attended together: blocks of
-        several sources are one launch there.
+        Blocks are disjoint and cover all visible pairs of the rank's queries. Each row of a block
+        sees at least one of its keys, except in ``masked`` blocks. If the mask has a function, it
+        runs on the CPU. With ``schedule="gather"``, blocks of several sources may share one kernel
+        launch.
+
+        Args:
+            rank: Rank of the mesh, from 0 to ``n - 1``.
+
+        Returns:
+            Blocks with the rank's own keys first. Empty for a rank without positions.
+
+        Raises:
+            InputError: ``rank`` is no int from 0 to ``n - 1``.
         """
         check_rank(rank, self.n)
         by_source = part_of(self.executed, rank // self.ulysses_degree).blocks
         return tuple(block for blocks in by_source.values() for block in blocks)
 
     def fetches(self, rank: int) -> dict[int, Ranges]:
-        """Return the local rows of the other ranks' keys and values that ``rank`` receives.
+        """Return the rows of keys and values that a rank receives from each other rank.
 
-        By source, in the order in which they are used. Direct fetches what the mask shows and
-        nothing more, the other schedules all.
+        With ``schedule="direct"``, these are the rows that the mask shows. With the other
+        schedules, these are all rows.
+
+        Args:
+            rank: Rank of the mesh, from 0 to ``n - 1``.
+
+        Returns:
+            Local rows of each source, as ranges, in the order of their use.
+
+        Raises:
+            InputError: ``rank`` is no int from 0 to ``n - 1``.
         """
         check_rank(rank, self.n)
         fetched = part_of(self.executed, rank // self.ulysses_degree).receive_rows
         return {source: keys for source, keys in fetched.items() if keys}
 
     def bytes_received(self, rank: int) -> int:
-        """Return the bytes that ``rank`` receives in one forward and backward.
+        """Return the number of bytes that a rank receives in one forward and backward.
 
-        Where lengths are equal, with ``U`` bytes of keys and values per rank and ``Q`` of queries
-        (with values of another size: half of queries and outputs):
-        gather ``2 (n - 1) U``, ring ``2 (n - 1) U + (n - 1) U a`` with ``a`` the size of gradients'
-        sums over that of elements, direct three times what it fetches; keys and values kept or
-        fetched again are ``(n - 1) U`` less or more. ``load_balance`` adds ``2 Q``; Ulysses moves
-        ``2 (n - 1) / n (2 Q + U)``, with each kv head counted for each rank that reads it.
+        The table holds for ranks of equal length. ``U`` is the size of one rank's keys and values
+        in bytes, ``Q`` the mean size of its queries and outputs, and ``a`` the element size of
+        gradient sums over the element size of the tensors.
+
+        | mode | bytes |
+        |---|---|
+        | gather | ``2 (n - 1) U`` |
+        | ring, double ring | ``2 (n - 1) U + (n - 1) U a`` |
+        | direct | 3 times the fetched rows |
+        | another ``keep_kv`` than the default | ``(n - 1) U`` less if True, more if False |
+        | ``load_balance`` | ``2 Q`` more |
+        | Ulysses | ``2 (n - 1) / n (2 Q + U)``; a KV head counts once for each rank that reads it |
+
+        Args:
+            rank: Rank of the mesh, from 0 to ``n - 1``.
+
+        Returns:
+            Bytes received by all collectives of one attention.
+
+        Raises:
+            InputError: ``rank`` is no int from 0 to ``n - 1``.
         """
         check_rank(rank, self.n)
         if (plan := self.executed) is not self:
@@ -201,9 +259,13 @@ class AttentionPlan:
         return (self._exchanged_rows(rank) * both + keys + halves) * element
 
     def imbalance(self) -> float:
-        """Return the most work of a rank over the mean work; 1 is perfect, and that of no work.
+        """Return the largest work of a rank divided by the mean work.
 
-        Of the mask without its function.
+        The work is the number of visible query-key pairs times the number of heads, without
+        ``mask_mod``.
+
+        Returns:
+            1.0 if all ranks have equal work or if there is no work.
         """
         pairs = [pairs_of(rows, self.mask, self.seq_len) for rows in self.queries]
         heads = [len(share.q) for share in self.heads]
@@ -211,7 +273,12 @@ class AttentionPlan:
         return max(work) * self.n / sum(work) if sum(work) else 1.0
 
     def explain(self) -> str:
-        """Return the plan as text: what it is, then each rank's rows, work, bytes and blocks."""
+        """Describe the plan in text.
+
+        Returns:
+            One line for the plan, then one line per rank: rows, pairs, bytes received, fetched rows
+            and blocks.
+        """
         layout = repr(self.layout)
         if isinstance(self.layout, Auto):
             layout += f" -> {self.layout.choice(self.n, self.seq_len, self.mask.rest)!r}"
@@ -480,17 +547,48 @@ def plan_attention(
     value_size: int | None = None,
     itemsize: int = 1,
 ) -> AttentionPlan:
-    """Return the plan of one attention over ``seq_len`` positions on ``n`` ranks; pure.
+    """Plan one attention: the blocks, the communication and the work of every rank.
 
-    ``layout=None`` means `Contiguous`. ``keep_kv`` keeps others' keys and values for the backward
-    instead of fetching them again; None does so for gather alone. ``load_balance`` swaps half of
-    each rank's queries with the rank at the other end. Head counts are those of all heads a rank
-    holds before any exchange, by default one per Ulysses rank; ``head_size`` is that of queries and
-    keys, ``value_size`` that of values and outputs, None the same, and ``itemsize`` (bytes) that of
-    every tensor. Raises `InputError` for degrees that ranks or heads do not allow, a mask
-    that is no `MaskSpec` of this length, an unknown schedule, a layout that is none or does not
-    partition the sequence, and sizes and flags that are none. So do the plan's methods for a rank
-    that is none of ``n``.
+    The function is pure: it needs neither torch nor a process group. The latest 16 plans are
+    cached.
+
+    Args:
+        mask: Attention mask.
+        layout: Layout of the sequence. None means `Contiguous`.
+        n: Number of ranks that share the sequence.
+        seq_len: Length of the whole sequence, in positions.
+        schedule: ``"direct"``, ``"gather"``, ``"ring"``, ``"double_ring"`` or a `DoubleRing`, as
+            for `context_parallel_attention`. Defaults to ``"direct"``.
+        ulysses_degree: Number of neighbouring ranks that exchange heads for rows. It must divide
+            ``n``. Defaults to 1: none.
+        keep_kv: If True, received keys and values are kept for the backward. If False, the backward
+            fetches them again. Defaults to None: True for ``"gather"``, else False.
+        load_balance: If True, each rank swaps half of its queries, as in `ContextParallel`.
+            Defaults to False.
+        batch: Number of rows of the batch. Defaults to 1.
+        q_heads: Number of query heads of all ranks. Defaults to ``ulysses_degree``.
+        kv_heads: Number of KV heads of all ranks. Defaults to ``q_heads``.
+        head_size: Head size of queries and keys. Defaults to 1.
+        value_size: Head size of values and outputs. Defaults to ``head_size``.
+        itemsize: Bytes per element of the tensors. Defaults to 1.
+
+    Returns:
+        The plan of all ranks.
+
+    Raises:
+        InputError: An argument has the wrong type or an invalid value, the mask has another length
+            or another batch size, the layout does not partition the sequence, or a degree does not
+            fit the ranks or the heads.
+
+    Examples:
+        >>> plan = plan_attention(
+        ...     MaskSpec(causal=True), Zigzag(), n=4, seq_len=64, q_heads=8, kv_heads=2
+        ... )
+        >>> plan.imbalance()
+        1.0
+        >>> print(plan.explain())
+        Zigzag(), MaskSpec(causal=True, ...), n=4, seq_len=64, ...
+        rank 0: 16 rows, 520 pairs, ...
     """
     given = (mask, layout, n, seq_len, schedule, ulysses_degree, keep_kv, load_balance, batch)
     sizes = (q_heads, kv_heads, head_size, value_size, itemsize)

@@ -12,12 +12,24 @@ ScheduleName = Literal["gather", "direct", "ring", "double_ring"]
 
 @dataclass(frozen=True, slots=True)
 class DoubleRing:
-    """Rings of ``inner`` neighbouring ranks, and a ring of these rings.
+    """A schedule of two levels: rings of ``inner`` neighbouring ranks, and a ring of these rings.
 
-    Keys go around an inner ring once for each hop between rings, which has that long to arrive
-    (LoongTrain, arXiv 2406.18485, section 4.3): with ``inner`` the ranks of a node, one hop in
-    ``inner`` crosses nodes. ``inner=None`` is the greatest divisor up to the square root.
-    Raises `InputError` for what is no number of ranks.
+    Keys and values go around the inner ring once for each hop between rings, so a hop can take as
+    long as one round (LoongTrain, arXiv 2406.18485, section 4.3). If ``inner`` is the number of
+    ranks per node, only one hop in ``inner`` crosses nodes.
+
+    Args:
+        inner: Number of ranks per inner ring. It must divide the number of ranks of the schedule.
+            Defaults to None: the largest divisor up to the square root.
+
+    Raises:
+        InputError: ``inner`` is no int of at least 1. If it does not divide the ranks,
+            `plan_attention` and the attention raise the error.
+
+    Examples:
+        >>> schedule = DoubleRing(inner=4)
+        >>> plan_attention(MaskSpec(causal=True), Zigzag(), n=8, seq_len=64, schedule=schedule).ring
+        Ring(n=8, inner=4)
     """
 
     inner: int | None = None

@@ -322,10 +322,13 @@ class Returns(Protocol):
     """
 
     def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:
-        """Take the gradients of the rows of ``source`` that were fetched; None where nothing was
-        computed with them.
+        """Add this rank's gradients of the rows fetched from ``source``.
 
-        ``spent`` are these rows where nobody needs them any more: others may be put in their place.
+        Args:
+            source: Rank of the schedule that owns the rows.
+            share: Gradients of the rows; None if no block used them.
+            spent: Keys and values of the rows if nothing needs them any more. Their memory may be
+                reused.
         """
         ...
 

@@ -32,17 +32,32 @@ IGNORED = -100  # what torch.nn.functional.cross_entropy leaves out by default
 def shard_sequence(
     tree: Any, mesh: AxisMesh, layout: Layout | None, seq_dim: Any, mask: MaskSpec | None = None
 ) -> Any:
-    """Return ``tree`` with every tensor cut to this rank's positions along ``seq_dim``.
+    """Copy this rank's positions of every tensor in a tree.
 
-    Tensors hold the whole sequence, the same on every rank. They may be in lists, tuples,
-    mappings, dataclasses and types that are registered with torch's pytree, which keep their type;
-    other leaves pass. ``layout=None`` means `Contiguous`. ``seq_dim`` is an int, or where tensors
-    have the sequence in different dims a tree of ints, built as ``tree`` is. Results are
-    contiguous tensors with memory of their own, on every rank, also where there is only one.
-    Communicates nothing. Raises `InputError` for DTensors, arrays that are no tensors, containers
-    of other types that hold tensors, a tree of values without any tensor, a tensor without that dim
-    and a ``seq_dim`` that is neither, for a layout that is no `Layout`, needs the
-    mask or makes no partition, and for a mask of another length.
+    Communicates nothing. Every rank passes the same whole tensors.
+
+    Args:
+        tree: A tensor, or lists, tuples, mappings, dataclasses and registered pytree types of
+            tensors. They keep their types. Leaves that are no tensors are returned unchanged.
+        mesh: Mesh of the ranks that share the sequence, of one or two axes.
+        layout: Positions of each rank. None means `Contiguous`.
+        seq_dim: Dim of the sequence: one int for all tensors, or a tree of ints with the structure
+            of ``tree``.
+        mask: Attention mask. Required by layouts that follow the mask. Defaults to None.
+
+    Returns:
+        ``tree`` with this rank's rows, in new contiguous tensors, also if there is only one rank.
+
+    Raises:
+        InputError: ``tree`` has no tensors, or it has DTensors, arrays of other libraries or
+            unknown containers of tensors; a tensor has no such dim; the layout or the mask is
+            invalid, or the mask has another length. Ranks with equal arguments raise together.
+
+    Examples:
+        >>> batch = {"tokens": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+        >>> local = shard_sequence(batch, mesh, Zigzag(), seq_dim=1)
+        >>> local["tokens"].shape[1] == 8 // mesh.size()
+        True
     """
     n, rank = place_of(mesh)
     layout = checked_layout(layout)
@@ -71,43 +86,48 @@ def unshard_sequence(
     replicated_loss: bool = False,
     collectives: Collectives | None = None,
 ) -> Any:
-    """Gather every tensor of ``tree`` along ``seq_dim``: all ranks get the whole sequence.
+    """Gather every tensor of a tree along the sequence: all ranks get the whole sequence.
 
-    Per tensor and axis: one all-gather if local lengths are equal, else sends from each rank to
-    each. Differentiable.
+    The function is differentiable. Each tensor needs, per mesh axis, one all-gather, or sends
+    between all ranks if local lengths differ.
 
     Args:
         tree: Tensors with this rank's rows, in containers as for `shard_sequence`.
-        mesh: The ranks that share the sequence.
-        layout: That of `shard_sequence`.
-        seq_dim: That of `shard_sequence`.
-        mask: That of `shard_sequence`.
-        seq_len: The whole length, in tokens. None means where the mask's documents end, else the
-            local length times the number of ranks, which then compare their lengths as in
-            `context_parallel_attention`.
-        replicated_loss: Whether every rank computes the same loss from the whole tensor. True: it
-            does, as DPO and GRPO do from log-probabilities. Backward takes this rank's rows of its
-            own gradient and communicates nothing; sum the gradients of parameters over the mesh.
-            False: each rank computes its own part of the loss. Backward sums the ranks' gradients
-            and takes this rank's rows: one reduce-scatter per tensor and axis if lengths are equal,
-            else one all-to-all. With False and a replicated loss, gradients are ``n`` times too
-            large on ``n`` ranks.
-        collectives: As for `context_parallel_attention`.
+        mesh: Mesh of the ranks that share the sequence, as for `shard_sequence`.
+        layout: Layout of `shard_sequence`. None means `Contiguous`.
+        seq_dim: Dim of the sequence, as for `shard_sequence`.
+        mask: Mask of `shard_sequence`. Defaults to None.
+        seq_len: Length of the whole sequence, in positions. Defaults to None: the end of the mask's
+            documents, else the local length times the number of ranks, which then compare their
+            lengths as in `context_parallel_attention`.
+        replicated_loss: Whether every rank computes the same loss from the whole tensor. Defaults
+            to False.
+
+            - True: every rank computes the same loss, as DPO and GRPO do from log-probabilities.
+              The backward takes this rank's rows of its gradient and communicates nothing. Sum the
+              gradients of parameters over ``mesh``.
+            - False: each rank computes its part of the loss. The backward sums the gradients of all
+              ranks: one reduce-scatter per tensor and axis, or one all-to-all if lengths differ.
+              With a replicated loss, gradients are then ``n`` times too large on ``n`` ranks.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Returns:
         ``tree`` with whole tensors, in the order of positions.
 
     Raises:
-        InputError: Before any communication: the errors of `shard_sequence`, documents that do not
-            end at ``seq_len``, or a ``replicated_loss`` that is no bool. On one rank only: a tensor
-            whose length is not the one that the layout gives. On every rank, after their
-            comparison: lengths that differ while the whole length is inferred.
+        InputError: As from `shard_sequence`, and:
 
-    Example:
+            - documents do not end at ``seq_len``, or ``replicated_loss`` is no bool: before
+              communication;
+            - a tensor has another length than the layout gives: on this rank only;
+            - lengths differ while the whole length is inferred: on all ranks, after their
+              comparison.
+
+    Examples:
         >>> whole = unshard_sequence(
-        ...     log_probs, mesh["cp"], Zigzag(), 1, seq_len=4096, replicated_loss=True
+        ...     log_probs, mesh, Zigzag(), seq_dim=1, seq_len=4096, replicated_loss=True
         ... )
-        >>> dpo_loss(whole).backward()  # then sum gradients over mesh["cp"]
+        >>> whole.sum().backward()  # then sum the gradients of parameters over the mesh
     """
     if type(replicated_loss) is not bool:
         raise InputError(
@@ -174,34 +194,38 @@ def sharded_buffers(
     mask: MaskSpec | None = None,
     keep: Iterable[Tensor] = (),
 ) -> Iterator[None]:
-    """Cut tensors to this rank's positions in place, for the duration of a ``with`` block.
+    """Shard tensors in place along the sequence inside a ``with`` block.
 
-    For what a model reads beside its parameters: inputs, labels, tables of rotary embeddings,
-    positions. Inside each buffer is the same tensor object with this rank's rows, in contiguous
-    memory of its own, so that modules and callers that hold it see the cut. Afterwards, also after
-    an exception, it is whole again: the same memory, which the block did not touch, with the same
-    shape and strides. Communicates nothing, and copies nothing but the cut. Views that were made
-    before stay whole. A backward runs inside the block: one outside that needs a buffer raises
-    torch's error for tensors that were changed in place.
+    Use it for tensors that a model holds, for example tables of rotary embeddings, and for inputs.
+    Inside the block, each buffer is the same tensor object with this rank's rows in new contiguous
+    memory. After the block, also after an exception, it has its whole memory again, unchanged.
+    Communicates nothing.
 
     Args:
-        mesh: The context parallel ranks, as in `shard_sequence`.
+        mesh: Mesh of the ranks that share the sequence, as for `shard_sequence`.
         buffers: Plain dense tensors without gradients, whole and the same on every rank.
-        seq_dims: The dim of the sequence, one for all buffers or one for each.
-        layout: None means `Contiguous`.
-        mask: For layouts that follow it.
-        keep: Those of ``buffers`` that stay cut after the block; their whole memory is let go. If
-            the cut fails they are whole again too.
+        seq_dims: Dim of the sequence: one int for all buffers, or one int for each.
+        layout: Positions of each rank. Defaults to None: `Contiguous`.
+        mask: Attention mask. Required by layouts that follow the mask. Defaults to None.
+        keep: Tensors of ``buffers`` that stay sharded after the block. Their whole memory is freed.
+            If sharding fails, they are restored too. Defaults to none.
+
+    Yields:
+        Nothing. Use the buffers.
 
     Raises:
-        InputError: Buffers that are no list of such tensors, are listed twice, share memory with
-            each other, are cut by an enclosing block, or have no such dim; other than one dim for
-            each; ``keep`` with a tensor that is not listed; what is no mesh, or one of
-            more than two axes; and as `shard_sequence`. Before any buffer changes.
+        InputError: Before any buffer changes: ``buffers`` is no list or tuple; a buffer is no plain
+            dense tensor, requires gradients, is listed twice, shares memory with another one, is
+            sharded by an enclosing block or has no such dim; ``seq_dims`` has another length;
+            ``keep`` has a tensor that is not in ``buffers``; or as from `shard_sequence`.
 
-    Example:
+    Examples:
         >>> with sharded_buffers(mesh, [tokens, labels, rope], [1, 1, 0], layout=Zigzag()):
         ...     loss(model(tokens), labels).backward()
+
+    Note:
+        Run the backward inside the block: outside, torch raises an error for tensors that changed
+        in place. Views that were created before the block stay whole.
     """
     n, rank = place_of(mesh)
     layout = checked_layout(layout)
@@ -306,11 +330,29 @@ def position_ids(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return the positions of this rank's rows, ``int64 [rows]``; communicates nothing.
+    """Return the positions of this rank's rows, for example for rotary embeddings.
 
-    They count from the start of the sequence, or of each document where the mask has some:
-    ``[batch, rows]`` where it has those of each row of the batch. Raises `InputError` as
-    `shard_sequence` does.
+    Positions count from the start of the sequence, or from the start of each document if the mask
+    has documents. Communicates nothing.
+
+    Args:
+        mesh: Mesh of the ranks that share the sequence, as for `shard_sequence`.
+        layout: Layout of `shard_sequence`. None means `Contiguous`.
+        seq_len: Length of the whole sequence, in positions.
+        mask: Attention mask. Required for documents and by layouts that follow the mask. Defaults
+            to None.
+        device: Device of the result. Defaults to the default device.
+
+    Returns:
+        int64 tensor ``[rows]``, or ``[batch, rows]`` if each row of the batch has its documents.
+
+    Raises:
+        InputError: The mesh, the layout, the mask or the length is invalid. Ranks with equal
+            arguments raise together.
+
+    Examples:
+        >>> position_ids(mesh, Zigzag(), 6, MaskSpec(causal=True, cu_seqlens=(0, 4, 6)))  # one rank
+        tensor([0, 1, 2, 3, 0, 1])
     """
     n, rank = place_of(mesh)
     chunks = checked_chunks(layout, n, seq_len, mask)
@@ -387,14 +429,29 @@ def check_local(name: str, x: object) -> None:
 def shift_labels(
     labels: Tensor, mask: MaskSpec | None = None, *, seq_dim: int = -1, ignored: int = IGNORED
 ) -> Tensor:
-    """Return a copy that holds at each position the label of the next, ``ignored`` at the end.
+    """Shift labels to the left by one, so that each position has the label of the next token.
 
-    With a mask of packed documents each document's last label is ignored; where it has those of
-    each row of the batch, labels are ``[batch, sequence]`` or the other way round. For whole
-    sequences, before `shard_sequence`: a rank's last label belongs to another rank. Raises
-    `InputError` for labels that are no tensor with that dim or these rows, or whose dtype has no
-    ``ignored``, and for a mask that is no `MaskSpec` or whose documents are those of
-    another length.
+    Call it on whole sequences, before `shard_sequence`, because the last label of a rank belongs to
+    another rank. The last position of the sequence, and of each document, gets ``ignored``.
+
+    Args:
+        labels: Labels of whole sequences, of any shape with the sequence at ``seq_dim``. If each
+            row of the batch has its documents, ``[batch, sequence]`` or ``[sequence, batch]``.
+        mask: Mask with the documents. Defaults to None: one document.
+        seq_dim: Dim of the sequence. Defaults to -1.
+        ignored: Label that the loss ignores. Defaults to -100, as in ``cross_entropy``.
+
+    Returns:
+        A new tensor with the shape and dtype of ``labels``.
+
+    Raises:
+        InputError: ``labels`` is no plain tensor with this dim or these rows, its dtype cannot hold
+            ``ignored``, or the mask is no `MaskSpec` of this length. Ranks with equal arguments
+            raise together.
+
+    Examples:
+        >>> shift_labels(torch.tensor([1, 2, 3, 4]), MaskSpec(causal=True, cu_seqlens=(0, 2, 4)))
+        tensor([   2, -100,    4, -100])
     """
     if not isinstance(labels, Tensor):
         raise InputError(f"labels must be a tensor, got {described(labels)}; use torch.tensor(...)")
@@ -440,13 +497,29 @@ def cp_loss(
     *,
     collectives: Collectives | None = None,
 ) -> Tensor:
-    """Return this rank's share of the mean loss: its sum over the number of tokens of all ranks.
+    """Divide this rank's loss sum by the number of tokens of all ranks.
 
-    ``loss_sum`` sums the loss over this rank's ``n_tokens`` counted tokens. Shares of all ranks of
-    ``loss_mesh`` sum to the mean, so gradients are to be summed, not averaged, over it. One
-    all-reduce of the count per axis, outside autograd. Without any token the share is
-    ``loss_sum``, which is then zero. Raises `InputError`, before it communicates, for a sum that is
-    no tensor, what is no mesh, and a number of tokens that is no integer or an int below zero.
+    The results of all ranks sum to the mean loss. Sum the gradients over ``loss_mesh``; do not
+    average them. Communicates one all-reduce of the token count per axis, outside autograd.
+
+    Args:
+        loss_sum: Sum of the loss over this rank's counted tokens.
+        n_tokens: Number of these tokens, as an int or an integer tensor with one element.
+        loss_mesh: Mesh of all ranks that hold different tokens: context parallel and data parallel.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+
+    Returns:
+        This rank's share of the mean loss. If no rank has tokens, ``loss_sum`` unchanged.
+
+    Raises:
+        InputError: ``loss_sum`` is no plain tensor, ``loss_mesh`` is no mesh, or ``n_tokens`` is no
+            valid count. Raised on this rank before communication; the others wait if their
+            arguments are valid.
+
+    Examples:
+        >>> logits, labels = torch.randn(6, 10), torch.tensor([1, 2, -100, 4, 5, 6])
+        >>> loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+        >>> loss = cp_loss(loss_sum, (labels != -100).sum(), mesh)
     """
     if not isinstance(loss_sum, Tensor):
         raise InputError(

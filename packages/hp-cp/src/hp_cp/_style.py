@@ -55,58 +55,70 @@ from .kernels._interface import PLAIN, AttentionBackend, ScoreOptions
 
 
 class ContextParallel(ParallelStyle):
-    """Make ``forward(q, k, v, ...)`` of a core-attention module attend over all ranks' rows.
+    """Parallel style that makes a core-attention module attend over the rows of all ranks.
 
-    The module is called with this rank's rows of q, k and v and returns this rank's rows. Its
-    forward has the arguments of ``scaled_dot_product_attention``; q, k and v are at positions
-    ``qkv_indices``, or keywords named ``qkv_kwarg_names`` (by default what the forward calls its
-    parameters there). DTensors are taken as their local shards, which must be this rank's rows:
-    sharded on the sequence over the ranks of the mesh, and over other axes at most on the batch or
-    on heads; outputs are plain tensors.
-    ``seq_dim`` and ``head_dim`` are the dims of rows and of heads in q, k and v: 2 and 1 for
-    ``[batch, heads, rows, size]``, as ``scaled_dot_product_attention`` takes them, and 1 and 2 for
-    ``[batch, rows, heads, size]``. They have no default: no shape tells one from the other.
+    Apply it with ``parallelize_module`` to a module with the arguments of
+    ``scaled_dot_product_attention``. The module then takes this rank's rows of q, k and v and
+    returns this rank's rows. DTensor inputs are used as their local shards; they must be sharded on
+    the sequence over the ranks of the mesh, and on other axes only on the batch or on heads.
+    Outputs are plain tensors.
 
-    ``ulysses_degree``: None, the default here where that of `context_parallel_attention` is 1,
-    exchanges sequence for heads over all ranks of a mesh of one axis, or
-    the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
-    heads and the ``schedule`` brings keys and values across the ``n / k`` groups.
-    ``schedule=None`` is "gather", where the default of the function is "direct"; one that is given
-    is refused where all ranks exchange heads and none would run.
-    ``load_balance``, for `Contiguous` rows under ``ulysses_degree=1``, swaps the second
-    half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
-    equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
-    must agree with an ``is_causal`` that the call gives, and with a default of True.
-    ``softcap`` bounds the scores, as that of `context_parallel_attention`.
-    ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
-    where the documents of ``mask`` end, else the local length times the number of ranks, which
-    compare theirs as in `context_parallel_attention`.
+    The arguments decide whether the module's own forward runs:
 
-    The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
-    meet: it then gets the whole sequence of its heads and every other argument untouched, and
-    outputs that are shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
-    `context_parallel_attention`, with the call's ``scale``, replaces it, and the body of the
-    module's forward is not run: a scale of its own, dropout, normalisation of q and k, a transposed
-    output or whatever else it does are lost, without an error. Do that around the core module, pass
-    the scale in the call, or call `context_parallel_attention` in the forward instead of applying
-    the style. A module with parameters is refused. What a replaced forward takes as ``*args`` is
-    read in the order of ``scaled_dot_product_attention``; one that hands on what it gets must be
-    told ``is_causal``, as a bool, by position or by name.
+    - It runs if all ranks exchange heads, the layout is `Contiguous` and ``mask`` is None. It then
+      gets the whole sequence for its share of the heads, and all other arguments unchanged. Outputs
+      shaped like its q, alone or in a tuple or list, are exchanged back.
+    - Otherwise, `context_parallel_attention` replaces it and **the body of the forward does not
+      run**. Its scale, dropout, normalization of q and k, or a transposed output are lost without
+      an error. Do these around the core module, or call `context_parallel_attention` in the forward
+      instead of using the style. A call may pass ``scale``, ``sinks``, and ``dropout_p`` with
+      ``dropout_seed``. A module with parameters is an error. If the forward takes ``*args``, they
+      are read in the order of ``scaled_dot_product_attention``, and calls must pass ``is_causal``
+      unless the style has a mask.
 
-    Where the forward is replaced, a call may give ``sinks``, and a ``dropout_seed`` with its
-    ``dropout_p``, as `context_parallel_attention` takes them.
+    Args:
+        seq_dim: Dim of the rows in q, k and v: 2 for ``[batch, heads, rows, size]``, 1 for
+            ``[batch, rows, heads, size]``.
+        head_dim: Dim of the heads in q, k and v: 1 or 2 in these cases.
+        ulysses_degree: Number of neighbouring ranks that exchange heads for rows. 1 means none. A
+            divisor in between runs the ``schedule`` over the other ranks. Defaults to None: all
+            ranks of a mesh of one axis, or the last axis of a mesh of two.
+        qkv_indices: Positions of q, k and v in the arguments of the forward. Defaults to
+            ``(0, 1, 2)``.
+        qkv_kwarg_names: Keyword names of q, k and v. Defaults to the parameter names at
+            ``qkv_indices``.
+        load_balance: If True, each rank swaps the second half of its queries with rank
+            ``n - 1 - r``, so causal work is equal. Only for `Contiguous`, ``ulysses_degree=1`` and
+            ``"gather"``. Defaults to False.
+        schedule: Schedule of keys and values, as for `context_parallel_attention`. Defaults to
+            None: ``"gather"``. Leave it out if all ranks exchange heads.
+        layout: Positions of each rank. Defaults to None: `Contiguous`.
+        mask: Attention mask. It must agree with ``is_causal`` of a call, and with a default of True
+            in the forward. Defaults to None: ``is_causal`` of each call.
+        backend: Kernel, as for `context_parallel_attention`. Defaults to ``"auto"``.
+        softcap: Bound of the scores, as for `context_parallel_attention`. Defaults to None.
+        seq_len: Length of the whole sequence, in positions. Defaults to None: the length of
+            DTensors over the mesh, else as for `context_parallel_attention`.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
-    Calls raise `InputError` for a dense ``attn_mask``, dropout without a seed, an ``enable_gqa`` of
-    False where the replacement is given grouped heads, arguments that it cannot honour, an
-    ``is_causal`` that is no bool where there is no mask, or not that of the mask, and queries and
-    keys of different lengths, and where gradients lead from these rows to an attention that took
-    them for those of another cut (see `Pinned`); before any communication. A local
-    length that the layout does not give is seen on that rank only, while the others wait. Where the
-    module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
-    after the first exchange, on every rank whose forward did so. The constructor raises
-    `InputError` for a layout that is no `Layout`, a mask that is no `MaskSpec`, dims, positions or
-    names that are not those of q, k and v, and a degree below one, and
-    `BackendError` for a backend that is none or whose name nobody registered before.
+    Raises:
+        InputError: An argument is invalid. Calls of the module raise it before communication, on
+            all ranks if all call it with equal options, for:
+
+            - a dense ``attn_mask``, dropout without a seed, or another argument that has no effect;
+            - ``enable_gqa=False`` with grouped heads if the forward is replaced;
+            - an ``is_causal`` that contradicts the mask, or is no bool if there is no mask;
+            - queries and keys of different lengths, or rows that another layer has split
+              differently.
+
+            A number of rows that the layout does not give raises on this rank only; the others
+            wait. If the module's own forward returns no tensor shaped like its q, this raises after
+            the first exchange, on each rank with such an output.
+        BackendError: ``backend`` is no backend or an unknown name.
+
+    Examples:
+        >>> style = ContextParallel(seq_dim=2, head_dim=1, layout=Zigzag())
+        >>> model = parallelize_module(model, mesh, {"layers.0.attention.core": style})
     """
 
     def __init__(
@@ -170,19 +182,28 @@ class ContextParallel(ParallelStyle):
         )
 
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
-        """Replace ``module.forward`` and return ``module``.
+        """Replace the forward of a module, as ``parallelize_module`` does.
 
-        On other devices than a CPU every rank of the mesh must apply the style: the first one on a
-        group exchanges one element between all of its ranks, which connects them, since some may
-        have nothing to move in the first batch of a call.
+        All ranks of the mesh must apply the style: on devices other than a CPU, the first style on
+        a process group exchanges one element between all of its ranks. With one rank, the forward
+        is replaced under the same conditions as with several; if its own forward would run, the
+        module stays unchanged.
 
-        One rank is served as several are, with any degree, schedule and ``load_balance``: its
-        forward is replaced under the same options, a degree above one counting as that of all
-        ranks, and the module stays as it is where its own forward would run. Raises `InputError`
-        for a mesh of more than two axes or a degree that its size does not allow, for a module that
-        is context parallel already, which one that the style left as it is on one rank is not, and
-        for one whose forward is to be replaced and has no ``is_causal`` where the style has no
-        mask, or defaults or parameters of the module that would be lost.
+        Args:
+            module: Core-attention module. It is changed in place.
+            mesh: Mesh of the ranks that share the sequence: one axis, or two axes
+                ``(outer, ulysses)``.
+
+        Returns:
+            ``module``.
+
+        Raises:
+            InputError: The mesh has more than two axes or does not fit a degree; the module has
+                this style already; or the forward would be replaced, and it has parameters or
+                defaults that would be lost, or no ``is_causal`` while the style has no mask. All
+                ranks raise together before communication.
+            BackendError: The backend does not support the devices of the mesh, or would not be
+                used.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
         options, (n, _) = self.options, place_of(mesh)

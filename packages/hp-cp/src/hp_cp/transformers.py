@@ -1,8 +1,8 @@
 """Context parallelism for models of Hugging Face transformers: `context_parallel`, `shard_batch`.
 
-The attention goes through that library's registry of attention functions. What a call needs, as the
-mesh, is an attribute of the attention modules of one model, so that models with other meshes may
-live beside it. The library is imported when a function is called.
+Attention runs through the registry of attention functions of transformers. The mesh and the other
+settings are attributes of the attention modules of one model, so models with different meshes can
+exist at the same time. transformers is imported on the first call.
 """
 
 import inspect
@@ -76,16 +76,26 @@ _MODELS: WeakKeyDictionary[nn.Module, UnitRanks] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShard:
-    """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
+    """How `shard_batch` has sharded a sequence; an argument that the model passes to its attention.
 
-    ``last_positions``: the largest position id of the whole batch, one for each axis of position
-    ids ``[axes, batch, sequence]``. ``counted``: position ids are those of
-    `shard_batch`, not of the batch.
-    ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
-    ``dropout_seed``: which of the attention weights become zero where a model has dropout.
-    ``rows``: the number of rows of the batch. ``place``: the number of ranks, and this rank's index
-    among them. ``hashes``: hashes of the whole batch and of the position ids, which ranks compare;
-    None skips the comparison.
+    Attributes:
+        layout: Layout of the sequence.
+        mask: Mask with the documents of the batch.
+        seq_len: Length of the whole sequence, in tokens.
+        last_positions: Largest position id of the whole batch, one for each axis of position ids
+            ``[axes, batch, sequence]``.
+        counted: True if `shard_batch` created the position ids, False if the batch had them.
+        padded: True if sequences end with padding, which only causal layers do not see.
+        dropout_seed: Seed for the dropout of attention weights, or None.
+        rows: Number of rows of the batch.
+        place: Number of ranks of the sequence and this rank's index among them.
+        hashes: Hashes of the whole batch and of the position ids, which ranks compare. None skips
+            the comparison.
+
+    Examples:
+        >>> shard = shard_batch({"input_ids": ids}, mesh, Zigzag())["sequence_shard"]
+        >>> shard.seq_len == ids.shape[1]
+        True
     """
 
     layout: Layout
@@ -204,58 +214,72 @@ def context_parallel(
     collectives: Collectives | None = None,
     seq_len: int | None = None,
 ) -> Model:
-    """Let the attention of a transformers model span the ranks of ``mesh``; return the model.
+    """Make the attention of a transformers model span the ranks of a mesh.
 
-    Every attention module that reads the library's attention registry calls
+    Every attention module that reads the attention registry of transformers calls
     `context_parallel_attention` with these arguments. Causality, windows, sinks, soft caps and
-    scales are those of the model's layers. The config's attention implementation is set for the
-    text config of this model, which models made of the same config object share: such a model
-    raises `InputError` until it is given to this function too. Call the model with what
-    `shard_batch` returns. A rank's gradients are those of its share of the loss: sum them over the
-    mesh, do not average (hp-fsdp: ``gradient_reduction="sum"``). Communicates nothing. In the
-    first forward of each of the first 8 batch shapes, the model's first attention compares a hash
-    of the batch between the ranks: one all-reduce over each axis, which the host waits for.
+    scales of the layers stay. Call the model with the result of `shard_batch`. This function
+    communicates nothing.
+
+    A rank's gradients are the gradients of its share of the loss: sum them over the mesh, do not
+    average them (hp-fsdp: ``gradient_reduction="sum"``).
 
     Args:
-        model: A ``PreTrainedModel``, changed in place.
-        mesh: The ranks that share a sequence, as for `context_parallel_attention`.
-        layout: That of `shard_batch`. None means `Contiguous`.
-        ulysses_degree: As for `context_parallel_attention`.
-        schedule: As for `context_parallel_attention`.
-        backend: As for `context_parallel_attention`.
-        collectives: As for `context_parallel_attention`.
-        seq_len: The length of all sequences. None takes that of `shard_batch`.
+        model: A ``PreTrainedModel``. It is changed in place.
+        mesh: Mesh of the ranks that share a sequence, as for `context_parallel_attention`.
+        layout: Layout of `shard_batch`. Defaults to None: `Contiguous`.
+        ulysses_degree: As for `context_parallel_attention`. Defaults to 1.
+        schedule: As for `context_parallel_attention`. Defaults to ``"direct"``.
+        backend: As for `context_parallel_attention`. Defaults to ``"auto"``.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+        seq_len: Length of all sequences, in tokens. Defaults to None: the length of each batch.
 
     Returns:
         ``model``.
 
     Raises:
-        InputError: This function raises it if ``model`` is no model of the library, was given
-            before, does not read the registry of attention functions, mixes rows in other ways
-            than by attention (convolutions, recurrences, encoders with cross attention), selects or
-            normalises rows of whole sequences (sequence classification, question answering,
-            poolers), or numbers rows itself (no ``position_ids``, scores scaled by position).
+        InputError: This function raises it before communication, on all ranks together, if
+            ``model``
 
-            Calls of the model raise it as below, and as `context_parallel_attention` does.
+            - is no model of transformers, or was passed to this function before;
+            - does not read the attention registry;
+            - mixes rows in other ways than by attention (convolutions, recurrences, encoders with
+              cross attention);
+            - selects or normalizes rows of whole sequences (sequence classification, question
+              answering, poolers);
+            - numbers rows itself (no ``position_ids``, or scores that depend on positions).
 
-            - Before any communication, on every rank if all are called alike: caches, returned
-              attention weights, ``logits_to_keep``, or padding that is seen; dropout of attention
-              weights without a seed; masks other than full, causal, windowed or of packed
-              documents; labels, packed documents or several ranks without `shard_batch`; an
-              attention function that was set afterwards; auxiliary losses of routers, which are
-              means over one rank's tokens; labels of whole sequences; no ``position_ids`` given to
-              `shard_batch` for a model that counts positions from the ``pad_token_id`` on.
-            - In the first training forward: ``fully_shard`` was given a mesh without the ranks of
-              ``mesh``.
-            - On every rank, after the comparison of a new batch shape: different batches, lengths
-              or seeds, ``position_ids`` that `shard_batch` did not return, or a batch that was
-              sharded over another mesh.
-            - On every rank, after the forward: outputs of one or two dims, as from a pooling head.
+            Calls of the model raise it as `context_parallel_attention` does, and:
+
+            - before communication, on all ranks if all call the model equally: for caches, returned
+              attention weights, ``logits_to_keep``, or visible padding; dropout of attention
+              weights without a seed; masks other than full, causal, windowed or packed documents;
+              labels, packed documents or several ranks without `shard_batch`; an attention
+              implementation set afterwards; auxiliary losses of routers, which average over the
+              tokens of one rank; labels of whole sequences; a model that counts positions from the
+              ``pad_token_id`` on, if `shard_batch` got no ``position_ids``;
+            - in the first training forward: if ``fully_shard`` got a mesh without the ranks of
+              ``mesh``;
+            - on all ranks, after the comparison of a new batch shape: for different batches,
+              lengths or seeds, ``position_ids`` other than the ones from `shard_batch`, or a batch
+              sharded over another mesh;
+            - on all ranks, after the forward: for outputs of one or two dims, as from a pooling
+              head.
         BackendError: As from `context_parallel_attention`.
 
-    Example:
-        >>> model = context_parallel(model, mesh["cp"], layout=Zigzag())
-        >>> loss = model(**shard_batch(batch, mesh["cp"], Zigzag())).loss
+    Examples:
+        >>> model = context_parallel(model, mesh, layout=Zigzag())
+        >>> batch = shard_batch({"input_ids": ids, "labels": ids}, mesh, Zigzag())
+        >>> loss = model(**batch).loss  # this rank's share of the mean loss
+        >>> loss.backward()
+
+    Note:
+        - In the first forward of each of the first 8 batch shapes, the model's first attention
+          compares a hash of the batch between the ranks: one all-reduce per axis, and the host
+          waits for it.
+        - The function sets the attention implementation in the text config of the model. Models
+          that share the config object raise `InputError` until they are passed to this function
+          too.
     """
     library = import_module("transformers")
     collectives = TorchCollectives() if collectives is None else collectives
@@ -371,50 +395,60 @@ def shard_batch(
     mask: MaskSpec | None = None,
     dropout_seed: int | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch, as arguments of a model given to `context_parallel`.
+    """Shard a batch for a model that was passed to `context_parallel`.
 
-    ``batch`` holds the whole sequences, the same on every rank. Tensors are cut along the sequence:
-    ``input_ids``, ``inputs_embeds``, ``position_ids``, ``labels``, and others that are
-    ``[batch, sequence]``. Where the batch has none, ``position_ids`` are made, which count from
-    each document's start, and with ``labels``, of which those of the next token are cut as
-    ``shift_labels``, ``num_items_in_batch``: the number of labels that count, of all ranks. The
-    model's loss is then this rank's share of the mean: shares sum to the mean of the whole batch.
-    Where data-parallel ranks or micro-batches share one mean, give their number of labels as
-    ``num_items_in_batch``. Communicates nothing.
+    Every rank passes the same whole sequences. Communicates nothing.
+
+    - ``input_ids``, ``inputs_embeds``, ``position_ids``, ``labels`` and other tensors
+      ``[batch, sequence]`` are sharded along the sequence.
+    - If the batch has no ``position_ids``, they are created and count from the start of each
+      document.
+    - If the batch has ``labels``, the labels of the next token are sharded as ``shift_labels``, and
+      ``num_items_in_batch`` becomes the number of labels of all ranks. The model's loss is then
+      this rank's share: the shares of all ranks sum to the mean over the whole batch.
+    - If data-parallel ranks or micro-batches share one mean, put their number of labels into the
+      batch as ``num_items_in_batch``.
 
     Args:
         batch: A mapping with ``input_ids`` or ``inputs_embeds``.
-        mesh: That of `context_parallel`.
-        layout: That of `context_parallel`; one that follows the mask follows ``mask``, in all
-            layers, whatever their own masks.
+        mesh: Mesh of `context_parallel`.
+        layout: Layout of `context_parallel`. A layout that follows the mask follows ``mask`` in all
+            layers. Defaults to None: `Contiguous`.
         mask: Packed documents, as ``cu_seqlens``, for all rows of the batch or for each of them.
-            None: the documents are those of the batch's ``cu_seq_lens_q``, as from
-            ``DataCollatorWithFlattening``. Without these, and without an ``attention_mask``, a
-            document starts where ``position_ids`` return to 0 or to the first id of their row, as
-            in the library. Else there are none. In ``position_ids`` ``[4, batch, sequence]``
-            (Qwen2-VL) row 0 holds the ids of the text. Causality and windows come from the layers.
-        dropout_seed: For models with dropout of attention weights in training: an int that ranks
-            of one sequence share, another one for every step and batch. The same weights become
-            zero on any number of ranks.
+            Causality and windows are properties of the layers. Defaults to None: documents are
+            found in the batch, in this order:
+
+            - ``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` creates it;
+            - without an ``attention_mask``: ``position_ids`` that return to 0 or to the first id of
+              their row start a document, as in transformers. In ``position_ids``
+              ``[4, batch, sequence]`` (Qwen2-VL), row 0 has the ids of the text;
+            - otherwise there is one document per row.
+        dropout_seed: Seed for models with dropout of attention weights: an int of at least 0, equal
+            on the ranks of a sequence. Use another seed for every step and batch. Defaults to None.
 
     Returns:
-        A new dictionary, with ``sequence_shard``, which tells the attention the sharding. On
-        several ranks ``attention_mask`` is an object that models given to `context_parallel` drop.
-        Any other model that reads it raises `InputError`.
+        A new dictionary with this rank's part and ``sequence_shard``, which describes the sharding.
+        With several ranks, ``attention_mask`` is an object that models passed to `context_parallel`
+        drop; any other model that reads it raises `InputError`.
 
     Raises:
-        InputError: As `shard_sequence` raises it, and for:
+        InputError: As from `shard_sequence`, and on all ranks with equal arguments for:
 
             - a batch with neither or both of ``input_ids`` and ``inputs_embeds``, with tensors of
               unknown shape (images), with DTensors, or with fewer tokens than ranks;
             - an ``attention_mask`` with zeros before ones or with values other than 0 and 1;
             - labels of whole sequences, or labels of padding;
-            - without a mask and an ``attention_mask``: ``position_ids`` that jump, repeat or
-              decrease, unless a document starts there; ``position_ids`` ``[axes, batch, sequence]``
-              that start again and have no row of the text;
-            - a mask with a window or a function, with other documents than the batch, or with
+            - without ``mask`` and ``attention_mask``: ``position_ids`` that jump, repeat or
+              decrease, unless a document starts there, and ``position_ids``
+              ``[axes, batch, sequence]`` that start again and have no row of the text;
+            - a ``mask`` with a window or a function, with other documents than the batch, or with
               documents of another number of rows;
             - a ``dropout_seed`` that is no int of at least 0.
+
+    Examples:
+        >>> batch = shard_batch({"input_ids": ids, "labels": ids}, mesh, Zigzag())
+        >>> batch["input_ids"].shape[1] == ids.shape[1] // mesh.size()
+        True
     """
     n, rank = place_of(mesh)
     layout = checked_layout(layout)

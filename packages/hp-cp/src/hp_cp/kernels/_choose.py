@@ -34,10 +34,23 @@ _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Make ``backend`` known by its ``name`` in this process, for configurations that are text.
+    """Register a backend under its ``name``, for configurations that name it.
 
-    An object can be passed to every function without being registered. Raises `BackendError` for
-    what is no `AttentionBackend` and for a name that another backend has, or that means something.
+    The registration holds for this process. A backend object can be passed as ``backend=`` without
+    registration.
+
+    Args:
+        backend: The backend to register.
+
+    Raises:
+        BackendError: ``backend`` is no `AttentionBackend`, its name is taken by another backend, or
+            its name is ``"auto"``.
+
+    Examples:
+        >>> register_backend(MyBackend())  # with the name "mine"
+        >>> out = context_parallel_attention(
+        ...     q, k, v, mesh, mask=MaskSpec(causal=True), backend="mine"
+        ... )
     """
     _check(backend)
     if backend.name == "auto" or _BY_NAME.get(backend.name, backend) is not backend:

@@ -1,4 +1,4 @@
-"""What a plan asks of a kernel."""
+"""The interface of kernels: `AttentionBackend` and the options that it receives."""
 
 import math
 from collections.abc import Sequence
@@ -67,25 +67,31 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """How the scores of queries and keys become weights.
+    """How a kernel turns the products of queries and keys into attention weights.
 
     Attributes:
-        scale: Factor of the products of queries and keys; ``None`` means ``head_size ** -0.5``,
-            with the head size of queries and keys.
-        softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``; ``None`` means
-            no bound.
-        dropout: Which weights become zero; ``None`` means none.
-        window: How many keys a query sees left and right of the diagonal that ends in the last
-            query and the last key, each ``None`` where all; ``None`` means no window.
-        mask_mod: Mask function of FlexAttention: of the row of the batch, the head and the
-            positions of query and key, as ``places`` has them, whether the query sees the key. The
-            output of a query without keys is 0, its log-sum-exp minus infinity. ``None`` means
-            that all keys are seen.
-        places: Where the weights of a kernel's call are, with ``dropout`` or ``mask_mod``; ``None``
-            before there is a call.
+        scale: Factor of the products. None means ``head_size ** -0.5``, with the head size of
+            queries and keys.
+        softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``. None means no
+            bound.
+        dropout: Rate and seed of the dropout. None means no dropout.
+        window: Number of keys that a query sees left and right of the diagonal through the last
+            query and the last key; None for an unbounded side. None means no window.
+        mask_mod: Mask function as in `MaskSpec`, called with the positions in ``places``. A query
+            without visible keys has the output 0 and the log-sum-exp minus infinity. None means
+            that all keys are visible.
+        places: Positions of the queries and keys of one kernel call in the whole attention, if
+            there is ``dropout`` or ``mask_mod``. None outside a call.
 
     Raises:
-        InputError: A value is no number of its kind.
+        InputError: ``scale`` is no finite number, or ``softcap`` is no finite number above 0.
+
+    Examples:
+        >>> options = ScoreOptions(softcap=30.0)
+        >>> options.scale_of(head_size=64)
+        0.125
+        >>> options.lack("scale")
+        'it has no softcap, got 30.0'
     """
 
     scale: float | None = None
@@ -108,27 +114,56 @@ class ScoreOptions:
             )
 
     def scale_of(self, head_size: int) -> float:
-        """Return the factor for queries and keys of this head size."""
+        """Return the factor of the products for a head size.
+
+        Args:
+            head_size: Head size of queries and keys.
+
+        Returns:
+            ``scale``, or ``head_size ** -0.5`` if it is None.
+        """
         return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
 
     def band(self, causal: bool, rows: int, keys: int) -> Band:
-        """Return the least and the greatest ``j - i`` that row ``i`` of a call sees, where any."""
+        """Return the smallest and the largest visible ``j - i`` of a kernel call.
+
+        Args:
+            causal: True if the block is a causal square.
+            rows: Number of query rows of the block.
+            keys: Number of keys of the block.
+
+        Returns:
+            Bounds of ``j - i`` for row ``i`` and key ``j``; None if a side is unbounded.
+        """
         window = (None, 0) if causal else self.window
         return (None, None) if window is None else band_of(window, keys - rows)
 
     @property
     def placed(self) -> bool:
-        """Return whether it matters where the weights are in the whole attention."""
+        """True if weights depend on their positions: with dropout or a mask function."""
         return self.dropout is not None or self.mask_mod is not None
 
     def at(self, places: Places) -> "ScoreOptions":
-        """Return the options for the weights at ``places``."""
+        """Return these options for one kernel call.
+
+        Args:
+            places: Positions of the queries and keys of the call.
+
+        Returns:
+            A copy with ``places``.
+        """
         return replace(self, places=places)
 
     def lack(self, *known: str) -> str | None:
-        """Return why a kernel that has only the ``known`` options cannot serve, or None.
+        """Return why a kernel with a limited set of options cannot compute these options.
 
-        Options that a later version adds are refused by a kernel that does not list them.
+        An option that a later version adds counts as unknown, so the kernel refuses it.
+
+        Args:
+            known: Names of the options that the kernel supports.
+
+        Returns:
+            The reason, which names the unsupported option; None if the kernel supports all of them.
         """
         for name in self.__slots__:
             if name not in (*known, "places") and getattr(self, name) is not None:
@@ -145,20 +180,41 @@ def _is_finite(value: Any) -> bool:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """One block of attention, forward and backward: ``full``, or a ``causal`` square.
+    """Protocol of a kernel that computes one block of attention, forward and backward.
 
-    Shapes: q ``[batch, q_heads, rows, head_size]``, k ``[batch, kv_heads, keys, head_size]``, v
-    ``[batch, kv_heads, keys, value_size]`` with ``q_heads`` a multiple of ``kv_heads``, out
-    ``[batch, q_heads, rows, value_size]``, lse ``[batch, q_heads, rows]`` in natural logarithms and
-    in the accumulator's dtype: the dims of ``scaled_dot_product_attention``. Tensors may be views
-    with a dense last dim: memory is mostly in the order ``[batch, rows, heads, size]``, and results
-    in that order are not copied on their way. ``causal`` blocks are square. No batch has more than
-    65,535 rows.
+    A block is ``full`` (each query sees each key) or a ``causal`` square. Tensors have the dims of
+    ``scaled_dot_product_attention``:
+
+    | tensor | shape |
+    |---|---|
+    | ``q`` | ``[batch, q_heads, rows, head_size]``; ``q_heads`` is a multiple of ``kv_heads`` |
+    | ``k`` | ``[batch, kv_heads, keys, head_size]`` |
+    | ``v`` | ``[batch, kv_heads, keys, value_size]`` |
+    | ``out`` | ``[batch, q_heads, rows, value_size]`` |
+    | ``lse`` | ``[batch, q_heads, rows]``, float32, or float64 for float64 inputs |
+
+    Inputs may be views with a dense last dim, mostly in the memory order
+    ``[batch, rows, heads, size]``. Results in this order need no copy. ``batch`` is at most 65,535.
+    A backend object needs a hash. A backend that also has ``forward_packed`` and
+    ``backward_packed`` gets many blocks of one kind in one call.
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class MyBackend:
+        ...     name: str = "mine"
+        ...     def supports(self, kernel, device, dtype, head_size, value_size, options):
+        ...         return options.lack("scale")  # supports no other option
+        ...     def forward(self, q, k, v, *, causal, options):
+        ...         return my_forward(q, k, v, causal, options.scale)
+        ...     def backward(self, grad, q, k, v, out, lse, *, causal, options):
+        ...         return my_backward(grad, q, k, v, out, lse, causal, options.scale)
+        >>> isinstance(MyBackend(), AttentionBackend)
+        True
     """
 
     @property
     def name(self) -> str:
-        """Return what configurations call it."""
+        """Name for configurations, used by `register_backend`."""
         ...
 
     def supports(
@@ -170,17 +226,40 @@ class AttentionBackend(Protocol):
         value_size: int,
         options: ScoreOptions,
     ) -> str | None:
-        """Return why blocks of this kind cannot be computed, or None where they can.
+        """Return why the backend cannot compute a kind of block.
 
-        ``options.lack("scale")`` is the reason for a kernel that knows of ``scale`` alone. The
-        answer must not depend on the rank: a plan is refused on all of them or on none.
+        The answer must be the same on every rank, because a plan is accepted on all ranks or on
+        none.
+
+        Args:
+            kernel: ``"full"`` or ``"causal"``.
+            device: Device of the tensors.
+            dtype: Dtype of the tensors.
+            head_size: Head size of queries and keys.
+            value_size: Head size of values and outputs.
+            options: Options of the scores. ``options.lack("scale")`` is the answer of a kernel that
+                supports only ``scale``.
+
+        Returns:
+            The reason in a few words; None if the backend supports the block.
         """
         ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp; both new tensors."""
+        """Compute the output and the log-sum-exp of a block.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            causal: True for a causal square, False for a full block.
+            options: Options of the scores.
+
+        Returns:
+            ``(out, lse)``, both new tensors.
+        """
         ...
 
     def backward(
@@ -195,9 +274,21 @@ class AttentionBackend(Protocol):
         causal: bool,
         options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's share of dq, dk, dv; all new tensors, to which others are added.
+        """Compute the gradients of a block.
 
-        ``out`` and ``lse`` are those of the rows over *all* their keys, not of this block alone.
+        Args:
+            grad: Gradient of the output of the rows.
+            q: Queries of the forward.
+            k: Keys of the forward.
+            v: Values of the forward.
+            out: Output of the rows over all of their keys, not only the keys of this block.
+            lse: Log-sum-exp of the rows over all of their keys.
+            causal: True for a causal square, False for a full block.
+            options: Options of the scores.
+
+        Returns:
+            This block's parts of ``(dq, dk, dv)``, all new tensors. Parts of other blocks are added
+            to them in place.
         """
         ...
 
