@@ -200,8 +200,11 @@ def test_any_number_of_expert_ranks_equals_the_dense_layer(
 
 
 def _snapshot(value: Any, path: str, found: dict[str, Any], alive: list[Any]) -> None:
-    """Note in ``found``, by path, what ``value`` holds: tensors by value, what this package's
-    objects hold, all else by identity (kept in ``alive``, so that ids stay unique)."""
+    """Record in ``found``, by path, everything that ``value`` holds.
+
+    Tensors are recorded by value, objects of this package by their attributes, and all else by
+    identity. ``alive`` keeps the objects, so that ids stay unique.
+    """
     alive.append(value)
     found[path] = value.tolist() if isinstance(value, Tensor) else id(value)
     inside: dict[Any, Any] = {}

@@ -1,6 +1,6 @@
-"""Attention over a sequence that no single rank holds.
+"""Context parallelism for PyTorch: attention over a sequence that is sharded over ranks.
 
-Names that need torch are loaded on first use: masks, layouts and plans work without it.
+Names that need torch are imported on first use. Masks, layouts and plans work without torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Expert parallel mixture-of-experts layers for PyTorch.
+"""Mixture-of-experts layers with experts on different ranks, for PyTorch.
 
-Names that need torch are loaded on first use: placements and the choice of a dispatcher work
-without it.
+Names that need torch are imported on first use. Placements and `choose_dispatcher` work without
+torch.
 """
 
 from importlib import import_module
@@ -107,7 +107,7 @@ __all__ = [
     "plan_placement",
     "update_router_bias",
 ]
-"""What a user types. Other names are for those who extend the package, and may move."""
+"""Names for users. Other names are for extensions of this package and may change."""
 
 
 def __dir__() -> list[str]:

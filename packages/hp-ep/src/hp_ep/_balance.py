@@ -43,25 +43,31 @@ def collect_loads(
     axes: AxisMesh | Sequence[Axis] | None = None,
     collectives: Collectives | None = None,
 ) -> dict[str, Tensor]:
-    """Return how often each expert was chosen on all ranks, and reset the counts.
+    """Return the number of tokens that chose each expert on all ranks, and reset the counts.
 
-    Counts the backward passes since the last call. One all-reduce of all loads together over each
-    of ``axes``.
+    The counts cover the backward passes since the last call. All ranks call it: one all-reduce of
+    all loads per axis.
 
     Args:
-        model: A model with `TopKRouter` modules, or one that was given to
+        model: A model with `TopKRouter` modules, or a model that was passed to
             `hp_ep.transformers.parallelize_experts`.
-        axes: Mesh axes over which ranks hold different tokens. Defaults to the ``token_axes`` of
+        axes: A mesh or axes on which ranks hold different tokens. Defaults to the ``token_axes`` of
             the routers.
-        collectives: The collectives to use. Defaults to those of the first router.
+        collectives: Implementation of the collectives. Defaults to the one of the first router.
 
     Returns:
-        Loads ``[num_experts]`` int64, by the router's name in ``model``. For a model given to
-        `hp_ep.transformers.parallelize_experts`, by the name of the experts' module.
+        int64 loads ``[num_experts]`` by the name of the router in ``model``. For a model of
+        transformers, by the name of the experts' module.
 
     Raises:
-        ExpertConfigError: ``model`` has no routers, routers have different ``token_axes``, or none
-            although a style split their experts, or ranks of ``axes`` hold the same tokens.
+        ExpertConfigError: ``model`` has no routers; routers have different ``token_axes``, or none
+            although a style has split their experts; or ranks of ``axes`` hold the same tokens. All
+            ranks raise together before communication.
+
+    Examples:
+        >>> loads = collect_loads(model)  # once per step, after the backward
+        >>> loads["moe.router"].shape
+        torch.Size([8])
     """
     routers = _counted(model)
     over = _axes(routers) if axes is None else _given(axes, routers)
@@ -81,25 +87,30 @@ def update_router_bias(
     axes: AxisMesh | Sequence[Axis] | None = None,
     collectives: Collectives | None = None,
 ) -> dict[str, Tensor]:
-    """Move each router's bias by its ``bias_rate`` towards even loads; return the loads.
+    """Move the bias of each router by its ``bias_rate`` towards equal loads.
 
-    Call it once per optimizer step. The bias of an expert rises if its load is below the mean, and
-    falls if it is above (Wang et al., arXiv 2408.15664, algorithm 1). Communicates as
-    `collect_loads`.
+    Call it once per optimizer step, on all ranks. The bias of an expert rises if its load is below
+    the mean and falls if it is above the mean (Wang et al., arXiv 2408.15664, algorithm 1).
+    Communicates as `collect_loads` and resets the counts.
 
     Args:
-        model: As for `collect_loads`. Routers of transformers models have the ``bias_rate`` that
-            `hp_ep.transformers.parallelize_experts` was given.
-        axes: As for `collect_loads`.
-        collectives: As for `collect_loads`.
+        model: A model as for `collect_loads`. Routers of transformers models have the ``bias_rate``
+            of `hp_ep.transformers.parallelize_experts`.
+        axes: As for `collect_loads`. Defaults to the ``token_axes`` of the routers.
+        collectives: As for `collect_loads`. Defaults to the one of the first router.
 
     Returns:
         The loads, as `collect_loads` returns them.
 
     Raises:
-        ExpertConfigError: Before any communication: a router has ``bias_rate=0``, or a bias is a
-            DTensor or narrower than float32, in which small steps are lost. And as from
-            `collect_loads`.
+        ExpertConfigError: A router has ``bias_rate=0``, a bias is a DTensor or narrower than
+            float32, or as from `collect_loads`. All ranks raise together before communication.
+
+    Examples:
+        >>> router = TopKRouter(64, num_experts=8, top_k=2, score="sigmoid", bias_rate=1e-3)
+        >>> layer = MoE(64, hidden_dim=128, num_experts=8, top_k=2, router=router)
+        >>> layer(torch.randn(16, 64)).sum().backward()
+        >>> loads = update_router_bias(layer)
     """
     routers = _counted(model)
     rates = {name: router.bias_rate for name, router in routers.items()}
@@ -125,35 +136,38 @@ def update_router_bias(
 
 
 class BalanceLoss:
-    """The load-balancing loss of all layers of a model as one number, as transformers has it.
+    """One load-balancing loss for all layers of a model, computed as in transformers.
 
-    With the tokens of all layers together, ``E * sum over e of (C_e / N) * (S_e / N)``: ``C_e`` is
-    how often expert ``e`` was chosen, ``S_e`` the sum of its probabilities, both over the ``N``
-    pairs of token and layer of all ranks (``load_balancing_loss_func`` of transformers, after Fedus
-    et al., arXiv 2101.03961, section 2.2). Even loads make it ``top_k``, not 1. Probabilities are
-    softmax scores, or sigmoid scores divided by their sum. A router's own ``load_balance_loss`` is
-    another one, of its layer alone; leave that at 0 beside this.
+    The loss is ``E * sum over e of (C_e / N) * (S_e / N)``. ``E`` is the number of experts. ``C_e``
+    is the number of choices of expert ``e``, ``S_e`` the sum of its probabilities, and ``N`` the
+    number of pairs of token and layer, all of them over all ranks (``load_balancing_loss_func`` of
+    transformers, after Fedus et al., arXiv 2101.03961, section 2.2). Equal loads give ``top_k``,
+    not 1. Probabilities are softmax scores, or sigmoid scores divided by their sum.
 
-    As a context it records the forwards of the routers in ``model`` that run inside, those of
-    several micro-batches together; entered again it starts anew. Activations may be recomputed, but
-    not by the reentrant kind of checkpoint, which runs them without a graph. Masked tokens are left
-    out.
+    Used as a context manager, it records the forwards of the routers inside the block, several
+    micro-batches together. Entering it again starts a new record. Masked tokens are left out.
 
     Args:
-        model: The model, or a part of it; routers of other pipeline stages are not counted.
-        axes: Axes that split the tokens, by default those that the routers were told about.
-        collectives: What communicates, by default what the routers were told.
+        model: The model or a part of it. Routers of other pipeline stages are not counted.
+        axes: A mesh or axes on which ranks hold different tokens. Defaults to the ``token_axes`` of
+            the routers.
+        collectives: Implementation of the collectives. Defaults to the one of the first router.
 
     Raises:
-        ExpertConfigError: The model has no router, its routers differ in experts or ``top_k``, or
-            they were told about different axes, or about none where a style split the experts, or
-            ``axes`` are over ranks that hold the same tokens.
+        ExpertConfigError: ``model`` has no router; routers differ in the number of experts,
+            ``top_k`` or ``token_axes``, or have no ``token_axes`` although a style has split their
+            experts; or ranks of ``axes`` hold the same tokens. All ranks raise together before
+            communication.
 
-    Example:
+    Examples:
         >>> with BalanceLoss(model) as balance:
         ...     logits = model(tokens)
         >>> aux = balance.loss()
-        >>> (cross_entropy(logits, labels) + 0.001 * aux).backward()
+        >>> (F.cross_entropy(logits, labels) + 0.001 * aux).backward()
+
+    Note:
+        - Set ``load_balance_loss`` of the routers to 0; it is another loss, of each layer alone.
+        - Activation checkpointing is supported with ``use_reentrant=False`` only.
     """
 
     def __init__(
@@ -197,15 +211,18 @@ class BalanceLoss:
             router.record = RoutingRecord()
 
     def loss(self) -> Tensor:
-        """Return the loss of what was recorded, a scalar; all ranks call it.
+        """Return the loss of the recorded forwards. All ranks call it.
 
-        Its value is that of all ranks' tokens and is the same on all of them. Its gradient is this
-        rank's share: add it to a loss whose gradients are summed over ranks. Where they are
-        averaged, multiply it by their number. One small all-reduce per axis, whatever the number of
-        layers.
+        Communicates one small all-reduce per axis, for any number of layers.
+
+        Returns:
+            A scalar. Its value covers the tokens of all ranks and is equal on all ranks. Its
+            gradient is this rank's share: add it to a loss with gradients that are summed over
+            ranks. If gradients are averaged, multiply the loss by the number of ranks.
 
         Raises:
-            ExpertConfigError: No router ran inside the context, on this rank: others wait for it.
+            ExpertConfigError: No router ran inside the block. Raised on this rank only; the others
+                wait.
         """
         entries = [entry for record in self._records for entry in record.entries]
         if not entries:

@@ -4,21 +4,21 @@ from collections.abc import Sequence
 
 
 class ExpertConfigError(ValueError):
-    """Sizes, shapes or axes that do not fit together; raised before any communication."""
+    """Raised before any communication if sizes, shapes, axes or options do not fit together."""
 
 
 class RoutingError(ValueError):
-    """Tokens, expert ids or counts that no dispatch can serve; raised on all ranks of the group."""
+    """Raised on all ranks of a group if a rank passes invalid tokens, expert ids or counts."""
 
     reports: Sequence[Sequence[int]] = ()
-    """What each rank told the others, where the error is about faults that they found."""
+    """Faults that the ranks of the group have reported to each other, one entry per rank."""
     ranks: Sequence[int] | None = None
-    """Who they are."""
+    """Global ranks of the group, in the order of ``reports``."""
 
 
 class DispatchStateError(ValueError):
-    """A dispatch state that is foreign to the dispatcher, or that was combined before."""
+    """Raised if a dispatch state was combined before or belongs to another dispatcher."""
 
 
 class UnsupportedError(ValueError, NotImplementedError):
-    """A call of torch's surface that this package does not answer, such as a second derivative."""
+    """Raised for an unsupported torch feature, such as a second derivative."""

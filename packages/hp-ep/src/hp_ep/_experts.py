@@ -47,49 +47,60 @@ _GATES: dict[str, Gate] = {
 
 
 class GroupedExperts(nn.Module):
-    """``num_experts`` gated feed-forward networks, each applied to its own block of rows.
+    """``num_experts`` gated feed-forward networks, each applied to its block of rows.
 
     Expert ``e`` computes ``down[e] @ (act(gate[e] @ x) * (up[e] @ x))`` (Shazeer, arXiv 2002.05202,
-    section 2). Parameters, named as in transformers: ``gate_up_proj [num_experts, 2, hidden_dim,
-    dim]``, ``gate`` at 0 and ``up`` at 1 of dimension 1, and ``down_proj [num_experts, dim,
-    hidden_dim]``; with ``bias`` also ``gate_up_proj_bias [num_experts, 2, hidden_dim]`` and
-    ``down_proj_bias [num_experts, dim]``. They may be DTensors sharded by expert, as
-    `ExpertParallel` makes them: then the local experts compute.
+    section 2). If a style such as `ExpertParallel` has split the experts, this rank computes its
+    local experts.
 
-    Gate and up have an axis of their own so that a rank can have the same rows of both: that is
-    ``Shard(2)``, which every checkpoint knows, where ``[num_experts, 2 * hidden_dim, dim]`` would
-    leave a rank two blocks of rows. The memory is the same, and one product computes both.
+    | parameter | shape |
+    |---|---|
+    | ``gate_up_proj`` | ``[num_experts, 2, hidden_dim, dim]``: gate at 0, up at 1 |
+    | ``down_proj`` | ``[num_experts, dim, hidden_dim]`` |
+    | ``gate_up_proj_bias``, with ``bias`` | ``[num_experts, 2, hidden_dim]`` |
+    | ``down_proj_bias``, with ``bias`` | ``[num_experts, dim]`` |
 
-    The state dict has the parameters alone. One with ``gate_up_proj`` and its bias as transformers
-    has them, ``2 * hidden_dim`` for the two axes, is loaded too, and one with ``w1``, ``w3`` and
-    ``w2`` in place of the weights (gate, up, down). With a placement it has one more entry, the
-    expert of each row of the weights; loading a state dict that says another order than the
-    layer's is refused. One without that entry is in the experts' own order, and its rows go where
-    the placement wants them: one all-to-all over the experts' axis for each weight.
+    State dicts with other shapes load too: ``gate_up_proj`` of transformers with ``2 * hidden_dim``
+    rows, and weights ``w1``, ``w3``, ``w2`` (gate, up, down). With a placement, the state dict has
+    one more entry, the expert of each row of the weights. Loading a state dict with another order
+    raises `ExpertConfigError`. A state dict without this entry is in the order of the experts; its
+    rows are moved to their slots by one all-to-all per weight.
 
     Args:
         dim: Length of a row.
-        hidden_dim: Rows of ``gate`` and of ``up``.
-        num_experts: Experts of all ranks.
-        activation: ``"swiglu"`` (SiLU), ``"geglu"`` (GELU), ``"clamped_swiglu"``, which is
-            ``(up + 1) * gate * sigmoid(swiglu_alpha * gate)`` with ``gate`` at most
-            ``swiglu_limit`` and ``up`` within it on both sides (gpt-oss), or a function of
-            ``gate`` and ``up``, row by row and without parameters.
-        swiglu_alpha: See ``activation``.
-        swiglu_limit: See ``activation``.
-        bias: Whether both products have a bias.
-        score_before_experts: Multiply rows by their routing weights before the experts, not
-            inside them.
-        row_multiple: Pad each expert's rows by zeros to a multiple of this number, as kernels of
-            low precision want it: 16 for float8, 8, 32 or 128 for others.
-        float8: Round rows and weights to float8 (e4m3) where they are multiplied, each row of both
-            with a scale of its own, and gradients where those of rows are computed. Parameters,
-            results and the gradients of weights keep their dtype.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        hidden_dim: Number of rows of the gate and of the up projection of each expert.
+        num_experts: Number of experts of all ranks.
+        activation: Defaults to ``"swiglu"``.
+
+            - ``"swiglu"``: SiLU of the gate times up;
+            - ``"geglu"``: GELU of the gate times up;
+            - ``"clamped_swiglu"``: ``(up + 1) * gate * sigmoid(swiglu_alpha * gate)``, with
+              ``gate`` at most ``swiglu_limit`` and ``up`` between ``-swiglu_limit`` and
+              ``swiglu_limit`` (gpt-oss);
+            - a function of ``gate`` and ``up`` that computes row by row and has no parameters.
+        swiglu_alpha: See ``activation``. Defaults to 1.702.
+        swiglu_limit: See ``activation``. Defaults to 7.0.
+        bias: If True, both products have a bias. Defaults to False.
+        score_before_experts: If True, rows are multiplied by their routing weights before the
+            experts. If False, inside the experts. Defaults to False.
+        row_multiple: Each expert's rows are padded with zeros to a multiple of this number, for
+            low-precision kernels: 16 for float8; 8, 32 or 128 for others. Defaults to 1.
+        float8: If True, rows, weights and row gradients are rounded to float8 (e4m3) for the
+            products, with one scale per row. Parameters, results and weight gradients keep their
+            dtype. Defaults to False.
+        device: Device of the parameters. Defaults to the default device.
+        dtype: Dtype of the parameters. Defaults to the default dtype.
 
     Raises:
-        ExpertConfigError: Sizes that are no positive integers, or an unknown ``activation``.
+        ExpertConfigError: A size is no positive int, a factor is negative, or ``activation`` is
+            unknown.
+
+    Examples:
+        >>> experts = GroupedExperts(dim=64, hidden_dim=128, num_experts=4)
+        >>> rows = torch.randn(10, 64)  # sorted by expert
+        >>> counts = torch.tensor([3, 0, 5, 2])  # rows of each expert
+        >>> experts(rows, counts).shape
+        torch.Size([10, 64])
     """
 
     def __init__(
@@ -142,12 +153,16 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew, uniform within ``1 / sqrt(in)`` as ``nn.Linear`` does."""
+        """Initialize all weights uniformly within ``1 / sqrt(in)``, as ``nn.Linear`` does."""
         _draw(self.gate_up_proj, self.gate_up_proj_bias)
         _draw(self.down_proj, self.down_proj_bias)
 
     def extra_repr(self) -> str:
-        """Return the sizes and the options that are set, as ``print`` shows them."""
+        """Return the sizes and the options for ``print``.
+
+        Returns:
+            The sizes, the activation, and the options that differ from their defaults.
+        """
         text = (
             f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
             f"activation={self.activation!r}"
@@ -162,7 +177,14 @@ class GroupedExperts(nn.Module):
         return ", ".join([text, *said])
 
     def place(self, replicas: ReplicaSum) -> None:
-        """Take the placement of ``replicas``; from now on state dict and parameters say it."""
+        """Set the placement of the experts. Styles and `migrate_experts` call it.
+
+        The state dict then has the expert of each row, and each parameter knows its replicated
+        rows.
+
+        Args:
+            replicas: Placement of the experts and the sum of their replicas' gradients.
+        """
         self.replicas = replicas
         kind = type(self)
         # The class, not the module, is what torch asks for an extra state.
@@ -173,18 +195,29 @@ class GroupedExperts(nn.Module):
         self.mark_replicas()
 
     def mark_replicas(self) -> None:
-        """Let each parameter say which of its rows are replicas; see `mark_repeated_rows`."""
+        """Record in each parameter the rows that are replicas, for norms that count them once."""
         if self.replicas is not None:
             for parameter in self.parameters(recurse=False):
                 mark_repeated_rows(parameter, self.replicas.repeated)
 
     def row_order(self) -> list[int]:
-        """Return the expert of each row of the weights, of all ranks."""
+        """Return the expert of each row of the weights.
+
+        Returns:
+            One expert id for each row of the weights of all ranks.
+        """
         own = range(self.num_experts)
         return list(own if self.replicas is None else self.replicas.placement.experts)
 
     def check_order(self, state: object) -> None:
-        """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
+        """Check that saved weights have the same order of experts as this module.
+
+        Args:
+            state: Entry of a state dict: an int64 tensor with the expert of each row.
+
+        Raises:
+            ExpertConfigError: ``state`` is no int64 tensor or has another order.
+        """
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
             kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
             raise ExpertConfigError(
@@ -199,23 +232,26 @@ class GroupedExperts(nn.Module):
             )
 
     def forward(self, rows: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return each row's result ``[rows, dim]``, times its routing weight if ``weights`` say it.
+        """Apply the local experts to their rows.
 
-        Grouped products where torch has a kernel for the device, dtype and shapes that leaves the
-        counts there, else one expert after the other, which copies the counts to the host, once;
-        both in autocast's dtype where that is on. The weights multiply what the down product takes,
-        so that neither it nor its result is kept for their gradient.
+        Uses grouped products if torch has a kernel for the device, dtype and shapes. Otherwise
+        experts run one after the other, and ``counts`` is copied to the host once. Under autocast,
+        both compute in its dtype.
 
         Args:
-            rows: ``[rows, dim]``, by expert.
-            counts: Rows of each local expert ``[local experts]``.
-            weights: Routing weight of each row ``[rows]``; None where ``combine`` multiplies.
+            rows: Rows ``[rows, dim]``, sorted by expert.
+            counts: Number of rows of each local expert, ``[local experts]``.
+            weights: Routing weight of each row, ``[rows]``. Defaults to None: ``combine``
+                multiplies.
+
+        Returns:
+            Results ``[rows, dim]``, times ``weights`` if given.
 
         Raises:
-            ExpertConfigError: Rows of another width or dtype than the weights', counts or weights
-                of another shape.
-            RoutingError: ``counts`` on the CPU that are negative or do not sum to the rows; on
-                other devices, and in a compiled graph, that is not looked at.
+            ExpertConfigError: ``rows`` has another width or dtype than the weights, or ``counts``
+                or ``weights`` has another shape. Raised on this rank only.
+            RoutingError: ``counts`` has negative numbers or does not sum to the number of rows.
+                Checked on the CPU outside compiled graphs only.
         """
         given = (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
         parts = tuple(local_weight(p, self.summed_over) for p in given if p is not None)

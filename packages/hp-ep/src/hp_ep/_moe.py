@@ -35,38 +35,48 @@ Experts = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class MoE(nn.Module):
-    """A layer of ``num_experts`` feed-forward experts, ``top_k`` of which see each token.
+    """A mixture-of-experts layer: each token is computed by ``top_k`` of ``num_experts`` experts.
 
-    The result is the sum over a token's experts of routing weight times expert output (Shazeer et
-    al., arXiv 1701.06538, section 2), plus ``num_shared_experts`` experts' worth of a network that
-    sees every token (Dai et al., arXiv 2401.06066, section 3.2). Needs no process group as it is;
-    `ExpertParallel` spreads the experts over ranks.
+    The result is the sum of routing weight times expert output over a token's experts (Shazeer et
+    al., arXiv 1701.06538, section 2), plus the output of shared experts that compute every token
+    (Dai et al., arXiv 2401.06066, section 3.2). The layer works in one process. A style such as
+    `ExpertParallel` splits the experts over ranks. Shared experts run while tokens are in flight.
 
-    The attribute ``dispatcher``, a `TokenDispatcher` (`Local` by default), may be replaced between
-    calls. Shared experts run while tokens travel.
-
-    ``torch.compile`` takes the layer: as one graph where all experts are here, in every dtype, and
-    with eager fences around what is communicated otherwise.
+    ``torch.compile`` supports the layer: as one graph if all experts are local, else with graph
+    breaks around communication.
 
     Args:
         dim: Length of a token.
-        hidden_dim: Hidden numbers of each expert.
-        num_experts: Experts of all ranks.
-        top_k: Experts of each token.
-        num_shared_experts: Experts' worth of the network that sees every token.
-        gated_shared_experts: Multiply that network's result by a sigmoid of the token (Qwen).
-        activation: That of all experts, see `GroupedExperts`; ``"swiglu"``, or that of
-            ``experts``, if None.
-        load_balance_loss: Coefficient for the plain router.
-        router: The `TopKRouter` to use; a plain one if None.
-        experts: The `GroupedExperts` to use, with the options of a model; plain ones if None.
-        num_chunks: Cut the tokens in as many parts, so that one travels while the experts compute
-            another: they are called once for each.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        hidden_dim: Hidden size of each expert.
+        num_experts: Number of experts of all ranks.
+        top_k: Number of experts per token.
+        num_shared_experts: Size of the network that computes every token, in experts. Defaults to
+            0.
+        gated_shared_experts: If True, the output of the shared experts is multiplied by a sigmoid
+            of the token (Qwen). Defaults to False.
+        activation: Activation of all experts, as for `GroupedExperts`. Defaults to None:
+            ``"swiglu"``, or the activation of ``experts``.
+        load_balance_loss: Coefficient of the load-balancing loss if ``router`` is None. Defaults to
+            0.0.
+        router: The `TopKRouter` to use. Defaults to None: a router with default options.
+        experts: The `GroupedExperts` to use. Defaults to None: experts with default options.
+        num_chunks: Number of chunks of the tokens. One chunk is in flight while the experts compute
+            another. Defaults to 1.
+        device: Device of the parameters. Defaults to the default device.
+        dtype: Dtype of the parameters. Defaults to the default dtype.
+
+    Attributes:
+        dispatcher: The `TokenDispatcher` of the layer, `Local` by default. It can be replaced
+            between calls.
 
     Raises:
-        ExpertConfigError: Numbers that make no layer, and a router or experts of other sizes.
+        ExpertConfigError: A number is invalid, or ``router`` or ``experts`` has other sizes or the
+            wrong type, or an option belongs to them.
+
+    Examples:
+        >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> layer(torch.randn(4, 16, 64)).shape
+        torch.Size([4, 16, 64])
     """
 
     dispatcher: TokenDispatcher
@@ -152,25 +162,30 @@ class MoE(nn.Module):
         self.compare_inputs: Callable[[Tensor], None] | None = None
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Return the layer's result for ``x [..., dim]``, in its shape and dtype.
+        """Compute the layer for this rank's tokens.
 
-        Communicates what the dispatcher and the router's losses do. ``x`` are
-        this rank's own tokens: a DTensor must be sharded, not over ``dim``, since the tokens of a
-        replicated one would be computed by every rank; where a style cut the experts inside, it
-        must be replicated over the ranks that share them.
+        All ranks that split the experts call it, also ranks without tokens. Communicates through
+        the dispatcher and, if the router has losses, one small all-reduce per axis.
 
-        With the router's ``sequence_loss`` the dimension before the last is that of a sequence.
+        Args:
+            x: Tokens ``[..., dim]``. A DTensor must be sharded over another dimension than the
+                last, because every rank would compute the tokens of a replicated one. If a style
+                has split each expert over ranks (`TensorParallel`), it must be replicated over
+                these ranks. With ``sequence_loss`` of the router, the dimension before the last is
+                the sequence.
+            valid: Bool mask ``[...]``. Tokens with False are left out of everything, and their
+                results are 0. The mask is read on the host. Defaults to None: all tokens are valid.
 
-        Tokens where ``valid [...]``, a bool for each of this rank's, is False are left out of
-        everything, and their result is 0; that reads the mask on the host. A sequence without valid
-        tokens has a ``sequence_loss`` of 0, and counts in the mean over sequences.
+        Returns:
+            Results with the shape and dtype of ``x``.
 
-        `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim``,
-        that has no floating dtype of two bytes or more, is no tensor or on the meta device, and for
-        a wrong mask. Where only some ranks' inputs are so and tokens travel, or only some ranks are
-        under autocast, all of them raise a `RoutingError` instead; a wrong mask or DTensor and,
-        where no tokens travel, a wrong input are seen on their own rank alone, for which others
-        then wait.
+        Raises:
+            ExpertConfigError: ``x`` has no last dimension ``dim``, no floating dtype of at least
+                two bytes, or another device or placement; or ``valid`` has another shape or dtype.
+                Raised before communication. If only one rank has an invalid mask or DTensor, or an
+                invalid ``x`` and no tokens travel, it alone raises and the others wait.
+            RoutingError: Tokens travel, and only some ranks have an invalid ``x`` or run under
+                autocast. All ranks raise together.
         """
         if self.router.experts_are_split or self.replicated_over is not None:
             check_unwrapped(self.experts)

@@ -21,15 +21,31 @@ def permute_indices(
     *,
     num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the permutation from rank-major to expert-major rows, and the rows of each expert.
+    """Return the permutation of received rows from rank-major to expert-major order.
 
-    ``tokens_per_expert_group [num_ranks * experts_per_rank]`` counts the rows as they arrive: those
-    of rank 0 for expert 0, of rank 0 for expert 1, ..., of rank 1 for expert 0, .... The results
-    are int64: ``indices [rows]``, to be used with `permute`, and ``tokens_per_expert
-    [experts_per_rank]``. ``num_rows``, the sum of the counts where the caller knows it, spares a
-    device-to-host synchronisation. Communicates nothing. `ExpertConfigError` for counts of another
-    shape or no integers and, on the CPU, for negative ones and ones that do not sum to
-    ``num_rows``.
+    Communicates nothing.
+
+    Args:
+        tokens_per_expert_group: Number of received rows, ``[num_ranks * experts_per_rank]``: from
+            rank 0 for expert 0, from rank 0 for expert 1, ..., from rank 1 for expert 0, ....
+        experts_per_rank: Number of local experts.
+        num_ranks: Number of ranks that send rows.
+        num_rows: Sum of the counts, if the caller knows it. It saves a device-to-host
+            synchronization. Defaults to None.
+
+    Returns:
+        ``(indices, tokens_per_expert)``, int64: ``indices [rows]`` for `permute`, and the number of
+        rows of each local expert, ``[experts_per_rank]``.
+
+    Raises:
+        ExpertConfigError: The counts have another shape or no integer dtype. On the CPU also: a
+            count is negative, or the counts do not sum to ``num_rows``.
+
+    Examples:
+        >>> counts = torch.tensor([1, 2, 2, 1])  # from 2 ranks, for 2 experts
+        >>> indices, tokens_per_expert = permute_indices(counts, experts_per_rank=2, num_ranks=2)
+        >>> indices, tokens_per_expert
+        (tensor([0, 3, 4, 1, 2, 5]), tensor([3, 3]))
     """
     counts = tokens_per_expert_group
     if counts.shape != (num_ranks * experts_per_rank,):
@@ -86,19 +102,44 @@ def take_rows(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def permute(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return ``rows[indices]`` for a permutation ``indices [rows]`` int64; backward: `unpermute`.
+    """Reorder rows by a permutation. The backward is `unpermute`.
 
-    `ExpertConfigError` for indices of another shape or dtype and, on the CPU, for indices that are
-    no permutation; on other devices their values are not looked at.
+    Args:
+        rows: Rows ``[rows, dim]``.
+        indices: Permutation ``[rows]``, int64.
+
+    Returns:
+        ``rows[indices]``.
+
+    Raises:
+        ExpertConfigError: The indices have another shape or dtype. On the CPU also: they are no
+            permutation.
+
+    Examples:
+        >>> permute(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 1])).flatten()
+        tensor([3., 1., 2.])
     """
     check_permutation(rows, indices)
     return reorder(rows, indices, invert(indices))
 
 
 def unpermute(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows that `permute` with the same ``indices`` took: its inverse and transpose.
+    """Undo `permute`. The backward is `permute`.
 
-    The errors are those of `permute`.
+    Args:
+        rows: Rows ``[rows, dim]``, as returned by `permute`.
+        indices: Permutation of `permute`, ``[rows]``, int64.
+
+    Returns:
+        The rows in their original order.
+
+    Raises:
+        ExpertConfigError: The indices have another shape or dtype. On the CPU also: they are no
+            permutation.
+
+    Examples:
+        >>> unpermute(torch.tensor([[3.0], [1.0], [2.0]]), torch.tensor([2, 0, 1])).flatten()
+        tensor([1., 2., 3.])
     """
     check_permutation(rows, indices)
     return reorder(rows, invert(indices), indices)
@@ -154,12 +195,27 @@ def scatter_tokens(
 
 
 def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Return ``x [tokens, dim]`` once per token assignment, in ``order``: ``[tokens * k, dim]``.
+    """Copy each token once for each of its experts. The backward is `scatter_rows` without weights.
 
-    Assignment ``t * k + j`` is the ``j``-th choice of token ``t``. ``order [tokens * k]`` lists
-    them in the order of the result, and ``places [tokens, k]`` is its inverse: the row of each.
-    Backward is `scatter_rows` without weights. `ExpertConfigError` for other shapes and dtypes and,
-    on the CPU, for ``places`` that do not invert ``order``.
+    The ``j``-th choice of token ``t`` is assignment ``t * k + j``.
+
+    Args:
+        x: Tokens ``[tokens, dim]``.
+        order: Assignments in the order of the result, ``[tokens * k]``, int64.
+        places: Inverse of ``order``: the row of each assignment, ``[tokens, k]``, int64.
+
+    Returns:
+        Rows ``[tokens * k, dim]``.
+
+    Raises:
+        ExpertConfigError: A shape or dtype is wrong. On the CPU also: ``places`` does not invert
+            ``order``.
+
+    Examples:
+        >>> x = torch.tensor([[1.0], [2.0]])
+        >>> order, places = torch.tensor([1, 2, 0, 3]), torch.tensor([[2, 0], [1, 3]])
+        >>> gather_rows(x, order, places).flatten()
+        tensor([1., 2., 1., 2.])
     """
     return gather_tokens(x, _groups_of(order, places, x.shape[0]))
 
@@ -167,11 +223,27 @@ def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 def scatter_rows(
     rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of each token's rows, weighted: ``[tokens, dim]``; `gather_rows` transposed.
+    """Sum the rows of each token, with weights. The transpose of `gather_rows`.
 
-    ``rows [tokens * k, dim]`` lie in ``order``; ``weights [tokens, k]`` (1 by default) multiply
-    the rows at ``places``. Sums and gradients are those of `scatter_tokens`. The errors are those
-    of `gather_rows`, and for rows or weights that are not one for each assignment.
+    The sum is deterministic.
+
+    Args:
+        rows: Rows ``[tokens * k, dim]`` in the order ``order``.
+        order: Assignments in the order of ``rows``, as for `gather_rows`.
+        places: Inverse of ``order``, as for `gather_rows`.
+        weights: Factor of each row, ``[tokens, k]``. Defaults to None: 1.
+
+    Returns:
+        Sums ``[tokens, dim]``.
+
+    Raises:
+        ExpertConfigError: As from `gather_rows`, or ``rows`` or ``weights`` has not one entry for
+            each assignment.
+
+    Examples:
+        >>> order, places = torch.tensor([1, 2, 0, 3]), torch.tensor([[2, 0], [1, 3]])
+        >>> scatter_rows(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), order, places).flatten()
+        tensor([4., 6.])
     """
     groups = _groups_of(order, places, places.shape[0])
     if rows.shape[0] != places.numel():

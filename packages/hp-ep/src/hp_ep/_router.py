@@ -31,52 +31,70 @@ Score = Literal["softmax", "sigmoid"]
 
 
 class TopKRouter(KeepsDtype):
-    """Chooses ``top_k`` of ``num_experts`` for each token, with weights.
+    """Chooses ``top_k`` of ``num_experts`` experts for each token and computes their weights.
 
-    Logits are ``weight [num_experts, dim]`` times the token, with ``gate_bias=True`` plus the
-    parameter ``gate_bias [num_experts]``. Scores are their softmax over all experts, or with
-    ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
-    are the scores of the ``top_k`` largest, divided by their sum unless ``norm_topk_prob`` is
-    False, times ``routed_scaling_factor`` (names as in transformers). Logits are computed in the
-    wider dtype of input and weight, also under autocast, the rest in float32 or in that dtype where
-    it is wider still; a float32 router may serve a layer in bfloat16. ``noise`` is the deviation of
-    a normal added to the logits while training (the idea of Shazeer et al., arXiv 1701.06538,
-    section 4, which recomputation repeats where it restores the random state).
+    The logits are ``weight [num_experts, dim]`` times the token, plus ``gate_bias [num_experts]``
+    if there is one. They become scores by a softmax over all experts or by a sigmoid. The ``top_k``
+    largest scores are the weights. Logits are computed in the wider dtype of input and weight, also
+    under autocast. All else is computed in float32 or wider, so a float32 router can serve a
+    bfloat16 layer.
 
-    With ``n_group`` equal blocks of experts, a token chooses from its best ``topk_group`` groups
-    alone. A group's score is the sum of the ``n`` largest ``s_e + b_e`` of its experts ``e``, with
-    the scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default, 2,
-    is that of the published models and of transformers (DeepSeek-V3 and those that follow it),
-    which take it whatever the other numbers are; ``"share"`` is ``ceil(top_k / topk_group)``, as
-    arXiv 2412.19437, section 2.1.2, states it (the same for 8 experts in 4 groups); DeepSeek-V2
-    takes 1, the maximum (arXiv 2405.04434, section 2.2.2).
+    ``load_balance_loss``, ``sequence_loss`` and ``z_loss`` are coefficients of losses that are not
+    returned: they enter the gradient through the weights. They are for a loss that is summed over
+    ranks, with gradients summed too. A gradient scaler does not scale them; use `BalanceLoss` with
+    one.
 
-    ``force_balance`` is for benchmarks: tokens go to all experts in turn, whatever their scores,
-    which weigh the results as ever. Turns begin at expert 0 in each call and on each rank, so
-    ranks do not compute what one process with all their tokens does.
+    Args:
+        dim: Length of a token.
+        num_experts: Number of experts of all ranks.
+        top_k: Number of experts per token.
+        score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit (DeepSeek-V3, arXiv
+            2412.19437, section 2.1.2). Defaults to ``"softmax"``.
+        norm_topk_prob: If True, weights are divided by their sum. Defaults to True.
+        routed_scaling_factor: Factor of the weights. Defaults to 1.0.
+        n_group: Number of equal groups of experts. Defaults to 1.
+        topk_group: Number of groups that a token may use: the ones with the best group scores.
+            Defaults to None: all groups.
+        group_score_experts: A group's score is the sum of this number of its largest biased scores.
+            2 is the number of DeepSeek-V3 and transformers, 1 the number of DeepSeek-V2 (arXiv
+            2405.04434, section 2.2.2). ``"share"`` means ``ceil(top_k / topk_group)`` (arXiv
+            2412.19437, section 2.1.2). Defaults to 2.
+        gate_bias: If True, the logits have a learned bias. Defaults to False.
+        force_balance: For benchmarks. If True, tokens go to all experts in turn, whatever their
+            scores. The turns start at expert 0 on each rank and in each call, so results differ
+            from one process. Defaults to False.
+        noise: Standard deviation of normal noise on the logits in training (after Shazeer et al.,
+            arXiv 1701.06538, section 4). Defaults to 0.0.
+        load_balance_loss: Coefficient of the load-balancing loss of the whole batch; see
+            `split_tokens_over`. Defaults to 0.0.
+        sequence_loss: Coefficient of the mean load-balancing loss of single sequences (arXiv
+            2412.19437, equations 17 to 20). A sequence without valid tokens counts as 0. Defaults
+            to 0.0.
+        z_loss: Coefficient of the mean squared logarithm of the softmax denominator (arXiv
+            2202.08906, section 3.2). Defaults to 0.0.
+        bias_rate: Step of `update_router_bias` for balancing without a loss (Wang et al., arXiv
+            2408.15664, section 3). Defaults to 0.0.
+        bias: If True, the router has the buffer ``bias``. True without ``bias_rate`` is the frozen
+            bias of a trained model. Defaults to None: True if there is a ``bias_rate``.
+        device: Device of the parameters. Defaults to the default device.
+        dtype: Dtype of the parameters. Defaults to the default dtype.
 
-    Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
-    loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
-    each sequence alone (arXiv 2412.19437, equations 17 to 20; one without valid tokens counts in
-    the mean, with 0) and ``z_loss`` times the mean squared logarithm of the softmax's denominator
-    (arXiv 2202.08906, section 3.2) enter the gradient through the weights and are not returned.
-    They are added to a loss that is summed over ranks, each of which has its share of one mean:
-    where gradients are summed too, there is nothing to set. What scales that loss, as a gradient
-    scaler does, does not reach them: return the loss by `BalanceLoss` there. With ``bias_rate``,
-    the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast) is added to
-    scores where experts are chosen, not to weights, and `update_router_bias` moves it (loss-free
-    balancing, Wang et al., arXiv 2408.15664, section 3). ``bias=True`` without a rate is a frozen
-    one, of a model that was trained with it: loaded, saved and used, and never moved.
+    Attributes:
+        load: Buffer ``[num_experts]``, int64, not saved. The number of tokens of this rank that
+            chose each expert. It grows in the backward.
+        bias: Buffer ``[num_experts]``, float32, saved; None without. It is added to the scores for
+            the choice of experts, not for the weights.
 
-    The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
-    that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
-    counted. It starts at zero, also where the router gets its memory after initialisation on the
-    meta device. ``token_axes`` are the axes given to `split_tokens_over`, None
-    before; ``replicated_over`` is the axis whose ranks hold the same tokens, and
-    ``experts_are_split`` whether ranks have different experts, as a style sets them.
-    `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
-    experts or than the kept groups have, groups that do not divide, negative factors, and a rate
-    without a bias.
+    Raises:
+        ExpertConfigError: A size is no positive int, ``top_k`` is larger than the number of experts
+            in the used groups, groups do not divide the experts, a factor is negative, ``score`` is
+            unknown, or there is a ``bias_rate`` with ``bias=False``.
+
+    Examples:
+        >>> router = TopKRouter(dim=64, num_experts=8, top_k=2)
+        >>> weights, expert_ids = router(torch.randn(16, 64))
+        >>> weights.shape, expert_ids.shape
+        (torch.Size([16, 2]), torch.Size([16, 2]))
     """
 
     load: Tensor
@@ -161,7 +179,7 @@ class TopKRouter(KeepsDtype):
 
     @property
     def needs_whole_batch(self) -> str:
-        """Return why the load of all ranks is needed, '' where it is not."""
+        """The reason why losses or the bias need the load of all ranks, else an empty string."""
         if self.load_balance_loss:
             return f"load_balance_loss={self.load_balance_loss} is the loss of the whole batch"
         if self.sequence_loss:
@@ -173,7 +191,11 @@ class TopKRouter(KeepsDtype):
         return ""
 
     def extra_repr(self) -> str:
-        """Return the sizes and the options that are set, as ``print`` shows them."""
+        """Return the sizes and the options for ``print``.
+
+        Returns:
+            The sizes, and the options that differ from their defaults.
+        """
         text = f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
         text += f", load_balance_loss={self.load_balance_loss}"
         options: dict[str, tuple[object, object]] = {
@@ -195,7 +217,7 @@ class TopKRouter(KeepsDtype):
         return ", ".join([text, *said])
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew, uniform within ``1 / sqrt(dim)``; set load and bias to zero."""
+        """Initialize the weight uniformly within ``1 / sqrt(dim)``, ``load`` and ``bias`` to 0."""
         bound = 1.0 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.gate_bias is not None:
@@ -211,16 +233,24 @@ class TopKRouter(KeepsDtype):
         *,
         sequence_axes: AxisMesh | Sequence[Axis] = (),
     ) -> None:
-        """Say which axes split the batch's tokens, so that losses are those of the whole batch.
+        """Set the axes that split the tokens of a batch, so that losses cover the whole batch.
 
-        ``axes`` are all axes of a mesh, or `Axis` objects, on which ranks hold *different* tokens:
-        data and context parallel, and tensor parallel where the input is sharded by sequence. With
-        a loss each training forward then makes one small all-reduce per axis.
+        Styles call it with their ``token_axes``. With a loss, each training forward then
+        communicates one small all-reduce per axis.
 
-        ``sequence_axes`` are those of them on which ranks hold parts of the *same* sequences, as
-        many on each: context parallel, and tensor parallel as above. ``sequence_loss`` makes one
-        more all-reduce for each of these. `ExpertConfigError` for one that is not among ``axes``,
-        and for axes over ranks that hold the same tokens (``replicated_over``).
+        Args:
+            axes: All axes on which ranks hold different tokens: a mesh or `Axis` objects. Data and
+                context parallel axes, and the tensor parallel axis if the input is sharded by
+                sequence.
+            collectives: Implementation of the collectives. Defaults to None: the current one,
+                ``torch.distributed`` at first.
+            sequence_axes: The axes of ``axes`` on which ranks hold equal parts of the same
+                sequences. ``sequence_loss`` communicates one more all-reduce for each. Defaults to
+                none.
+
+        Raises:
+            ExpertConfigError: An axis of ``sequence_axes`` is not in ``axes``, or ranks of ``axes``
+                hold the same tokens.
         """
         over = as_axes(axes)
         check_apart(axes, self.replicated_over)
@@ -232,13 +262,23 @@ class TopKRouter(KeepsDtype):
     def forward(
         self, x: Tensor, sequence_ids: Tensor | None = None, num_sequences: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Return weights and expert ids, both ``[tokens, top_k]``, for ``x [tokens, dim]``.
+        """Choose the experts of each token.
 
-        Equal inputs give equal ids, so recomputed activations meet the same experts. For
-        ``sequence_loss``, ``sequence_ids [tokens]`` (int64) say which of ``num_sequences`` each
-        token is of; without them all are of one. `ExpertConfigError` for an input of another
-        shape or no floating dtype, and for sequences that are not those of the tokens; their ids'
-        values are looked at on the CPU.
+        Equal inputs give equal ids, so recomputed activations go to the same experts.
+
+        Args:
+            x: Tokens ``[tokens, dim]``.
+            sequence_ids: Sequence of each token for ``sequence_loss``, ``[tokens]``, int64.
+                Defaults to None: one sequence.
+            num_sequences: Number of sequences. Defaults to 1.
+
+        Returns:
+            ``(weights, expert_ids)``, both ``[tokens, top_k]``. The ids are int64.
+
+        Raises:
+            ExpertConfigError: ``x`` has another shape or no floating dtype, or the sequence ids do
+                not fit the tokens. Values of ids are checked on the CPU only. Raised on this rank
+                only.
         """
         check_tokens(x, self.dim)
         if sequence_ids is not None:
@@ -309,7 +349,11 @@ class TopKRouter(KeepsDtype):
         load += counts
 
     def counted_load(self) -> Tensor:
-        """Return ``load``, with memory where the weight has got some by assignment."""
+        """Return the buffer ``load``.
+
+        Returns:
+            ``load``, on the device of the weight if the router was created on the meta device.
+        """
         device = self.weight.device
         if self.load.is_meta and device.type != "meta":
             self.load = torch.zeros_like(self.load, device=device)

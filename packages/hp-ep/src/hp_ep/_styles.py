@@ -108,33 +108,47 @@ def _check_placement(placement: Placement, num_experts: int, num_ranks: int) -> 
 
 
 class BaseExpertParallel(ParallelStyle):
-    """A style that is told by a `Split` alone: subclasses say which axes of a mesh it has.
+    """Base class of styles that split experts over a mesh. Subclasses override `split`.
 
-    Applied to a `MoE`, the layer takes and gives this rank's own tokens through its dispatcher:
-    ``dispatcher``, or the one that `choose_dispatcher` expects to be best. ``node_mesh``, the same
-    ranks as a mesh of nodes and the ranks inside one, lets it choose `Hierarchical`. Applied to a
-    `GroupedExperts`, the module takes rows sorted by *global* expert with *global* counts
-    ``[num_experts]`` and returns as many rows in that order: its ``forward`` is wrapped.
+    | module | after the style |
+    |---|---|
+    | `MoE` | takes and returns this rank's tokens |
+    | `GroupedExperts` | takes rows sorted by global expert and counts ``[num_experts]`` |
 
-    Where experts are cut inside, the ranks of that axis hold the same tokens (or rows), and their
-    parts are summed; gradients of everything before are the same on all of them.
+    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
+    ranks equally. Apply the style before FSDP.
 
-    Parameters become DTensors of the values that this rank has; no values are communicated, so
-    initialise them alike on all ranks. Apply before FSDP.
+    Ranks that split whole experts must hold different tokens, else gradients of the experts count
+    tokens twice. Ranks that split each expert inside hold the same tokens; their partial results
+    are summed. Until they pass once, training forwards check that ranks of ``sequence_axes`` and
+    ``sequence_mesh`` have different inputs: one small collective per axis.
 
-    ``token_axes`` and ``sequence_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router
-    needs the load of the whole batch needs them, ``()`` where no axis splits the tokens. Ranks that
-    split experts must hold different tokens, or gradients of experts would count them once for
-    each rank: ``token_axes`` over which they would not are refused, as are ``token_axes`` over
-    ranks that cut experts inside, which hold the same tokens, and so is, in training forwards up to
-    the first that passes, an input that is the same on ranks of ``sequence_axes`` or
-    ``sequence_mesh``, which are to hold parts of it. These make a small collective more per axis.
-    ``placement`` says which experts live where; all ranks give the same, or none. They compare it
-    before anything changes, by one small all-gather per axis of the split. Replicas' gradients are
-    summed in backward, by one all-to-all over the experts' axis. ``sequence_mesh`` is for tensor
-    parallelism with whole experts: the 1-D mesh over which the `MoE`'s input is sharded by
-    sequence. Parameters of the router and of the shared experts become DTensors replicated over it,
-    whose gradients are Partial: sums over its ranks are due.
+    Args:
+        dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
+            ``"auto"``: the result of `choose_dispatcher`.
+        token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
+            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
+            unchanged.
+        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to none.
+        sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
+            parallelism with whole experts. Parameters of the router and the shared experts become
+            DTensors replicated over it, with Partial gradients. Defaults to None.
+        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
+            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
+            the backward. Defaults to None: equal blocks in order.
+        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            choose `Hierarchical`. Defaults to None.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+
+    Raises:
+        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
+            `Placement`. `apply` checks the other arguments.
+
+    Examples:
+        >>> class MyExpertParallel(BaseExpertParallel):
+        ...     def split(self, mesh):
+        ...         return ExpertParallel().split(mesh["experts"])
     """
 
     def __init__(
@@ -163,15 +177,35 @@ class BaseExpertParallel(ParallelStyle):
         self._collectives = collectives
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the axes of ``mesh`` that split experts, none of them by default."""
+        """Return the axes of a mesh that split experts.
+
+        Args:
+            mesh: Mesh that the style is applied to.
+
+        Returns:
+            The axis that splits whole experts and the axis that splits each expert; none by
+            default.
+        """
         return Split(mesh=mesh)
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Return ``module``, changed in place.
+        """Split the experts of a module, as ``parallelize_module`` does.
 
-        `ExpertConfigError` where an axis does not divide what it splits, on another kind of module,
-        on a module that has been distributed before, and for options that do not suit it; the
-        module is then as it was.
+        If there is a placement, ranks compare it: one small all-gather per axis of the split.
+        Nothing else is communicated.
+
+        Args:
+            module: A `MoE` or a `GroupedExperts`. It is changed in place.
+            mesh: Mesh of the ranks that split the experts.
+
+        Returns:
+            ``module``.
+
+        Raises:
+            ExpertConfigError: An axis does not divide the experts or their hidden size; ``module``
+                is another kind of module, or was distributed before; an option does not fit; or
+                ranks have different placements. All ranks raise together, and ``module`` is
+                unchanged.
         """
         self.compare_placements(mesh)
         self.prepare(module, mesh)()
@@ -182,9 +216,15 @@ class BaseExpertParallel(ParallelStyle):
         return self.apply(module, device_mesh)
 
     def compare_placements(self, mesh: DeviceMesh) -> None:
-        """Raise an `ExpertConfigError` on all ranks of ``mesh`` unless they have one placement.
+        """Check that all ranks have the same placement.
 
-        One small all-gather over each axis that splits experts; none without a placement.
+        Communicates one small all-gather per axis that splits experts, nothing without a placement.
+
+        Args:
+            mesh: Mesh of the ranks that split the experts.
+
+        Raises:
+            ExpertConfigError: Ranks have different placements. All ranks raise together.
         """
         if self._placement is None:
             return
@@ -195,7 +235,18 @@ class BaseExpertParallel(ParallelStyle):
         check_same_placement(self._placement, axes, device, or_torch(self._collectives))
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-        """Return what changes ``module``, once nothing about it is wrong; raises as `apply`."""
+        """Check a module and return a function that splits it.
+
+        Args:
+            module: A `MoE` or a `GroupedExperts`.
+            mesh: Mesh of the ranks that split the experts.
+
+        Returns:
+            A function without arguments that changes ``module``.
+
+        Raises:
+            ExpertConfigError: As from `apply`, before any change.
+        """
         split = self.split(mesh)
         if isinstance(module, MoE):
             return self._prepare_layer(module, split)
@@ -206,7 +257,14 @@ class BaseExpertParallel(ParallelStyle):
         )
 
     def replaced(self, layer: MoE) -> list[nn.Module]:
-        """Return the modules of ``layer`` whose parameters the style replaces by DTensors."""
+        """Return the modules with parameters that the style replaces by DTensors.
+
+        Args:
+            layer: The layer.
+
+        Returns:
+            The experts, and with a ``sequence_mesh`` also the router and the shared experts.
+        """
         return [layer.experts, *(_beside(layer) if self._sequence_mesh is not None else ())]
 
     def _prepare_layer(self, layer: MoE, split: Split) -> Callable[[], None]:
@@ -348,27 +406,102 @@ def _check_balance(router: TopKRouter, token_axes: tuple[Axis, ...] | None) -> N
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Experts split over one mesh axis; tokens travel to them.
+    """Parallel style that splits whole experts over one mesh axis. Tokens travel to their experts.
 
-    The mesh is 1-D or has an axis ``ep``; weights become Shard(0) over it. Options and what happens
-    to a `MoE` or a `GroupedExperts` are those of `BaseExpertParallel`.
+    The mesh is 1-D or has an axis ``ep``. Weights become ``Shard(0)`` over it. Ranks of the axis
+    hold different tokens. See `BaseExpertParallel` for the changes to a `MoE` and a
+    `GroupedExperts`.
+
+    Args:
+        dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
+            ``"auto"``: the result of `choose_dispatcher`.
+        token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
+            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
+            unchanged.
+        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to none.
+        sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
+            parallelism with whole experts. Parameters of the router and the shared experts become
+            DTensors replicated over it, with Partial gradients. Defaults to None.
+        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
+            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
+            the backward. Defaults to None: equal blocks in order.
+        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            choose `Hierarchical`. Defaults to None.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+
+    Raises:
+        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
+            `Placement`. `apply` checks the other arguments.
+
+    Examples:
+        >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> layer = parallelize_module(layer, mesh, ExpertParallel(token_axes=mesh))
+        >>> layer(torch.randn(16, 64)).shape  # this rank's tokens
+        torch.Size([16, 64])
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the axis ``ep``, or the only one."""
+        """Return the axis ``ep`` of a mesh, or its only axis.
+
+        Args:
+            mesh: Mesh that the style is applied to.
+
+        Returns:
+            The axis that splits whole experts.
+        """
         axis = expert_axis(mesh)
         return Split(mesh=mesh if mesh.ndim == 1 else mesh[axis.name], expert_axis=axis)
 
 
 class TensorParallel(BaseExpertParallel):
-    """Every expert cut along its hidden dimension over a 1-D mesh; no token travels.
+    """Parallel style that splits each expert along its hidden size over a 1-D mesh.
 
-    Weights become Shard(2), and the ranks' parts of the output are summed: for a `MoE` once per
-    token, for a `GroupedExperts` once per row. The ranks hold the same tokens.
+    Weights become ``Shard(2)``. All ranks of the mesh hold the same tokens, so no token travels.
+    Their partial outputs are summed by one all-reduce: of the tokens for a `MoE`, of the rows for a
+    `GroupedExperts`.
+
+    Args:
+        dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
+            ``"auto"``: the result of `choose_dispatcher`.
+        token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
+            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
+            unchanged.
+        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to none.
+        sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
+            parallelism with whole experts. Parameters of the router and the shared experts become
+            DTensors replicated over it, with Partial gradients. Defaults to None.
+        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
+            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
+            the backward. Defaults to None: equal blocks in order.
+        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            choose `Hierarchical`. Defaults to None.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+
+    Raises:
+        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
+            `Placement`. `apply` checks the other arguments.
+
+    Examples:
+        >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> layer = parallelize_module(layer, mesh, TensorParallel())
+        >>> layer(torch.randn(16, 64)).shape  # the same tokens on all ranks
+        torch.Size([16, 64])
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the only axis of ``mesh``."""
+        """Return the only axis of a mesh.
+
+        Args:
+            mesh: Mesh that the style is applied to.
+
+        Returns:
+            The axis that splits each expert.
+
+        Raises:
+            ExpertConfigError: The mesh is not 1-D.
+        """
         if mesh.ndim != 1:
             raise ExpertConfigError(
                 f"a mesh with axes {mesh.mesh_dim_names}; pass the 1-D mesh of the axis that cuts "
@@ -378,14 +511,52 @@ class TensorParallel(BaseExpertParallel):
 
 
 class ExpertTensorParallel(BaseExpertParallel):
-    """Experts split over the first axis of a 2-D mesh and cut over the second, whatever its names.
+    """Parallel style that splits whole experts over one axis and each expert over a second axis.
 
-    Tokens travel over the first axis only; the ranks of the second hold the same tokens, and their
-    parts of the output are summed as in `TensorParallel`.
+    The first axis of the 2-D mesh splits whole experts, the second one splits each expert, whatever
+    the names of the axes. Tokens travel over the first axis only. Ranks of the second axis hold the
+    same tokens, and their partial outputs are summed.
+
+    Args:
+        dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
+            ``"auto"``: the result of `choose_dispatcher`.
+        token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
+            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
+            unchanged.
+        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to none.
+        sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
+            parallelism with whole experts. Parameters of the router and the shared experts become
+            DTensors replicated over it, with Partial gradients. Defaults to None.
+        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
+            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
+            the backward. Defaults to None: equal blocks in order.
+        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            choose `Hierarchical`. Defaults to None.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+
+    Raises:
+        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
+            `Placement`. `apply` checks the other arguments.
+
+    Examples:
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "etp"))
+        >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> layer = parallelize_module(layer, mesh, ExpertTensorParallel(token_axes=mesh["ep"]))
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the two axes of ``mesh``."""
+        """Return the two axes of a mesh.
+
+        Args:
+            mesh: Mesh that the style is applied to.
+
+        Returns:
+            The axis that splits whole experts and the axis that splits each expert.
+
+        Raises:
+            ExpertConfigError: The mesh is not 2-D.
+        """
         if mesh.ndim != 2:
             raise ExpertConfigError(
                 f"a mesh with axes {mesh.mesh_dim_names}; pass a 2-D mesh of the axis that splits "
@@ -395,13 +566,28 @@ class ExpertTensorParallel(BaseExpertParallel):
 
 
 def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertParallel) -> list[str]:
-    """Apply ``style`` to every `MoE` in ``model`` and return their names.
+    """Apply a style to every `MoE` of a model, or to none.
 
-    Communicates nothing; only a placement is compared first, by one small all-gather over each axis
-    of the split. `ExpertConfigError` that names the first layer for which the style is not legal,
-    before any layer was changed, for a model without any, for layers that share experts or
-    parameters of them with each other or anything else (one `MoE` in several places is fine), and
-    on all ranks for a placement that they do not all give.
+    If the style has a placement, ranks compare it: one small all-gather per axis of the split.
+    Nothing else is communicated.
+
+    Args:
+        model: The model. Its `MoE` layers are changed in place.
+        mesh: Mesh of the ranks that split the experts.
+        style: The style: `ExpertParallel`, `TensorParallel` or `ExpertTensorParallel`.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ExpertConfigError: Before any change, on all ranks together: the style does not fit a layer,
+            which the message names; ``model`` has no `MoE`; layers share experts or their
+            parameters with another module; ``mesh`` or ``style`` has the wrong type; or ranks have
+            different placements. One `MoE` in several places of the model is allowed.
+
+    Examples:
+        >>> parallelize_experts(model, mesh, ExpertParallel(token_axes=mesh))
+        ['moe']
     """
     if not hasattr(mesh, "ndim"):
         raise ExpertConfigError(f"{mesh!r} is no mesh; pass that of the split, as mesh['ep']")

@@ -1,9 +1,7 @@
 """Expert parallelism for models of Hugging Face transformers: `parallelize_experts`.
 
-The experts are called through that library's registry of experts functions. Routers, shared experts
-and the rest of a model stay as they are. Weights keep the names, shapes and the order of numbers
-that the library gives them. What a call needs lies on the experts' modules of one model, so that
-models over other meshes may live beside it. The library is imported when the function is called.
+The experts run through the registry of experts functions of transformers. Models need transformers
+5.23 or later, which is imported on the first call.
 """
 
 import inspect
@@ -118,66 +116,74 @@ def parallelize_experts(
     collectives: Collectives | None = None,
     bias_rate: float = 0.0,
 ) -> list[str]:
-    """Spread the experts of a transformers model over the ranks of ``mesh``; return their names.
+    """Split the experts of a transformers model over the ranks of a mesh.
 
     Each module of experts computes through a dispatcher: tokens travel to the ranks of their
-    experts and back, none is dropped. Its parameters become DTensors, Shard(0) over ``mesh``, of
-    the values that this rank has, so all ranks give the same model. Names and shapes of the state
-    dict stay those of the library. Adapters that peft has put on the experts' parameters
-    (``target_parameters`` of its ``LoraConfig``) become replicated DTensors over ``mesh``, with
-    whole gradients; give ``peft_model.get_base_model()``. Each rank calls the model with sequences
-    of its own. Call it before FSDP.
+    experts and back, and none is dropped. Parameters of the experts become DTensors, ``Shard(0)``
+    over ``mesh``, of this rank's values, so all ranks must pass equal models. Names and shapes of
+    the state dict stay. Each rank calls the model with its sequences. Call the function before
+    FSDP. It communicates nothing.
 
-    With ``token_axes`` the model's losses are this rank's shares: the sum over ranks of ``loss`` is
-    that of one process with all sequences, and so is the sum of ``aux_loss``. ``labels`` are
-    counted over these axes in each forward, one small all-reduce for each, unless the call has
-    ``num_items_in_batch``, the number of labels of the whole batch; the auxiliary loss
-    (``output_router_logits``) makes one more. So gradients are to be summed over ranks, not
-    averaged (hp-fsdp: ``gradient_reduction="sum"``). Without ``token_axes`` the loss is what
-    the library makes of this rank's labels, and an auxiliary loss is refused. All ranks call the
-    model as often and, with ``token_axes``, with the same of these three keywords; the first
-    exchange of experts' counts compares them, and its ranks raise a `RoutingError`.
-
-    The experts count how often they are chosen in training, padding included, as a `TopKRouter`
-    does: `collect_loads` and `update_router_bias` take the model.
-
-    This call communicates nothing.
+    With ``token_axes``, losses are shares: the sum of ``loss`` over the ranks is the loss of one
+    process with all sequences, and so is the sum of ``aux_loss``. Sum gradients over ranks; do not
+    average them (hp-fsdp: ``gradient_reduction="sum"``). Each forward counts the labels by one
+    small all-reduce per axis, unless the call passes ``num_items_in_batch``, the number of labels
+    of the whole batch. The auxiliary loss (``output_router_logits``) needs one more. Without
+    ``token_axes``, the loss covers this rank's labels, and an auxiliary loss is an error.
 
     Args:
-        model: A ``PreTrainedModel``, changed in place. The experts' implementation of the configs
-            of its experts is set: models that were made of the same config object share that, and
-            are refused when called until they were given to this function too.
-        mesh: The 1-D mesh whose ranks split the experts, as many on each.
-        dispatcher: As for `ExpertParallel`: ``"auto"``, or one for these experts and ranks.
-        token_axes: All axes on which ranks hold different tokens: a mesh, axes of hp-dtensor, or
-            ``()`` for none. The ranks of ``mesh`` are among them.
-        node_mesh: As for `ExpertParallel`.
-        collectives: What communicates; None means torch.
-        bias_rate: The step of `update_router_bias`, for routers with a bias that the library does
-            not train (``e_score_correction_bias`` or ``expert_bias``); 0 leaves them as they are.
+        model: A ``PreTrainedModel``. It is changed in place. For a model of peft with adapters on
+            the experts' parameters (``target_parameters``), pass ``peft_model.get_base_model()``;
+            the adapters become replicated DTensors with whole gradients.
+        mesh: 1-D mesh of the ranks that split the experts equally.
+        dispatcher: ``"auto"``, or a `TokenDispatcher` for these experts and ranks. Defaults to
+            ``"auto"``.
+        token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
+            for none. They include the ranks of ``mesh``. Defaults to None: see above.
+        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            choose `Hierarchical`. Defaults to None.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+        bias_rate: Step of `update_router_bias`, for routers with a bias that transformers does not
+            train (``e_score_correction_bias`` or ``expert_bias``). Defaults to 0.0: unchanged.
 
     Returns:
         The names of the modules of experts.
 
     Raises:
-        ImportError: No transformers, or one before 5.23.
-        ExpertConfigError: A mesh of several axes, a model of another library, one without experts
-            that ask the registry, one that was given before, experts that the ranks do not divide,
-            of quantized weights, or with parameters that are unknown here; ``token_axes`` over
-            which ranks of ``mesh`` would hold the same tokens, or for a model that makes no loss,
-            as the one inside ``Qwen3MoeForCausalLM``; a ``bias_rate`` although no router has such
-            a bias. The model is then unchanged.
+        ImportError: transformers is missing or older than 5.23.
+        ExpertConfigError: This function raises it before any change, on all ranks together, for:
 
-            Calls of the model raise it before any communication for: an auxiliary loss without
-            ``token_axes``, of a model around the one that was given, with ``return_dict=False``,
-            or by another formula than Mixtral's; adapters that peft has put on experts after this
-            call; ``labels`` if the model's loss takes no ``num_items_in_batch``.
+            - a mesh of several axes, or ranks that do not divide the experts;
+            - a model of another library, one without experts in the registry of transformers, or
+              one that was passed before;
+            - experts with quantized weights or unknown parameters;
+            - ``token_axes`` over ranks of ``mesh`` that hold the same tokens, or for a model that
+              computes no loss, such as the one inside ``Qwen3MoeForCausalLM``;
+            - a ``bias_rate`` if no router has such a bias.
+
+            Calls of the model raise it before communication for:
+
+            - an auxiliary loss without ``token_axes``, of a model around ``model``, with
+              ``return_dict=False``, or with another formula than Mixtral's;
+            - adapters that peft has added to experts after this call;
+            - ``labels`` if the model's loss takes no ``num_items_in_batch``.
+
             ``save_pretrained`` raises it without a ``state_dict`` of whole tensors.
 
-    Example:
-        >>> parallelize_experts(model, mesh, token_axes=mesh)
-        >>> loss = model(input_ids=ids, labels=ids).loss
+    Examples:
+        >>> names = parallelize_experts(model, mesh, token_axes=mesh)
+        >>> loss = model(input_ids=ids, labels=ids).loss  # this rank's share
         >>> loss.backward()
+
+    Note:
+        - All ranks must call the model equally often. With ``token_axes``, they must pass the same
+          of the keywords ``labels``, ``num_items_in_batch`` and ``output_router_logits``; the first
+          exchange of counts compares them, and its ranks raise a `RoutingError`.
+        - Experts count their tokens in training, with padding, as a `TopKRouter` does.
+          `collect_loads` and `update_router_bias` accept the model.
+        - The function sets the experts' implementation in the configs of the model. Models that
+          share a config object raise an error when called, until they are passed to this function
+          too.
     """
     library, registry = _library()
     axis = _checked_axis(mesh)

@@ -148,20 +148,37 @@ class _AllToAllState(DispatchState):
 
 
 class AllToAll(AsyncDispatcher):
-    """A `TokenDispatcher` over one mesh axis: a row per token and expert travels, there and back.
+    """Dispatcher that sends one row per token and expert, and its result back.
 
-    Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
-    its axis ``ep`` is taken; an `Axis` will do. Forward makes three all-to-alls (counts, rows,
-    results) and one device-to-host synchronisation; backward makes two all-to-alls. Each rank
-    receives from every other ``8 * (experts per rank + 4)`` bytes of counts. Where the experts
-    weigh their rows, the weights travel too: one more all-to-all, and one more in backward.
+    | | all-to-alls | device-to-host synchronizations |
+    |---|---|---|
+    | forward | 3: counts, rows, results | 1 |
+    | backward | 2 | 0 |
 
-    ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
-    and dtypes are always checked. A rank that finds a fault reports it to all others in the
-    exchange of counts, and all raise the same `RoutingError`. ``payload`` is a narrower floating
-    dtype for the rows, results and gradients while they travel, the same on all ranks; sums are
-    made in the dtype of ``x``. Values beyond its range, 65504 in float16, become infinite unseen.
-    `ExpertConfigError` where the axis does not divide ``num_experts``.
+    Each rank receives ``8 * (experts per rank + 4)`` bytes of counts from every other rank. If the
+    experts multiply rows by their routing weights, forward and backward have one more all-to-all
+    each. A rank with invalid inputs reports it in the exchange of counts, and all ranks raise the
+    same `RoutingError`.
+
+    Args:
+        ep_mesh: Mesh of the ranks that split the experts: 1-D, or with an axis ``ep``; or an `Axis`
+            of hp-dtensor. Rank ``i`` holds the ``i``-th equal block of experts.
+        num_experts: Number of experts of all ranks.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+        validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
+            Defaults to None: on the CPU only.
+        payload: Narrower floating dtype of rows, results and gradients in transit, the same on all
+            ranks. Sums keep the dtype of the tokens. Values beyond its range (65,504 for float16)
+            become infinite without an error. Defaults to None: no narrowing.
+
+    Raises:
+        ExpertConfigError: The ranks do not divide ``num_experts``, or an argument is invalid. All
+            ranks raise together before communication.
+
+    Examples:
+        >>> dispatcher = AllToAll(mesh, num_experts=8)
+        >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
+        >>> y = dispatcher.combine(experts(rows, counts), state)
     """
 
     def __init__(
@@ -191,7 +208,7 @@ class AllToAll(AsyncDispatcher):
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        """Return while the results travel. See `AsyncDispatcher.start_combine`."""
         return Pending(self._combine(rows, consume(state, self, _AllToAllState, rows)))
 
     def _dispatch(

@@ -216,32 +216,33 @@ def choose_dispatcher(
     links: AlphaBeta | None = None,
     device_type: str = "cuda",
 ) -> Kind:
-    """Return the dispatcher whose forward and backward are expected to take the least time.
+    """Return the dispatcher with the lowest estimated time of a forward and backward.
 
-    Prices latency, operators and copies beside the bytes on each link; a simpler one stays unless
-    it costs more than `MARGIN` times the next. A router that keeps a
-    token's experts on few groups sends less than expected here: give the style a `Dedup` or
-    `Hierarchical` of your own then.
+    The estimate counts latency, bytes on each link, operators and copied rows. A simpler dispatcher
+    is kept unless it costs more than 1.1 times a more complex one. All experts count as equally
+    likely. For a router that limits the groups of a token (``topk_group``), `Dedup` and
+    `Hierarchical` send less than estimated; pass one of them to the style.
 
     Args:
-        num_ranks: Ranks that split the experts evenly.
-        num_experts: Experts of all ranks, or places of a placement.
-        top_k: Experts of a token, each taken as likely.
-        row_bytes: Bytes of a token's row.
-        node_size: Ranks of a node; by default all are one node. ``hierarchical`` needs several
-            nodes of several ranks.
-        num_tokens: Tokens of a rank in one call.
-        links: Seconds a call and a byte between nodes, and inside one: an ``AlphaBeta`` of
-            hp-dtensor whose numbers are for both or pairs; by default those of `MACHINES`.
-        device_type: What computes, ``"cpu"`` or a GPU's.
+        num_ranks: Number of ranks that split the experts.
+        num_experts: Number of experts of all ranks, or slots of a placement.
+        top_k: Number of experts per token.
+        row_bytes: Bytes of one token.
+        node_size: Number of ranks of a node. ``"hierarchical"`` needs several nodes of several
+            ranks. Defaults to None: all ranks are one node.
+        num_tokens: Number of tokens of a rank in one call. Defaults to 8,192.
+        links: Seconds per call and per byte, as an ``AlphaBeta`` of hp-dtensor: one number for all
+            links, or a pair (between nodes, inside a node). Defaults to None: built-in values for
+            ``device_type``.
+        device_type: ``"cuda"`` or ``"cpu"``. Defaults to ``"cuda"``.
 
     Returns:
-        The name of the dispatcher.
+        ``"local"``, ``"all_to_all"``, ``"dedup"`` or ``"hierarchical"``.
 
     Raises:
-        ExpertConfigError: Numbers that make no layer, as for `expected_bytes`.
+        ExpertConfigError: A number is invalid, or the ranks do not divide the experts or the nodes.
 
-    Example:
+    Examples:
         >>> choose_dispatcher(num_ranks=64, num_experts=256, top_k=8, row_bytes=14336, node_size=8)
         'hierarchical'
     """
@@ -268,12 +269,26 @@ def choose_dispatcher(
 
 
 def choose_capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the capacity of `Padded` that is ``factor`` times an even load, rounded up.
+    """Return the capacity of `Padded` for a multiple of an even load, rounded up.
 
-    ``num_tokens`` is the most that a rank gives in one call, so that all ranks take the same: with
-    as many tokens, a rank's rows are ``factor * num_tokens * top_k`` where that divides evenly
-    (GShard, arXiv 2006.16668, section 2.2). At 1 nothing is dropped of an even load.
-    `ExpertConfigError` for numbers that make no capacity.
+    The result is ``factor * num_tokens * top_k / num_experts`` (GShard, arXiv 2006.16668, section
+    2.2).
+
+    Args:
+        factor: Multiple of an even load. With 1, an even load loses no row.
+        num_tokens: Largest number of tokens of a rank in one call, the same on all ranks.
+        top_k: Number of experts per token.
+        num_experts: Number of experts of all ranks.
+
+    Returns:
+        Number of rows from each rank for each expert, at least 1.
+
+    Raises:
+        ExpertConfigError: A number is invalid, or ``factor`` is 0.
+
+    Examples:
+        >>> choose_capacity(1.25, num_tokens=4096, top_k=8, num_experts=64)
+        640
     """
     check_sizes({"num_tokens": num_tokens, "num_experts": num_experts})
     check_choices(top_k, num_experts)

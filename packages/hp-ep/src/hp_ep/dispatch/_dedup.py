@@ -235,11 +235,11 @@ class _Deduplicating(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while tokens are on their first exchange; see `AsyncDispatcher.start_dispatch`."""
+        """Return while the tokens travel. See `AsyncDispatcher.start_dispatch`."""
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while sums are on their last exchange; see `AsyncDispatcher.start_combine`."""
+        """Return while the sums travel. See `AsyncDispatcher.start_combine`."""
         return Pending(self._combine(rows, consume(state, self, _DedupState, rows)))
 
     def _plan(self, given: Checked) -> _Planned:
@@ -294,18 +294,38 @@ class _Deduplicating(AsyncDispatcher):
 
 
 class Dedup(_Deduplicating):
-    """A `TokenDispatcher` over one mesh axis: a token goes once to each rank with an expert of it.
+    """Dispatcher that sends a token once to each rank that has one of its experts.
 
-    There it is copied to its experts, and the rank sends back their weighted sum (the idea of the
-    node-limited dispatch of DeepSeek-V3, arXiv 2412.19437, section 3.2.2, with ranks for nodes).
-    Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
-    its axis ``ep`` is taken, or an `Axis` will do. Forward makes four
-    all-to-alls (counts, assignments, tokens, results) and one device-to-host synchronisation;
-    backward makes three. An assignment, that is a token's choice, is sent as 8 bytes (12 where
-    weights are float64).
+    The receiving rank copies the token to its experts and sends back their weighted sum, as the
+    node-limited dispatch of DeepSeek-V3 does for nodes (arXiv 2412.19437, section 3.2.2).
 
-    ``validate``, ``payload`` and the errors are those of `AllToAll`; sums made at the expert's rank
-    are rounded to ``payload`` once per rank.
+    | | all-to-alls | device-to-host synchronizations |
+    |---|---|---|
+    | forward | 4: counts, assignments, tokens, results | 1 |
+    | backward | 3 | 0 |
+
+    An assignment is one choice of a token; it takes 8 bytes (12 with float64 weights). Invalid
+    inputs raise as in `AllToAll`. With ``payload``, sums of one rank are rounded once.
+
+    Args:
+        ep_mesh: Mesh of the ranks that split the experts: 1-D, or with an axis ``ep``; or an `Axis`
+            of hp-dtensor. Rank ``i`` holds the ``i``-th equal block of experts.
+        num_experts: Number of experts of all ranks.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+        validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
+            Defaults to None: on the CPU only.
+        payload: Narrower floating dtype of rows, results and gradients in transit, the same on all
+            ranks. Sums keep the dtype of the tokens. Values beyond its range (65,504 for float16)
+            become infinite without an error. Defaults to None: no narrowing.
+
+    Raises:
+        ExpertConfigError: The ranks do not divide ``num_experts``, or an argument is invalid. All
+            ranks raise together before communication.
+
+    Examples:
+        >>> dispatcher = Dedup(mesh, num_experts=8)
+        >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
+        >>> y = dispatcher.combine(experts(rows, counts), state)
     """
 
     def __init__(
@@ -340,15 +360,40 @@ class Dedup(_Deduplicating):
 
 
 class Hierarchical(_Deduplicating):
-    """A `TokenDispatcher` over nodes of ranks: a token crosses to each node once.
+    """Dispatcher that sends a token once to each node, and inside the node once to each rank.
 
-    ``node_mesh`` has two axes, nodes and the ranks inside one. A token goes to the rank of its own
-    position in every node that has one of its experts, from there to each rank that has, and back
-    the same way, summed at both stops (two exchanges as in DeepSeek-V3, arXiv 2412.19437, section
-    3.2.2). Rank ``(n, i)`` holds block ``n * ranks per node + i`` of ``num_experts``. Forward makes
-    four all-to-alls over each axis and one device-to-host synchronisation, backward three over
-    each. Tokens overlap between nodes, there and back; inside the node they are waited for.
-    ``validate``, ``payload`` and the errors are those of `AllToAll`.
+    A token goes to the rank with the same index in each node that has one of its experts, and from
+    there to each rank that has one. Results return the same way and are summed at both stops (two
+    exchanges as in DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+
+    | | all-to-alls per axis | device-to-host synchronizations |
+    |---|---|---|
+    | forward | 4 | 1 |
+    | backward | 3 | 0 |
+
+    The exchange between nodes overlaps with computation; the exchange inside a node does not.
+    Invalid inputs raise as in `AllToAll`.
+
+    Args:
+        node_mesh: Mesh of two axes: nodes, and the ranks of a node. Rank ``(n, i)`` holds block
+            ``n * ranks per node + i`` of the experts.
+        num_experts: Number of experts of all ranks.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+        validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
+            Defaults to None: on the CPU only.
+        payload: Narrower floating dtype of rows, results and gradients in transit, the same on all
+            ranks. Sums keep the dtype of the tokens. Values beyond its range (65,504 for float16)
+            become infinite without an error. Defaults to None: no narrowing.
+
+    Raises:
+        ExpertConfigError: ``node_mesh`` has not two axes, the ranks do not divide ``num_experts``,
+            or an argument is invalid. All ranks raise together before communication.
+
+    Examples:
+        >>> node_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("nodes", "local"))
+        >>> dispatcher = Hierarchical(node_mesh, num_experts=8)
+        >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
+        >>> y = dispatcher.combine(experts(rows, counts), state)
     """
 
     def __init__(

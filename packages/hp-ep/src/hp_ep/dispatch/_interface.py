@@ -1,4 +1,4 @@
-"""What a dispatcher is: tokens to their experts and back, each half started and waited for."""
+"""The interface of dispatchers, which send tokens to their experts and the results back."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -28,10 +28,22 @@ class _Once:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DispatchState:
-    """What one ``dispatch`` leaves for its ``combine``, which consumes it.
+    """The state of one call: the result of ``dispatch`` that ``combine`` consumes.
 
-    Nothing of a call is kept anywhere else, so any number may be in flight and be combined in any
-    order. Dispatchers add what they need in a subclass.
+    Dispatchers keep no other state of a call. Several calls can be in flight and be combined in any
+    order. Dispatchers add fields in a subclass.
+
+    Attributes:
+        owner: Dispatcher that created the state.
+        num_rows: Number of rows for this rank's experts.
+        dim: Length of a row.
+        row_weights: Routing weight of each row ``[rows]``, if the experts multiply by it. None if
+            ``combine`` does.
+
+    Examples:
+        >>> rows, counts, state = Local(num_experts=8).dispatch(x, weights, expert_ids)
+        >>> state.num_rows == rows.shape[0]
+        True
     """
 
     owner: object
@@ -51,36 +63,60 @@ Dispatched = tuple[Tensor, Tensor, DispatchState]
 
 @runtime_checkable
 class TokenDispatcher(Protocol):
-    """Brings tokens to their experts and the results back, summed by routing weight.
+    """Protocol: sends tokens to their experts and sums the results by routing weight.
 
-    Every rank of the dispatcher's group makes the same calls in the same order, also without
-    tokens, and so does its backward: where the tokens or weights of any rank need a gradient, rows
-    and results need one on all.
+    All ranks of the dispatcher make the same calls in the same order, also ranks without tokens.
+    The same holds for the backward: if tokens or weights of any rank need a gradient, rows and
+    results need one on all ranks.
 
-    What one rank alone can see to be wrong with the arguments of ``dispatch`` (shapes, dtypes,
-    expert ids) travels to all in an exchange that is made anyway, and all raise one
-    `RoutingError`. No such exchange follows elsewhere: an error of ``combine``, of the experts, of
-    the layer around them, or of an argument that is no tensor on the group's device is raised by
-    the rank that meets it, while its peers wait for it until their communication times out.
+    Who raises an error:
+
+    - Invalid arguments of ``dispatch`` (shapes, dtypes, expert ids) are reported to all ranks in an
+      exchange that happens anyway. All ranks raise the same `RoutingError`.
+    - Other errors raise on their rank only, and the others wait until their timeout: errors of
+      ``combine`` and of the experts, and arguments that are no tensors on the device of the group.
+
+    Examples:
+        >>> isinstance(Local(num_experts=8), TokenDispatcher)
+        True
     """
 
     def dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
-        """Return the rows for this rank's experts, rows per expert, and the state of this call.
+        """Send tokens to the ranks of their experts.
 
-        ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
-        within a token but for choices of weight 0); ``dim`` and the dtypes are the same on all
-        ranks. The rows ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64.
-        `RoutingError` on every rank where one gives something else.
+        ``dim`` and the dtypes must be the same on all ranks.
+
+        Args:
+            x: This rank's tokens, ``[tokens, dim]``.
+            weights: Routing weights, ``[tokens, k]``.
+            expert_ids: Experts of each token, ``[tokens, k]``, int64. The ids of a token are
+                distinct, except ids with weight 0.
+
+        Returns:
+            ``(rows, counts, state)``: rows ``[rows, dim]`` for this rank's experts, sorted by
+            expert; int64 number of rows of each local expert, ``[local experts]``; and the state
+            for ``combine``.
+
+        Raises:
+            RoutingError: A rank has invalid arguments. All ranks raise together.
         """
         ...
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return the weighted sum of each token's results ``[tokens, dim]``.
+        """Send results back and sum the results of each token, times the routing weights.
 
-        ``rows [rows, dim]`` are the experts' outputs in the order that ``dispatch`` gave. On this
-        rank alone, before it communicates: `DispatchStateError` for a state of another dispatcher
-        or one that was combined before, `ExpertConfigError` for rows of another shape. The result
-        has the dtype of ``x``.
+        Args:
+            rows: Results of the experts ``[rows, dim]``, in the order of ``dispatch``.
+            state: State from ``dispatch``. It can be used once.
+
+        Returns:
+            Weighted sums ``[tokens, dim]`` in the dtype of ``x``.
+
+        Raises:
+            DispatchStateError: ``state`` was combined before or belongs to another dispatcher.
+                Raised on this rank only, before communication.
+            ExpertConfigError: ``rows`` has another shape. Raised on this rank only, before
+                communication.
         """
         ...
 
@@ -158,33 +194,69 @@ class Done(Pending[T]):
 
 @runtime_checkable
 class AsyncDispatcher(Protocol):
-    """A `TokenDispatcher` whose two halves can each be started and waited for apart.
+    """Protocol of a `TokenDispatcher` with separate start and wait, so that work can overlap.
 
-    What runs between the two overlaps with the rows' travel, and in backward with that of their
-    gradients. Ranks start and wait in the same order. A class that derives from this one is given
-    ``dispatch`` and ``combine``.
+    Code between start and wait overlaps with communication, also in the backward. All ranks start
+    and wait in the same order. A subclass implements ``start_dispatch`` and ``start_combine`` and
+    inherits ``dispatch`` and ``combine``.
+
+    Examples:
+        >>> pending = Local(num_experts=8).start_dispatch(x, weights, expert_ids)
+        >>> rows, counts, state = pending.wait()  # after other work
     """
 
     def dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
-        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
+        """Send tokens to the ranks of their experts. See `TokenDispatcher.dispatch`.
+
+        Args:
+            x: This rank's tokens, ``[tokens, dim]``.
+            weights: Routing weights, ``[tokens, k]``.
+            expert_ids: Experts of each token, ``[tokens, k]``, int64.
+
+        Returns:
+            ``(rows, counts, state)``.
+        """
         return self.start_dispatch(x, weights, expert_ids).wait()
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        """Send results back and sum them for each token. See `TokenDispatcher.combine`.
+
+        Args:
+            rows: Results of the experts ``[rows, dim]``, in the order of ``dispatch``.
+            state: State from ``dispatch``.
+
+        Returns:
+            Weighted sums ``[tokens, dim]`` in the dtype of ``x``.
+        """
         return self.start_combine(rows, state).wait()
 
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the rows travel; raises what ``dispatch`` does.
+        """Start to send tokens to the ranks of their experts. Raises as ``dispatch`` does.
 
-        With ``weigh_rows``, the same on all ranks, the state has ``row_weights [rows]``: the
-        experts multiply their rows by them, where that is cheapest, and ``combine`` sums.
+        Args:
+            x: This rank's tokens, ``[tokens, dim]``.
+            weights: Routing weights, ``[tokens, k]``.
+            expert_ids: Experts of each token, ``[tokens, k]``, int64.
+            weigh_rows: If True, the state has ``row_weights [rows]``: the experts multiply their
+                rows by them, and ``combine`` only sums. The same on all ranks. Defaults to False.
+
+        Returns:
+            A handle. Its ``wait()`` returns ``(rows, counts, state)``, once.
         """
         ...
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel; raises what ``combine`` does."""
+        """Start to send results back. Raises as ``combine`` does.
+
+        Args:
+            rows: Results of the experts ``[rows, dim]``, in the order of ``dispatch``.
+            state: State from ``dispatch``. It can be used once.
+
+        Returns:
+            A handle. Its ``wait()`` returns the weighted sums ``[tokens, dim]``, once.
+        """
         ...
 
 

@@ -79,10 +79,20 @@ class _LocalState(DispatchState):
 
 
 class Local(AsyncDispatcher):
-    """A `TokenDispatcher` for experts that all live here; communicates nothing.
+    """Dispatcher for experts that are all on this rank. Communicates nothing.
 
-    ``validate`` says whether to check the expert ids, which costs a device-to-host
-    synchronisation: by default only where there is none, on the CPU.
+    Args:
+        num_experts: Number of experts of all ranks.
+        validate: Whether to check the values of expert ids, which costs a device-to-host
+            synchronization. Defaults to None: on the CPU only.
+
+    Raises:
+        ExpertConfigError: ``num_experts`` is no positive int.
+
+    Examples:
+        >>> dispatcher = Local(num_experts=8)
+        >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
+        >>> y = dispatcher.combine(experts(rows, counts), state)
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
@@ -94,16 +104,11 @@ class Local(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return the rows sorted by expert; see `AsyncDispatcher.start_dispatch`.
-
-        With ``weigh_rows`` the state has ``row_weights [rows]``, and ``combine`` only sums.
-        `RoutingError` for shapes and dtypes that do not fit together, and for an expert id out of
-        range or named twice by one token with weights that are not 0.
-        """
+        """Return the rows sorted by expert. See `AsyncDispatcher.start_dispatch`."""
         return Done(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return each token's weighted sum; see `AsyncDispatcher.start_combine`."""
+        """Return the weighted sum of each token's results. See `AsyncDispatcher.start_combine`."""
         own = consume(state, self, _LocalState, rows)
         return Done(scatter_tokens(rows.to(own.dtype), own.groups, own.weights))
 

@@ -55,22 +55,46 @@ class _PaddedState(DispatchState):
 
 
 class Padded(AsyncDispatcher):
-    """A `TokenDispatcher` with room for ``capacity`` rows from each rank for each expert.
+    """Dispatcher with a fixed capacity: each rank sends ``capacity`` rows to each expert.
 
-    Every rank sends every expert as many rows, zeros where it has fewer tokens, so the host knows
-    all sizes beforehand: forward makes two all-to-alls of equal parts and no device-to-host
-    synchronisation, backward two; one more of each where the experts weigh their rows. An expert
-    gets ``capacity`` rows from each rank, used or not (GShard, arXiv 2006.16668, section 3.2);
-    `choose_capacity` takes it from a factor.
+    Missing rows are zeros, so the host knows all sizes and needs no device-to-host synchronization
+    (GShard, arXiv 2006.16668, section 3.2). Forward and backward have two all-to-alls each, and one
+    more each if the experts multiply rows by their routing weights.
 
-    Of tokens beyond the capacity the last ones lose that expert, with ``drop_policy="probability"``
-    those of the smallest routing weight (of equal ones the last); its share of the result is then
-    missing. With ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
-    synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
-    the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. Elsewhere a
-    rank takes part in the backward of its peers' tokens only if its own tokens or weights need a
-    gradient, and ``capacity`` that is not the same on all ranks is undefined; ``validate`` and
-    ``overflow`` must be the same everywhere. ``payload`` and other errors are those of `AllToAll`.
+    Tokens beyond the capacity lose this expert; its part of the result is missing. With
+    ``overflow="error"``, all ranks raise a `RoutingError` instead, which costs one synchronization.
+
+    Ranks report invalid inputs to each other on the CPU, with ``validate=True`` or with
+    ``overflow="error"``: one more small all-to-all. Without these reports:
+
+    - invalid inputs raise on their rank only, and the others wait;
+    - a rank takes part in the backward of other ranks' tokens only if its tokens or weights need a
+      gradient;
+    - another ``capacity`` on some ranks is not detected.
+
+    Args:
+        ep_mesh: Mesh of the ranks that split the experts: 1-D, or with an axis ``ep``; or an `Axis`
+            of hp-dtensor. Rank ``i`` holds the ``i``-th equal block of experts.
+        num_experts: Number of experts of all ranks.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+        capacity: Number of rows from each rank for each expert, the same on all ranks. See
+            `choose_capacity`.
+        overflow: ``"drop"`` or ``"error"`` for tokens beyond the capacity, the same on all ranks.
+            Defaults to ``"drop"``.
+        drop_policy: Tokens that lose the expert: the last ones (``"position"``), or the ones with
+            the smallest routing weights (``"probability"``). Defaults to ``"position"``.
+        validate: As for `AllToAll`, the same on all ranks. Defaults to None.
+        payload: As for `AllToAll`. Defaults to None.
+
+    Raises:
+        ExpertConfigError: The ranks do not divide ``num_experts``, or an argument is invalid. All
+            ranks raise together before communication.
+
+    Examples:
+        >>> capacity = choose_capacity(1.25, num_tokens=16, top_k=2, num_experts=8)
+        >>> dispatcher = Padded(mesh, num_experts=8, capacity=capacity)
+        >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
+        >>> y = dispatcher.combine(experts(rows, counts), state)
     """
 
     def __init__(
@@ -105,11 +129,11 @@ class Padded(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the rows travel; see `AsyncDispatcher.start_dispatch`."""
+        """Return while the rows travel. See `AsyncDispatcher.start_dispatch`."""
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        """Return while the results travel. See `AsyncDispatcher.start_combine`."""
         return Pending(self._combine(rows, consume(state, self, _PaddedState, rows)))
 
     def _dispatch(

@@ -33,21 +33,33 @@ Change = Callable[[str, Tensor], Tensor]
 def migrate_experts(
     layer: MoE, placement: Placement, optimizer: Optimizer | None = None
 ) -> Migration:
-    """Move ``layer``'s experts to ``placement`` in place and return who went where.
+    """Move the experts of a layer to a new placement, in place.
 
-    Parameters, their gradients if there are any, and all of the optimizer's state that has a row
-    per slot keep their identity and get the values of the slots' new experts; training goes on as
-    if nothing had happened. Copies of the layer, as those of averaged weights, do not move with it:
-    migrate each in the same step. Call it between steps, with the same placement on all ranks and
-    the same tensors to move, which they compare first: one small all-gather over each axis of the
-    experts' mesh. Then one all-to-all over the experts' axis for each of these tensors, of the
-    slots that change rank.
+    Call it between optimizer steps, on all ranks with the same placement. Parameters, their
+    gradients and all optimizer state with a row per slot keep their identity and get the values of
+    the new experts. Training continues with the same results. Copies of the layer, for example
+    averaged weights, are not moved; migrate them in the same step.
 
-    `ExpertConfigError`, before anything moves, for a layer that no style gave a placement, for a
-    placement that is not the same on all ranks, for another number of slots, for an optimizer
-    without the experts that are trained, where some ranks have a gradient or a state that others
-    have not, and for tensors that another axis cuts along their experts: shard those along another
-    dimension.
+    Ranks first compare the placement and the tensors to move: one small all-gather per axis of the
+    experts' mesh. Then each tensor needs one all-to-all of the slots that change rank.
+
+    Args:
+        layer: A `MoE` with a placement from its style.
+        placement: The new placement, with the same number of slots.
+        optimizer: The optimizer that trains the experts. Defaults to None: no optimizer state.
+
+    Returns:
+        The migration, as from `plan_migration`.
+
+    Raises:
+        ExpertConfigError: Before anything moves, on all ranks: ``layer`` has no placement; ranks
+            have different placements, gradients or optimizer states; the number of slots differs;
+            ``optimizer`` does not train the experts; or another axis shards a tensor along its
+            experts.
+
+    Examples:
+        >>> load = collect_loads(model)["moe.router"]
+        >>> migration = migrate_experts(model.moe, plan_placement(load, num_ranks=1), optimizer)
     """
     if not isinstance(layer, MoE):
         raise ExpertConfigError(f"got a {type(layer).__name__}; experts move with their whole MoE")
@@ -126,27 +138,54 @@ def _tensors(
 
 
 def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with one row per expert, in order, for all experts that have a placement.
+    """Return a state dict with one row per expert, in order, for saving.
 
-    ``state`` is what torch's ``get_model_state_dict`` or ``get_optimizer_state_dict`` gives for
-    ``model``, flattened or not; its other entries come as they are, and what says the order of the
-    rows is left out, as in checkpoints that others write. What is saved so loads under every split
-    and placement, and what others saved loads into it. One all-to-all over the experts' axis for
-    each tensor, of the rows that change rank; replicas are one expert, whose first slot gives the
-    values.
+    Such a checkpoint loads under every split and placement. Replicas become one row, with the
+    values of the first slot. Entries other than experts are unchanged; the entry with the order of
+    the rows is left out. Communicates one all-to-all per tensor of the rows that change rank.
 
-    `ExpertConfigError`, before any communication, where the ranks do not divide the experts, and
-    for tensors that another axis cuts along their experts.
+    Args:
+        model: The model.
+        state: Result of torch's ``get_model_state_dict`` or ``get_optimizer_state_dict`` for
+            ``model``, flattened or not.
+
+    Returns:
+        A new state dict.
+
+    Raises:
+        ExpertConfigError: The ranks do not divide the experts, or another axis shards a tensor
+            along its experts. All ranks raise together before communication.
+
+    Examples:
+        >>> state = order_by_expert(model, get_model_state_dict(model))
+        >>> metadata = dcp.save(state, checkpoint_id=folder)
     """
     return _reorder(model, state, to_experts=True)
 
 
 def order_by_slot(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state``, ordered by expert, with a row for each slot of ``model``'s placements.
+    """Return a state dict with one row per slot of the model's placements, for loading.
 
-    The inverse of `order_by_expert`, for ``set_model_state_dict`` and ``set_optimizer_state_dict``:
-    torch's checkpoints load into the entries of a state dict that `order_by_expert` made.
-    Communicates and raises as that does.
+    The inverse of `order_by_expert`. Communicates one all-to-all per tensor of the rows that change
+    rank.
+
+    Args:
+        model: The model.
+        state: State dict in the order of the experts, for example from `order_by_expert` with the
+            values of a loaded checkpoint.
+
+    Returns:
+        A new state dict for torch's ``set_model_state_dict`` or ``set_optimizer_state_dict``.
+
+    Raises:
+        ExpertConfigError: As from `order_by_expert`, or ``state`` says that its rows have another
+            order.
+
+    Examples:
+        >>> state = order_by_expert(model, get_model_state_dict(model))
+        >>> dcp.load(state, checkpoint_id=folder)
+        >>> set_model_state_dict(model, order_by_slot(model, state))
+        <All keys matched successfully>
     """
     return _reorder(model, state, to_experts=False)
 

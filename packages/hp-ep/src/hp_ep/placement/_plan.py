@@ -18,11 +18,26 @@ EVEN = 1.02  # a largest load within this of the mean needs no more swaps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Experts on the slots of ranks: ``experts[s]`` is the expert of slot ``s``, rank by rank.
+    """The experts on the slots of each rank.
 
-    A slot holds one physical expert, as EPLB calls it; every rank has as many. An expert may have
-    several, its replicas, on different ranks; every expert has at least one. `ExpertConfigError`
-    for anything else.
+    A slot holds one expert, and all ranks have equally many slots. An expert can have several
+    slots, its replicas, on different ranks. Every expert has at least one slot.
+
+    Args:
+        num_ranks: Number of ranks that split the experts.
+        num_experts: Number of experts.
+        experts: Expert of each slot, rank by rank.
+
+    Raises:
+        ExpertConfigError: A number is no positive int, ``experts`` is no tuple of expert ids, slots
+            do not divide by ranks, an expert has no slot, or a rank has two replicas of an expert.
+
+    Examples:
+        >>> Placement.contiguous(num_experts=4, num_ranks=2).experts
+        (0, 1, 2, 3)
+        >>> replicated = Placement(num_ranks=2, num_experts=3, experts=(0, 1, 0, 2))
+        >>> replicated.imbalance(load=[4.0, 1.0, 1.0])
+        1.0
     """
 
     num_ranks: int
@@ -58,32 +73,63 @@ class Placement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> "Placement":
-        """Return equal blocks in order: what a weight cut along its first dimension gives."""
+        """Return equal blocks of experts in order, as ``Shard(0)`` gives them.
+
+        Args:
+            num_experts: Number of experts.
+            num_ranks: Number of ranks.
+
+        Returns:
+            A placement without replicas.
+
+        Raises:
+            ExpertConfigError: A number is no positive int, or the ranks do not divide the experts.
+        """
         check_sizes({"num_experts": num_experts, "num_ranks": num_ranks})
         return cls(num_ranks=num_ranks, num_experts=num_experts, experts=tuple(range(num_experts)))
 
     @property
     def slots_per_rank(self) -> int:
-        """Return how many slots a rank has."""
+        """Number of slots of a rank."""
         return len(self.experts) // self.num_ranks
 
     @property
     def slots_of(self) -> tuple[tuple[int, ...], ...]:
-        """Return each expert's slots, ascending."""
+        """Slots of each expert, in ascending order."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts):
             found[expert].append(slot)
         return tuple(map(tuple, found))
 
     def on_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the experts on one rank, by slot; `ExpertConfigError` for a rank of none."""
+        """Return the experts of one rank.
+
+        Args:
+            rank: Rank from 0 to ``num_ranks - 1``.
+
+        Returns:
+            The expert of each slot of the rank.
+
+        Raises:
+            ExpertConfigError: ``rank`` is none of the ranks.
+        """
         if not is_count(rank, 0, self.num_ranks - 1):
             raise ExpertConfigError(f"rank={rank!r} is not one of 0 .. {self.num_ranks - 1}")
         size = self.slots_per_rank
         return self.experts[rank * size : (rank + 1) * size]
 
     def rank_load(self, load: Sequence[float]) -> tuple[float, ...]:
-        """Return each rank's load where ``load [num_experts]`` is shared among replicas."""
+        """Return the load of each rank. Replicas share the load of their expert equally.
+
+        Args:
+            load: Load of each expert, ``[num_experts]``.
+
+        Returns:
+            The load of each rank.
+
+        Raises:
+            ExpertConfigError: ``load`` has another number of experts.
+        """
         if len(load) != self.num_experts:
             raise ExpertConfigError(
                 f"a load of {len(load)} numbers for num_experts={self.num_experts}; give one each"
@@ -92,7 +138,17 @@ class Placement:
         return tuple(sum(share[e] for e in self.on_rank(r)) for r in range(self.num_ranks))
 
     def imbalance(self, load: Sequence[float]) -> float:
-        """Return the largest rank's load over the mean of all ranks, 1 where there is no load."""
+        """Return the largest load of a rank divided by the mean load.
+
+        Args:
+            load: Load of each expert, ``[num_experts]``.
+
+        Returns:
+            1.0 if all ranks have equal loads, or if there is no load.
+
+        Raises:
+            ExpertConfigError: ``load`` has another number of experts.
+        """
         loads = self.rank_load(load)
         total = sum(loads)
         return max(loads) * len(loads) / total if total else 1.0
@@ -100,10 +156,23 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStats:
-    """A step's load: how many tokens chose each expert, on all ranks together.
+    """Statistics of the load of one step under a placement.
 
-    A tensor of them is read once. `ExpertConfigError` for no experts, negative numbers, and a
-    placement of other experts.
+    Args:
+        expert_load: Number of tokens that chose each expert, on all ranks. A tensor is copied to
+            the host once.
+        placement: Placement of the experts.
+
+    Raises:
+        ExpertConfigError: A load is negative or not finite, or the placement has another number of
+            experts.
+
+    Examples:
+        >>> stats = LoadStats(expert_load=(6, 2, 2, 2), placement=Placement.contiguous(4, 2))
+        >>> stats.rank_load
+        (8.0, 4.0)
+        >>> round(stats.rank_imbalance, 2)
+        1.33
     """
 
     expert_load: tuple[float, ...]
@@ -115,28 +184,28 @@ class LoadStats:
 
     @property
     def rank_load(self) -> tuple[float, ...]:
-        """Return the load of each rank, replicas sharing their expert's."""
+        """Load of each rank; replicas share the load of their expert equally."""
         return self.placement.rank_load(self.expert_load)
 
     @property
     def rank_imbalance(self) -> float:
-        """Return the largest rank load over the mean: how much longer a step takes than it must."""
+        """Largest load of a rank divided by the mean load, 1 without load."""
         return self.placement.imbalance(self.expert_load)
 
     @property
     def expert_imbalance(self) -> float:
-        """Return the largest expert load over the mean, 1 where there is no load."""
+        """Largest load of an expert divided by the mean load, 1 without load."""
         total = sum(self.expert_load)
         return max(self.expert_load) * len(self.expert_load) / total if total else 1.0
 
     @property
     def idle_experts(self) -> int:
-        """Return how many experts no token chose."""
+        """Number of experts that no token chose."""
         return sum(x == 0 for x in self.expert_load)
 
     @property
     def entropy(self) -> float:
-        """Return the entropy of the choice of expert over its maximum: 1 even, 0 one expert."""
+        """Entropy of the expert loads over its maximum: 1 for equal loads, 0 for one expert."""
         total = sum(self.expert_load)
         if not total or len(self.expert_load) == 1:
             return 1.0
@@ -147,9 +216,22 @@ class LoadStats:
 def smooth_load(
     before: Sequence[float] | None, load: Sequence[float] | Listed, decay: float
 ) -> tuple[float, ...]:
-    """Return ``decay`` times the average so far plus the rest of the new load; a first load as is.
+    """Return the exponential moving average of loads.
 
-    `ExpertConfigError` for a decay outside 0 .. 1 and for loads of different lengths.
+    Args:
+        before: Average so far; None for the first load.
+        load: New load of each expert, as numbers or as a tensor.
+        decay: Weight of ``before``, at least 0 and below 1.
+
+    Returns:
+        ``decay * before + (1 - decay) * load``; ``load`` if ``before`` is None.
+
+    Raises:
+        ExpertConfigError: ``decay`` is out of range, a load is invalid, or lengths differ.
+
+    Examples:
+        >>> smooth_load([4.0, 0.0], [2.0, 2.0], decay=0.5)
+        (3.0, 1.0)
     """
     if not is_factor(decay) or decay >= 1:
         raise ExpertConfigError(f"decay={decay!r} must be at least 0 and below 1")
@@ -169,22 +251,36 @@ def plan_placement(
     node_size: int | None = None,
     near: Placement | None = None,
 ) -> Placement:
-    """Return a placement of ``len(load)`` experts whose ranks have about the same load.
+    """Plan a placement with about equal loads of the ranks.
 
-    ``load`` are numbers, or a tensor of them, which is read once.
+    First, each extra slot goes to the expert with the most load per replica. Then slots are
+    assigned in order of decreasing load, each to the rank with the least load and a free slot
+    (longest processing time first, Graham 1969, section 5). With ``node_size``, slots are first
+    assigned to nodes and then to the ranks of a node. The function is pure and communicates
+    nothing.
 
-    ``num_replicas`` slots beyond one per expert go, one after the other, to the expert with the
-    most load per replica. Then the heaviest first, each goes to the least loaded rank with room
-    (longest processing time first, Graham 1969, section 5); with ``node_size`` ranks per node,
-    first to nodes and then inside them.
+    Args:
+        load: Load of each expert, as numbers or as a tensor, which is copied to the host once.
+        num_ranks: Number of ranks that split the experts.
+        num_replicas: Number of slots in addition to one per expert. Defaults to 0.
+        node_size: Number of ranks per node. Defaults to None: nodes are not considered.
+        near: Current placement, to move few experts. If a few swaps come within 5 % of the planned
+            imbalance, the result has only these swaps. Otherwise the ranks of the plan are numbered
+            so that many experts stay. Defaults to None: a new plan.
 
-    ``near`` is the placement of today: then only as many experts change places with others as it
-    takes to be within `NEAR` of that plan, or if that does not get there, ranks of that plan are
-    numbered so that many experts stay.
+    Returns:
+        A placement of ``len(load)`` experts.
 
-    `ExpertConfigError` where slots do not divide by ranks, ranks by nodes, for more replicas than
-    ranks can hold, for loads that are negative or not finite, and for a ``near`` with other
-    numbers of experts, slots or ranks.
+    Raises:
+        ExpertConfigError: Slots do not divide by ranks or ranks by nodes, there are too many
+            replicas, a load is negative or not finite, or ``near`` has other sizes.
+
+    Examples:
+        >>> placement = plan_placement([6.0, 2.0, 2.0, 2.0], num_ranks=2, num_replicas=2)
+        >>> placement.experts
+        (0, 1, 2, 0, 1, 3)
+        >>> placement.imbalance([6.0, 2.0, 2.0, 2.0])
+        1.0
     """
     load = as_loads(load)
     _check(len(load), num_ranks, num_replicas, node_size)
@@ -434,9 +530,12 @@ def _swaps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """From one placement to another: ``sources[s]`` is the old slot whose values slot ``s`` takes.
+    """The way from one placement to another, made by `plan_migration`.
 
-    Communicates nothing; `migrate_experts` carries it out.
+    Attributes:
+        old: Current placement.
+        new: Next placement.
+        sources: Old slot that each new slot gets its values from.
     """
 
     old: Placement
@@ -445,11 +544,18 @@ class Migration:
 
     @property
     def moved(self) -> int:
-        """Return how many experts' values go to another rank."""
+        """Number of slots that get their values from another rank."""
         return len(self._travels())
 
     def bytes(self, expert_bytes: int) -> int:
-        """Return the bytes that go to other ranks where one expert, all states, has so many."""
+        """Return the number of bytes that travel between ranks.
+
+        Args:
+            expert_bytes: Bytes of one expert, with its gradients and optimizer state.
+
+        Returns:
+            Bytes of all experts that change rank.
+        """
         return self.moved * expert_bytes
 
     def sent(self, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -488,10 +594,28 @@ class Migration:
 
 
 def plan_migration(old: Placement, new: Placement) -> Migration:
-    """Return how experts get from ``old`` to ``new``; values stay on their rank where they can.
+    """Plan how the values of experts get from one placement to another.
 
-    Of several replicas elsewhere the rank that has sent the least so far sends.
-    `ExpertConfigError` where the two have different numbers of ranks or experts.
+    A value stays on its rank if the rank holds the expert in both placements. If several ranks hold
+    an expert, the rank that has sent the least so far sends it. The function is pure;
+    `migrate_experts` executes the plan.
+
+    Args:
+        old: Current placement.
+        new: Next placement, with the same number of ranks and experts.
+
+    Returns:
+        The plan: ``sources`` has the old slot of each new slot, and ``moved`` is the number of
+        experts that change rank.
+
+    Raises:
+        ExpertConfigError: The placements have different numbers of ranks or experts.
+
+    Examples:
+        >>> old = Placement.contiguous(num_experts=4, num_ranks=2)
+        >>> new = Placement(num_ranks=2, num_experts=4, experts=(0, 2, 1, 3))
+        >>> plan_migration(old, new).moved
+        2
     """
     a, b = (dict(num_ranks=p.num_ranks, num_experts=p.num_experts) for p in (old, new))
     if a != b:
