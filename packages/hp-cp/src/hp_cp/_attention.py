@@ -141,8 +141,8 @@ def context_parallel_attention(
 
     - ``"direct"``: one exchange with each other rank, only of the rows that the mask shows. The
       backward fetches them again and returns their gradients.
-    - ``"gather"``: one all-gather of all rows, or sends between ranks if lengths differ. The
-      backward returns the gradients by one all-to-all.
+    - ``"gather"``: one all-gather of all rows, or sends between ranks if lengths differ or if
+      Ulysses uses the same mesh axis. The backward returns the gradients by one all-to-all.
     - ``"ring"``: each rank passes all rows on to the next rank. The backward does so again, with
       the gradients.
     - ``"double_ring"`` or a `DoubleRing`: as ``"ring"``, in rings of neighbouring ranks and a ring

@@ -260,7 +260,7 @@ def _greedy(n: int, seq_len: int, mask: MaskSpec, chunks_per_rank: int) -> Chunk
 
 @dataclass(frozen=True, slots=True)
 class Auto(Layout):
-    """Chooses the simplest layout whose cost is within 2 % of the lowest cost.
+    """Chooses the simplest layout with a cost within 2 % of the lowest cost.
 
     The candidates are ``Contiguous()``, ``Zigzag()``, ``Greedy(4)``, ``Greedy(8)`` and
     ``PerDocument()``, simplest first. `PerDocument` is skipped if the rows of the batch have

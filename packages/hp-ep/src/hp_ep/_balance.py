@@ -156,8 +156,8 @@ class BalanceLoss:
     Raises:
         ExpertConfigError: ``model`` has no router; routers differ in the number of experts,
             ``top_k`` or ``token_axes``, or have no ``token_axes`` although a style has split their
-            experts; or ranks of ``axes`` hold the same tokens. All ranks raise together before
-            communication.
+            experts; or ranks of ``axes`` hold the same tokens. Entering the block raises it if a
+            router is inside another open block. All ranks raise together before communication.
 
     Examples:
         >>> with BalanceLoss(model) as balance:

@@ -85,9 +85,9 @@ class GroupedExperts(nn.Module):
             experts. If False, inside the experts. Defaults to False.
         row_multiple: Each expert's rows are padded with zeros to a multiple of this number, for
             low-precision kernels: 16 for float8; 8, 32 or 128 for others. Defaults to 1.
-        float8: If True, rows, weights and row gradients are rounded to float8 (e4m3) for the
-            products, with one scale per row. Parameters, results and weight gradients keep their
-            dtype. Defaults to False.
+        float8: If True, products use rows and weights rounded to float8 (e4m3), with one scale per
+            row of each. The product for the gradients of rows uses rounded gradients. Parameters,
+            results and gradients of weights keep their dtype. Defaults to False.
         device: Device of the parameters. Defaults to the default device.
         dtype: Dtype of the parameters. Defaults to the default dtype.
 

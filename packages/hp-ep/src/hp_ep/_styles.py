@@ -115,13 +115,16 @@ class BaseExpertParallel(ParallelStyle):
     | `MoE` | takes and returns this rank's tokens |
     | `GroupedExperts` | takes rows sorted by global expert and counts ``[num_experts]`` |
 
+    A `GroupedExperts` returns its results in the order of the rows.
+
     Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
     ranks equally. Apply the style before FSDP.
 
-    Ranks that split whole experts must hold different tokens, else gradients of the experts count
-    tokens twice. Ranks that split each expert inside hold the same tokens; their partial results
-    are summed. Until they pass once, training forwards check that ranks of ``sequence_axes`` and
-    ``sequence_mesh`` have different inputs: one small collective per axis.
+    Ranks that split whole experts must hold different tokens, else gradients of the experts count a
+    token once for each rank that holds it. Ranks that split each expert inside hold the same
+    tokens; their partial results are summed. Training forwards check that ranks of
+    ``sequence_axes`` and ``sequence_mesh`` have different inputs, by one small collective per axis,
+    until the check has passed once.
 
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
@@ -133,7 +136,8 @@ class BaseExpertParallel(ParallelStyle):
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients. Defaults to None.
+            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
+            to None.
         placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
             all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
             the backward. Defaults to None: equal blocks in order.
@@ -409,8 +413,13 @@ class ExpertParallel(BaseExpertParallel):
     """Parallel style that splits whole experts over one mesh axis. Tokens travel to their experts.
 
     The mesh is 1-D or has an axis ``ep``. Weights become ``Shard(0)`` over it. Ranks of the axis
-    hold different tokens. See `BaseExpertParallel` for the changes to a `MoE` and a
-    `GroupedExperts`.
+    hold different tokens; otherwise gradients of the experts count a token once for each rank that
+    holds it.
+
+    Apply the style to a `MoE`, or to a `GroupedExperts`, which then takes rows sorted by global
+    expert, takes counts ``[num_experts]``, and returns its results in the order of the rows.
+    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
+    ranks equally. Apply the style before FSDP.
 
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
@@ -422,7 +431,8 @@ class ExpertParallel(BaseExpertParallel):
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients. Defaults to None.
+            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
+            to None.
         placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
             all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
             the backward. Defaults to None: equal blocks in order.
@@ -461,6 +471,11 @@ class TensorParallel(BaseExpertParallel):
     Their partial outputs are summed by one all-reduce: of the tokens for a `MoE`, of the rows for a
     `GroupedExperts`.
 
+    Apply the style to a `MoE`, or to a `GroupedExperts`, which then takes rows sorted by global
+    expert, takes counts ``[num_experts]``, and returns its results in the order of the rows.
+    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
+    ranks equally. Apply the style before FSDP.
+
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
             ``"auto"``: the result of `choose_dispatcher`.
@@ -471,7 +486,8 @@ class TensorParallel(BaseExpertParallel):
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients. Defaults to None.
+            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
+            to None.
         placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
             all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
             the backward. Defaults to None: equal blocks in order.
@@ -517,6 +533,11 @@ class ExpertTensorParallel(BaseExpertParallel):
     the names of the axes. Tokens travel over the first axis only. Ranks of the second axis hold the
     same tokens, and their partial outputs are summed.
 
+    Apply the style to a `MoE`, or to a `GroupedExperts`, which then takes rows sorted by global
+    expert, takes counts ``[num_experts]``, and returns its results in the order of the rows.
+    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
+    ranks equally. Apply the style before FSDP.
+
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
             ``"auto"``: the result of `choose_dispatcher`.
@@ -527,7 +548,8 @@ class ExpertTensorParallel(BaseExpertParallel):
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients. Defaults to None.
+            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
+            to None.
         placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
             all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
             the backward. Defaults to None: equal blocks in order.

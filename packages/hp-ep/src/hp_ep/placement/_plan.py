@@ -264,9 +264,9 @@ def plan_placement(
         num_ranks: Number of ranks that split the experts.
         num_replicas: Number of slots in addition to one per expert. Defaults to 0.
         node_size: Number of ranks per node. Defaults to None: nodes are not considered.
-        near: Current placement, to move few experts. If a few swaps come within 5 % of the planned
-            imbalance, the result has only these swaps. Otherwise the ranks of the plan are numbered
-            so that many experts stay. Defaults to None: a new plan.
+        near: Current placement, to move few experts. It is returned, with swaps if necessary, if
+            its imbalance is then at most 5 % above the plan's. Otherwise the ranks of the plan are
+            numbered so that many experts stay. Defaults to None: a new plan.
 
     Returns:
         A placement of ``len(load)`` experts.
