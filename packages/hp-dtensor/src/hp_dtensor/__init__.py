@@ -1,6 +1,6 @@
-"""Tensor layouts over device meshes, and the cheapest plan from one to another.
+"""Tensor layouts on device meshes, and the cheapest plan from one layout to another.
 
-Names that need torch are loaded on first use: layouts and plans work without it.
+Names that need torch are loaded on first use. Layouts and plans work without torch.
 """
 
 from importlib import import_module

@@ -52,7 +52,7 @@ def clip_grad_norm_(
         error_if_nonfinite: If True, raise if the norm is infinite or NaN.
         foreach: If False, process gradients one by one. None and True use ``torch._foreach``
             kernels.
-        pp: An axis whose ranks hold different parameters, such as pipeline stages; or a mesh with
+        pp: An axis with different parameters on each rank, such as pipeline stages; or a mesh with
             one axis.
         collectives: Object that carries out the all-reduces. Defaults to `TorchCollectives`.
 

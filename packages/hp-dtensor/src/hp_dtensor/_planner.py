@@ -168,7 +168,7 @@ def explain(
         shard_order: Order of axes that shard the same dim, as in `Layout`. Not allowed if
             ``placements`` is a `Layout`.
         shape: Global shape. Required for a `Layout`, not allowed for a tensor.
-        rank: Global rank whose plan is returned, for a `Layout` only. Defaults to 0.
+        rank: Global rank of the plan, for a `Layout` only. Defaults to 0.
         itemsize: Bytes per element, for a `Layout` only. Defaults to 4.
         cost: Cost model by which plans are compared. Defaults to ``AlphaBeta()``.
         max_bytes: Upper bound on the memory of one step on any rank, in bytes.

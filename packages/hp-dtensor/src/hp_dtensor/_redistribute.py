@@ -156,8 +156,8 @@ def redistribute(
       result. Ragged tensors, `NonMember`, other meshes, ``collectives`` and ``groups`` raise.
 
     Args:
-        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`, whose ``requires_grad`` has
-            to be that of the tensor.
+        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`. Its ``requires_grad`` has to
+            be that of the tensor.
         *where: ``placements``, or torch's ``mesh, placements``.
         placements: One placement for each mesh axis, of this package or of torch. None replicates
             on all axes. With a `RaggedShard` the result is a `RaggedTensor`.

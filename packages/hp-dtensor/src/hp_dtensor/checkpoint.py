@@ -1,4 +1,4 @@
-"""A reader of distributed checkpoints that compares the checksums in them."""
+"""A reader of distributed checkpoints that verifies their checksums."""
 
 import io
 import zipfile

@@ -1,4 +1,4 @@
-"""For tests: all ranks of a world as threads of one process; the caches of plans, emptied."""
+"""Tools for tests: simulated ranks as threads of one process."""
 
 import math
 import threading
@@ -304,7 +304,7 @@ class SimulatedCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce and keep this rank's part; see `Collectives.reduce_scatter`."""
+        """Reduce each input and keep this rank's part; see `Collectives.reduce_scatter`."""
         check_divisible(axis, inputs)
 
         def scatter(posted: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -333,7 +333,7 @@ class SimulatedCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Exchange row blocks; see `Collectives.all_to_all`."""
+        """Exchange blocks of rows; see `Collectives.all_to_all`."""
         if send_splits is None:
             send_splits = [input.shape[0] // axis.size] * axis.size
         blocks = list(input.split(list(send_splits)))
@@ -401,7 +401,7 @@ class SimulatedCollectives:
         return _Deferred(finish)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
+        """Overwrite each tensor with the tensor of one rank; see `Collectives.broadcast`."""
 
         def spread(posted: list[list[Tensor]]) -> list[list[Tensor]]:
             return [[tensor.clone() for tensor in posted[source]] for _ in posted]

@@ -364,7 +364,7 @@ def fully_shard(
             integer that divides the number of shard ranks: keep them sharded over that many
             neighbouring ranks. Without grad, all parameters are resharded after forward.
         shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the
-            default, or torch's ``ShardPlacementResult``, whose ``mesh_info`` replaces ``mesh`` for
+            default, or torch's ``ShardPlacementResult``. Its ``mesh_info`` replaces ``mesh`` for
             this parameter. The default is dim 0. If other axes shard dim 0 and leave fewer rows
             than ranks, it is the first other dim that the ranks divide. Other dims than 0 cost one
             copy in each all-gather and one in each reduction.

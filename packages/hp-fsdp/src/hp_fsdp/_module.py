@@ -218,7 +218,7 @@ class UnshardHandle:
     """Handle of an all-gather in flight; `FSDPModule.unshard` returns it.
 
     Args:
-        unit: The unit whose parameters are gathered.
+        unit: The unit to gather.
 
     Examples:
         On 4 ranks:
@@ -295,14 +295,16 @@ class FSDPModule:
             **kwargs: Keyword arguments of ``nn.Module.register_forward_hook``.
 
         Returns:
-            A handle whose ``remove()`` removes the hook.
+            A handle. Its ``remove()`` removes the hook.
         """
         own: Any = self
         end_in_hook(own.__dict__[UNIT_ATTRIBUTE], own)
         return cast(RemovableHandle, cast(Any, super()).register_forward_hook(*args, **kwargs))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit, with one all-gather per dtype. Not recursive.
+        """Gather the parameters of this unit, with one all-gather per dtype.
+
+        It applies to this unit only.
 
         Args:
             async_op: If True, return at once. The ``wait()`` of the handle, or the next forward,
@@ -324,7 +326,9 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Register the sharded parameters of this unit and free the unsharded ones. Not recursive.
+        """Register the sharded parameters of this unit, and free the unsharded ones.
+
+        It applies to this unit only.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -470,7 +474,9 @@ class FSDPModule:
         _edit(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward unshards the parameters of this unit. Not recursive.
+        """Set whether backward unshards the parameters of this unit.
+
+        It applies to this unit only.
 
         Args:
             unshard_in_backward: False if backward does not need the parameters of this unit.
@@ -557,7 +563,7 @@ class FSDPModule:
         """Call `set_gradient_divide_factor`. This is torch's earlier name for it.
 
         Args:
-            factor: As in `set_gradient_divide_factor`.
+            factor: See `set_gradient_divide_factor`.
         """
         self.set_gradient_divide_factor(factor)
 
@@ -575,7 +581,9 @@ class FSDPModule:
         *,
         stream: torch.Stream | torch.cpu.Stream | None = None,
     ) -> None:
-        """Set a function that is called with each reduced flat gradient. Not recursive.
+        """Set a function that is called with each reduced flat gradient.
+
+        It applies to this unit only.
 
         It is called once per group and reduction, with the result of the reduce-scatter, or of the
         all-reduce if there are replicas. It may change the gradient in place.
@@ -616,7 +624,7 @@ class FSDPModule:
         _edit(self, False, hook=ReductionHook(function=hook, stream=asked))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Set the modules whose all-gathers start when the forward of this module begins.
+        """Set the modules to prefetch when the forward of this module begins.
 
         Args:
             modules: Sharded modules, in the order of their all-gathers. None restores the default:
@@ -628,7 +636,7 @@ class FSDPModule:
         _unit(self).forward_prefetch = None if modules is None else _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Set the modules whose all-gathers start when the backward of this module begins.
+        """Set the modules to prefetch when the backward of this module begins.
 
         Args:
             modules: Sharded modules, in the order of their all-gathers. None restores the default:
@@ -726,7 +734,9 @@ class FSDPModule:
         schedule.starts_after = event
 
     def set_custom_all_gather(self, comm: Communication) -> None:
-        """Set an object that carries out the all-gathers of this unit. Not recursive.
+        """Set an object that carries out the all-gathers of this unit.
+
+        It applies to this unit only.
 
         It is called once for each group, with tensors of one dtype. With prefetch, two all-gathers
         are in flight, so it has to return different memory for them.
@@ -746,7 +756,9 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_custom_reduce_scatter(self, comm: Communication) -> None:
-        """Set an object that carries out the reduce-scatters of this unit. Not recursive.
+        """Set an object that carries out the reduce-scatters of this unit.
+
+        It applies to this unit only.
 
         Args:
             comm: An object with the interface of torch's ``ReduceScatter``. It is always called to
@@ -763,7 +775,9 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether communication uses memory that the process group allocates. Not recursive.
+        """Set whether communication uses memory that the process group allocates.
+
+        It applies to this unit only.
 
         It has no effect if the backend does not support it. It costs a copy before and after each
         collective.

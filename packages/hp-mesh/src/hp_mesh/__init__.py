@@ -1,8 +1,8 @@
-"""Parallel degrees, rank layout and device meshes for PyTorch, and a planner of all three.
+"""Parallel degrees, rank layouts and device meshes for PyTorch, and a planner.
 
-Names that need torch are loaded on first use, and so is the planner: degrees, checks and layouts
-work without either. ``hp_mesh.world`` has the functions of code that keeps one mesh of the world,
-``hp_mesh.planner`` estimates and shapes of published models.
+Names that need torch are loaded on first use, and so is the planner. Degrees, checks and layouts
+work without torch. ``hp_mesh.world`` has functions for code that keeps one mesh per process.
+``hp_mesh.planner`` has estimates of memory and time, and shapes of published models.
 """
 
 from importlib import import_module

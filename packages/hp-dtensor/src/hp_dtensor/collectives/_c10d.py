@@ -307,7 +307,7 @@ class TorchCollectives:
             output: Contiguous tensor with ``axis.size`` times as many elements.
 
         Returns:
-            A function without arguments. It returns a handle whose ``wait()`` raises errors of the
+            A function without arguments. It returns a handle; ``wait()`` raises errors of the
             collective. Keep both tensors until then.
 
         Raises:
@@ -373,7 +373,7 @@ class TorchCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce and keep this rank's part; see `Collectives.reduce_scatter`."""
+        """Reduce each input and keep this rank's part; see `Collectives.reduce_scatter`."""
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
         check_divisible(axis, inputs)
@@ -454,7 +454,7 @@ class TorchCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Exchange row blocks; see `Collectives.all_to_all`."""
+        """Exchange blocks of rows; see `Collectives.all_to_all`."""
         if axis.size == 1:
             for splits in (send_splits, receive_splits):
                 if splits is not None and list(splits) != [input.shape[0]]:
@@ -479,8 +479,8 @@ class TorchCollectives:
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`.
 
-        With NCCL, all ranks of the group must take part in the group's first call. gloo sends and
-        receives tensors on other devices through CPU memory.
+        With NCCL, all ranks of the group have to take part in the group's first call. gloo copies
+        tensors on other devices through CPU memory.
         """
         group, me = _group(axis) if axis.size > 1 else None, axis.index  # alone, a rank only copies
         if fault := own_fault(axis, sends, receives):
@@ -507,7 +507,7 @@ class TorchCollectives:
         )
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
+        """Overwrite each tensor with the tensor of one rank; see `Collectives.broadcast`."""
         outs = list(tensors)
         if axis.size == 1:
             return _Done(outs)

@@ -158,7 +158,7 @@ class CheckedCollectives:
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
-        """Compare, then pass on; see `Collectives.all_gather`."""
+        """Compare the call over the ranks, then run it; see `Collectives.all_gather`."""
         fault = _misfit(inputs, outputs, lambda numel: numel * axis.size)
         self._compare(axis, "all_gather", inputs, fault=fault)
         return self._inner.all_gather(axis, inputs, outputs)
@@ -170,13 +170,13 @@ class CheckedCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Compare, then pass on; see `Collectives.reduce_scatter`."""
+        """Compare the call over the ranks, then run it; see `Collectives.reduce_scatter`."""
         fault = _misfit(inputs, outputs, lambda numel: numel // axis.size)
         self._compare(axis, f"reduce_scatter {op}", inputs, fault=fault)
         return self._inner.reduce_scatter(axis, inputs, outputs, op)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
-        """Compare, then pass on; see `Collectives.all_reduce`."""
+        """Compare the call over the ranks, then run it; see `Collectives.all_reduce`."""
         self._compare(axis, f"all_reduce {op}", tensors)
         return self._inner.all_reduce(axis, tensors, op)
 
@@ -188,7 +188,7 @@ class CheckedCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Compare, what ranks send with what their peers expect too; see `Collectives`."""
+        """Compare the call and its splits, then run it; see `Collectives.all_to_all`."""
         equal = [input.shape[0] // axis.size] * axis.size
         sent = equal if send_splits is None else list(send_splits)
         received = equal if receive_splits is None else list(receive_splits)
@@ -208,12 +208,12 @@ class CheckedCollectives:
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Compare with each peer what is sent and expected; see `Collectives.send_recv`."""
+        """Compare the messages of each pair, then run the call; see `Collectives.send_recv`."""
         self._compare_pairs(axis, sends, receives)
         return self._inner.send_recv(axis, sends, receives)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Compare, then pass on; see `Collectives.broadcast`."""
+        """Compare the call over the ranks, then run it; see `Collectives.broadcast`."""
         self._compare(axis, f"broadcast from {source}", tensors)
         return self._inner.broadcast(axis, tensors, source)
 

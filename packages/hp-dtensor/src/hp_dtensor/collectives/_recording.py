@@ -72,7 +72,7 @@ class RecordingCollectives:
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
-        """Count and pass on; see `Collectives.all_gather`."""
+        """Count the call, then run it; see `Collectives.all_gather`."""
         self._count(axis, "all_gather", (axis.size - 1) * sum(map(bytes_of, inputs)))
         return self._inner.all_gather(axis, inputs, outputs)
 
@@ -83,13 +83,13 @@ class RecordingCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Count and pass on; see `Collectives.reduce_scatter`."""
+        """Count the call, then run it; see `Collectives.reduce_scatter`."""
         received = sum(bytes_of(x) for x in inputs) * (axis.size - 1) // axis.size
         self._count(axis, "reduce_scatter", received)
         return self._inner.reduce_scatter(axis, inputs, outputs, op)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
-        """Count and pass on; see `Collectives.all_reduce`."""
+        """Count the call, then run it; see `Collectives.all_reduce`."""
         received = 2 * sum(bytes_of(x) for x in tensors) * (axis.size - 1) // axis.size
         self._count(axis, "all_reduce", received)
         return self._inner.all_reduce(axis, tensors, op)
@@ -102,7 +102,7 @@ class RecordingCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Count and pass on; see `Collectives.all_to_all`."""
+        """Count the call, then run it; see `Collectives.all_to_all`."""
         if receive_splits is None:
             received = bytes_of(input) * (axis.size - 1) // axis.size
         else:
@@ -114,14 +114,14 @@ class RecordingCollectives:
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Count and pass on; see `Collectives.send_recv`."""
+        """Count the call, then run it; see `Collectives.send_recv`."""
         others = (parts for peer, parts in receives.items() if peer != axis.index)
         received = sum(bytes_of(x) for parts in others for x in as_tensors(parts))
         self._count(axis, "send_recv", received)
         return self._inner.send_recv(axis, sends, receives)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Count and pass on; see `Collectives.broadcast`."""
+        """Count the call, then run it; see `Collectives.broadcast`."""
         received = 0 if axis.index == source else sum(map(bytes_of, tensors))
         self._count(axis, "broadcast", received)
         return self._inner.broadcast(axis, tensors, source)

@@ -334,9 +334,10 @@ class RaggedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Return the tensor without autograd; setting it replaces this rank's part.
+        """The tensor without autograd history. Assigning to it replaces this rank's part.
 
-        Raises `TypeError` for a tensor in another layout.
+        Raises:
+            TypeError: In an assignment, the value is not a `RaggedTensor` of the same layout.
         """
         return super().data
 

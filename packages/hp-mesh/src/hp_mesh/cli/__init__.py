@@ -1,4 +1,4 @@
-"""The command line: plan, estimate, check, show, explain and groups, without torch."""
+"""Command line: plan, estimate, check, show, explain and groups. Needs no torch."""
 
 from ._main import main as main
 

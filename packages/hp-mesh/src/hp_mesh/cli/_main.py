@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The answer goes to standard output. Errors of the input go to standard error.
 
     Args:
-        argv: Words of the command line after ``hp-mesh``. None takes those of the process.
+        argv: Words of the command line after ``hp-mesh``. Defaults to ``sys.argv[1:]``.
 
     Returns:
         0 for success, 1 if no usable configuration was found, 2 for wrong input.

@@ -1,4 +1,4 @@
-"""Which configuration of a run to try first: memory and time of every valid one, without torch."""
+"""Estimates of memory and time for all valid configurations of a run. Needs no torch."""
 
 from ._calibration import CONSTANTS as CONSTANTS
 from ._calibration import Calibration as Calibration

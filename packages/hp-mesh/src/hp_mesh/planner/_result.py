@@ -363,7 +363,7 @@ class Candidate:
 class Rejection:
     """Degrees without a valid configuration, and the reasons.
 
-    If some axes alone break a rule, one rejection stands for all configurations with these degrees.
+    If a few axes break a rule, one rejection stands for all configurations with these degrees.
 
     Args:
         degrees: Degrees that the broken rules read.
