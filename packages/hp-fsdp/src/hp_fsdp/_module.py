@@ -426,8 +426,8 @@ class FSDPModule:
             On 4 ranks:
 
             >>> group = fully_shard(nn.Linear(8, 8, bias=False)).plan_report().groups[0]
-            >>> group.parameter_bytes, group.padding_bytes
-            (256, 64)
+            >>> group.dtype, group.parameter_bytes
+            ('float32', 256)
         """
         paths = {_unit(self): ["(root)"]}
         for path, module in cast(nn.Module, self).named_modules():
