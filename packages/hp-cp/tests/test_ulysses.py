@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import Layout, MaskSpec, context_parallel_attention
+from hp_cp import Contiguous, Layout, MaskSpec, context_parallel_attention
 from hp_cp._mesh import Peers
 from hp_cp._plan import HeadShare, split_heads
 from hp_cp._ulysses import Exchange, heads_to_rows, rows_to_heads
@@ -137,3 +138,31 @@ def test_windows_and_documents_are_bitwise_one_process(layout: Layout, dtype: to
 
     for mask in MASKS:
         assert all(map(torch.equal, attention(4, mask), attention(1, mask))), mask
+
+
+@pytest.mark.parametrize("order", [("two axes", "one axis"), ("one axis", "two axes")])
+def test_equal_calls_on_meshes_with_other_axes_are_planned_separately(
+    order: tuple[str, str],
+) -> None:
+    meshes = {"two axes": ((2, 2), ("outer", "ulysses")), "one axis": ((4,), ("cp",))}
+    q, k, v, _ = inputs(5, 5, 8)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        mine = [x.chunk(4, 2)[rank] for x in (q, k, v)]
+        return [
+            context_parallel_attention(
+                *mine,
+                door.mesh(*meshes[name]),
+                mask=MaskSpec(causal=True),
+                layout=Contiguous(),
+                schedule="gather",
+                ulysses_degree=2,
+                collectives=door,
+            )
+            for name in order
+        ]
+
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).chunk(4, 2)
+    for results, rows in zip(SimulatedWorld(4).run(rank), expected, strict=True):
+        for out in results:
+            torch.testing.assert_close(out, rows, rtol=1e-12, atol=1e-12)

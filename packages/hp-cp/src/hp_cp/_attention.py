@@ -312,7 +312,7 @@ def bound_attention(
         (type(x), x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x)
         for x in (q, k, v, sinks)
     ]
-    place = groups.n, groups.rank, groups.ring.size, groups.ulysses.size
+    place = groups.n, groups.rank, groups.ring.size, groups.ring.whole, groups.ulysses.size
     # What the choice of a kernel looks at beside them.
     hardware = hardware_of(q.device) if q.is_cuda else None
     state = hardware, torch.are_deterministic_algorithms_enabled()
