@@ -172,11 +172,8 @@ def types(session: nox.Session) -> None:
     chosen = session.posargs or [*PACKAGES, "tools"]
     if unknown := set(chosen) - {*PACKAGES, "tools"}:
         session.error(f"no package: {', '.join(sorted(unknown))}; use {', '.join(PACKAGES)}, tools")
-    install(
-        session,
-        *PACKAGES,
-        extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES), "mypy", "nox", DOCSTRINGS),
-    )
+    needed = (*test_requirements(*PACKAGES), "griffe>=2", "types-Markdown", "mypy", "nox")
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needed))
     if named := [package for package in chosen if package != "tools"]:
         session.run("mypy", *(word for name in named for word in ("-p", import_name(name))))
     for package in chosen:
@@ -289,13 +286,14 @@ def docs(session: nox.Session) -> None:
     if unknown := set(session.posargs) - {"serve"}:
         session.error(f"{' '.join(sorted(unknown))}: use nothing or serve")
     needed = ("-r", "tools/docs/requirements.txt")
-    install(session, *PACKAGES, extras=(*needed, *TRAINER, "transformers"))
+    install(session, *PACKAGES, extras=(*needed, *TEST_TOOLS, *TRAINER, "transformers"))
     mkdocs = ("--config-file", "tools/docs/mkdocs.yml")
     env = {"NO_MKDOCS_2_WARNING": "1"}  # the requirements exclude mkdocs 2
     if session.posargs:
         session.run("mkdocs", "serve", *mkdocs, env=env)
         return
     session.run("mkdocs", "build", "--quiet", *mkdocs, env=env)
+    session.run("pytest", "tools/docs/tests", env=env)
     session.run("python", "-P", "tools/examples.py", "README.md", "tools/docs/pages")
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import bench
+import bench_rows
 import checks
 import examples
 import pytest
@@ -77,12 +79,116 @@ def test_a_namespace_that_cannot_be_imported_is_refused(tmp_path: Path, namespac
     assert not (tmp_path / "v").exists()
 
 
-def test_an_example_that_fails_names_its_line(tmp_path: Path) -> None:
+def page_of(tmp_path: Path, *parts: str) -> Path:
+    """Write a page; fences and what is between them are given."""
     page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as error:
-        examples.run(page)
-    assert error.traceback[-1].lineno == 7
+    page.write_text("# Title\n\n" + "\n\n".join(parts) + "\n", encoding="utf-8")
+    return page
+
+
+def fence(language: str, code: str, mark: str = "") -> str:
+    """Return a fenced block, below a mark if one is given."""
+    return (f"<!-- {mark} -->\n" if mark else "") + f"```{language}\n{code}\n```"
+
+
+def test_blocks_of_a_page_share_names_and_each_world_of_ranks_has_its_own(tmp_path: Path) -> None:
+    on_ranks = (
+        "import torch\nimport torch.distributed as dist\n"
+        "assert 'x' not in globals()\n"
+        "dist.init_process_group('gloo')\n"
+        "ranks = torch.ones(1)\ndist.all_reduce(ranks)\n"
+        "print(dist.get_rank(), 'of', int(ranks))\ndist.destroy_process_group()"
+    )
+    page = page_of(
+        tmp_path,
+        fence("python", "import pickle\nclass A: pass\nx = 1"),
+        fence("python", on_ranks, "ranks: 2"),
+        fence("text", "1 of 2\n0 of 2"),
+        "- a list\n\n  ```python\n  x += 1\n  if x:\n      print(x)\n  ```",
+        fence("text", "2"),
+        fence(
+            "python", "assert pickle.loads(pickle.dumps(A())) and not __import__('os').listdir()"
+        ),
+        fence("python", "raise ValueError", "not run: it needs a GPU"),
+        fence("yaml", "a: 1", "not run: a file"),
+        fence("sh", "pip install hp-mesh"),
+        fence("sh", "echo one\necho two; echo three; test -e noxfile.py"),
+        fence("text", "one\n...\nthree"),
+    )
+    assert [block.language for block in examples.run(page)] == ["python"] * 4 + ["sh"]
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        (fence("python", "x = 1\nassert x == 2"), r"page\.md:4: (.*\n)+.*line 5, in <module>"),
+        (fence("python", "f("), r"page\.md:4: (.*\n)+.*line 4"),
+        (
+            fence("python", "import os\nassert os.environ['RANK'] != '1'", "ranks: 2"),
+            r"page\.md:5: this block failed on rank 1:\n(.*\n)+.*line 6",
+        ),
+        (fence("python", "import os\nos._exit(3)"), r"page\.md:4: (.*\n)*the process died"),
+        (fence("sh", "false\necho no"), r"page\.md:4: these commands ended with status 1"),
+        (fence("python", "print(1)") + "\n\n" + fence("text", "2"), r"page\.md:4: .*prints:\n1"),
+        (fence("yaml", "a: 1"), r"page\.md:4: a fence of yaml; use python, sh or text"),
+        (fence("", "a"), r"page\.md:4: a fence of no language"),
+        (fence("python", "x", "not run"), r"page\.md:5: <!-- not run --> is no mark"),
+        (fence("python", "x", "ranks: many"), r"page\.md:5: <!-- ranks: many --> is no mark"),
+        (fence("sh", "true", "ranks: 2"), r"page\.md:5: .* is for python blocks"),
+        ("```python\nx", r"page\.md:3: this fence is not closed"),
+    ],
+)
+def test_a_block_that_fails_or_is_no_example_names_its_line(
+    tmp_path: Path, block: str, error: str
+) -> None:
+    with pytest.raises(examples.ExampleError, match=error):
+        examples.run(page_of(tmp_path, block))
+
+
+def test_a_block_without_an_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "BLOCK_SECONDS", 1.0)
+    with pytest.raises(examples.ExampleError, match=r"page\.md:4: this block ran for more"):
+        examples.run(page_of(tmp_path, fence("python", "while True: pass")))
+    with pytest.raises(examples.ExampleError, match=r"page\.md:4: these commands ran for more"):
+        examples.run(page_of(tmp_path, fence("sh", "sleep 60")))
+
+
+def test_files_in_a_folder_may_have_no_example_and_a_named_file_must(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = page_of(tmp_path, "No code.")
+    assert examples.main([str(tmp_path)], 1) == 0
+    assert examples.main([str(page)], 1) == 1
+    assert "no block of this file is run" in capfd.readouterr().out
+
+
+def test_each_benchmark_has_rows_for_the_documentation() -> None:
+    assert {bench.label_of(path) for path in bench.chosen([])} == {*bench_rows.CONVERTERS}
+
+
+def test_ratios_of_the_documentation_are_ours_over_the_peers() -> None:
+    row = {"part": "host", "case": "S0 -> R", "torch_us": 30.0, "ours_us": 15.0}
+    found = {"rows": [{**row, "ratio": 2.0, "ratio_low": 1.6, "ratio_high": 2.5}]}
+    (shown,) = bench.committed("hp-dtensor/redistribute", found)["rows"]
+    assert shown == {
+        "name": "host, S0 -> R",
+        "ours": 15.0,
+        "peer": 30.0,
+        "unit": "us",
+        "against": "torch",
+        "ratio": 0.5,
+        "low": 0.4,
+        "high": 0.625,
+    }
+
+
+def test_quick_figures_are_not_for_the_documentation() -> None:
+    command = [sys.executable, "tools/bench.py", "hp-mesh", "--quick", "--commit"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "--commit is for full sizes" in result.stderr
 
 
 @pytest.mark.parametrize(("every", "ran"), [(1, "0123456"), (3, "036"), (9, "0")])

@@ -38,7 +38,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK_SECONDS = 120.0  # for one block, on a machine that has other work too
+BLOCK_SECONDS = 240.0  # for one block, on a machine that has other work too
 GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
 LOOPBACK = "127.0.0.1"
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]

@@ -10,7 +10,6 @@ from markdown.extensions import Extension
 from public_names import public_names
 from results import results
 
-PAGES = Path(__file__).parent / "pages"
 ROOT = Path(__file__).parents[2]
 # With `strict`, each warning fails the build.
 log = logging.getLogger("mkdocs.hooks.hp")
@@ -31,17 +30,18 @@ def on_startup(**_: Any) -> None:
 
 def on_config(config: Any) -> Any:
     """Replace each pattern in the navigation by the pages that exist."""
+    pages = Path(config.docs_dir)
     for section in config.nav:
-        for name, pages in section.items():
-            section[name] = [page for pattern in pages for page in _expand(pattern)]
+        for name, entries in section.items():
+            section[name] = [page for entry in entries for page in _expand(entry, pages)]
     config.markdown_extensions.append(_InlineSvg())
     return config
 
 
-def _expand(pattern: str | dict[str, str]) -> list[str | dict[str, str]]:
-    if isinstance(pattern, dict) or "*" not in pattern:
-        return [pattern]
-    return [*sorted(path.relative_to(PAGES).as_posix() for path in PAGES.glob(pattern))]
+def _expand(entry: Any, pages: Path) -> list[Any]:
+    if isinstance(entry, str) and "*" in entry:
+        return [path.relative_to(pages).as_posix() for path in sorted(pages.glob(entry))]
+    return [entry]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -1,0 +1,6 @@
+"""The modules of the site are beside each other and not installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
