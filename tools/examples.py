@@ -19,6 +19,7 @@ needed, and torch for blocks that use it.
 """
 
 import argparse
+import gc
 import io
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ BLOCK_SECONDS = 240.0  # for one block, on a machine that has other work too
 GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
 LOOPBACK = "127.0.0.1"
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+USES_TRANSFORMERS = re.compile(r"^ *(import|from) transformers\b", re.MULTILINE)
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^\s`{]*)[^`]*$")
 COMMENT = re.compile(r"^ *<!-- *(.*?) *-->$")
 RANKS = re.compile(r"ranks: ([1-8])")
@@ -290,6 +292,7 @@ def _start(target: object, *arguments: object) -> tuple[Connection, BaseProcess]
 
 
 def _serve(pipe: Connection, folder: str) -> None:
+    gc.freeze()  # what the server has imported is not garbage, and takes long to go through
     os.chdir(folder)
     main = _main_module()
     while True:
@@ -297,6 +300,7 @@ def _serve(pipe: Connection, folder: str) -> None:
 
 
 def _be_rank(pipe: Connection, folder: str, block: Block, rank: int, port: int) -> None:
+    gc.freeze()
     os.chdir(folder)
     os.environ |= {
         "RANK": str(rank),
@@ -354,7 +358,11 @@ def files_of(names: Sequence[str]) -> list[Path]:
 def main(names: Sequence[str], at_once: int) -> int:
     """Run the files; return 1 if one failed."""
     os.environ["OMP_NUM_THREADS"] = "1"  # also of the server, which must fork without threads
-    _server.set_forkserver_preload(PRELOAD)
+    paths = files_of(names)
+    preload = PRELOAD
+    if any(path.exists() and USES_TRANSFORMERS.search(path.read_text("utf-8")) for path in paths):
+        preload = [*PRELOAD, "transformers.modeling_utils"]
+    _server.set_forkserver_preload(preload)
     named = {Path(name).resolve() for name in names}
     start = time.monotonic()
     failures, count = [], 0
@@ -367,7 +375,7 @@ def main(names: Sequence[str], at_once: int) -> int:
         return ran, time.monotonic() - begin
 
     with ThreadPoolExecutor(at_once) as threads:
-        for path, job in [(path, threads.submit(timed, path)) for path in files_of(names)]:
+        for path, job in [(path, threads.submit(timed, path)) for path in paths]:
             try:
                 ran, seconds = job.result()
             except ExampleError as error:
