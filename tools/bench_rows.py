@@ -1,4 +1,4 @@
-"""Turn the JSON of each benchmark into rows of one shape, which the documentation shows.
+"""Turn the JSON of each benchmark into rows of one shape, for the documentation.
 
 A row is a comparison: a name, our figure, the peer's figure, their unit, and the ratio ours / peer
 with its spread. Smaller ratios are better. Rows without a peer have only our figure.
@@ -264,5 +264,5 @@ CONVERTERS: dict[str, Callable[[Json], Iterator[Row]]] = {
 
 
 def rows_of(benchmark: str, result: Json) -> list[Json]:
-    """Return the rows of a benchmark such as ``hp-mesh/build`` from what it wrote."""
+    """Return the rows of a benchmark such as ``hp-mesh/build`` from its JSON."""
     return [asdict(row) for row in CONVERTERS[benchmark](result)]

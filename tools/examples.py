@@ -3,7 +3,7 @@
     python tools/examples.py README.md          the blocks of one file
     python tools/examples.py tools/docs/pages   those of all files in a folder
 
-| fence | what happens |
+| fence | action |
 |---|---|
 | ``python`` | The blocks of a file run in order, in one process and one namespace. |
 | ``python`` after ``<!-- ranks: 4 -->`` | 4 processes run the block, as with torchrun. |
@@ -11,7 +11,7 @@
 | ``text`` | Shown only. Directly after a block that printed text, it must be that text. |
 | any after ``<!-- not run: REASON -->`` | Shown only. |
 
-Other fences are errors. A line ``...`` in a ``text`` block stands for any lines. The printed lines
+Other fences are errors. A line ``...`` in a ``text`` block matches any lines. The printed lines
 of ranks are compared in any order. ``python`` blocks run in an empty folder of their file.
 
 Each process is forked from a server that has imported torch once. Only the standard library is
@@ -54,7 +54,7 @@ _server = multiprocessing.get_context("forkserver")
 
 
 class ExampleError(Exception):
-    """A block failed or a fence is not one of those above; the text begins with file and line."""
+    """A block failed or a fence is not in the table above; the text begins with file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def run(path: Path) -> list[Block]:
     """Run the blocks of a file in order; return those that ran.
 
     Raises:
-        ExampleError: A block failed or printed another text than the one below it.
+        ExampleError: A block failed or printed a text that differs from the text below it.
     """
     blocks = [block for block in blocks_of(path) if block.run]
     with tempfile.TemporaryDirectory(prefix="example-") as folder, _python(folder) as python:
@@ -215,7 +215,7 @@ class _Python:
         return self._pipe
 
     def end(self) -> None:
-        """Kill the process: nobody needs what it holds."""
+        """Kill the process. Its state is not needed."""
         if self._process:
             self._process.kill()
             self._process.join()
@@ -231,7 +231,7 @@ def _python(folder: str) -> Iterator[_Python]:
 
 
 def _run_ranks(block: Block, folder: str) -> str:
-    """Run a block on ranks and return all that they print."""
+    """Run a block on ranks and return the printed text of all."""
     processes: list[BaseProcess] = []
     try:
         keeper, process = _start(_keep_store)
@@ -250,7 +250,7 @@ def _run_ranks(block: Block, folder: str) -> str:
 
 
 def _answers(block: Block, pipes: Sequence[Connection]) -> list[str]:
-    """Wait for what each process prints.
+    """Wait for the printed text of each process.
 
     Raises:
         ExampleError: A process failed, died, or did not answer in time.
@@ -292,7 +292,7 @@ def _start(target: object, *arguments: object) -> tuple[Connection, BaseProcess]
 
 
 def _serve(pipe: Connection, folder: str) -> None:
-    gc.freeze()  # what the server has imported is not garbage, and takes long to go through
+    gc.freeze()  # the imported modules are not garbage, and collecting takes long
     os.chdir(folder)
     main = _main_module()
     while True:
@@ -333,7 +333,7 @@ def _main_module() -> types.ModuleType:
 
 
 def _execute(main: types.ModuleType, path: str, line: int, text: str) -> tuple[str, str]:
-    """Return what a block prints, and the traceback of its error or an empty text."""
+    """Return the printed text, and the traceback of the error or an empty text."""
     printed = io.StringIO()
     main.__file__ = path
     source = "\n" * (line - 1) + text  # tracebacks name the line of the Markdown file

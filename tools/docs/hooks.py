@@ -16,7 +16,7 @@ log = logging.getLogger("mkdocs.hooks.hp")
 
 
 class _InlineSvg(Extension):
-    """Leaves `svg` elements in a page as they are, also across blank lines."""
+    """Keeps `svg` elements of a page unchanged, also across blank lines."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         md.block_level_elements.append("svg")
@@ -45,7 +45,7 @@ def _expand(entry: Any, pages: Path) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace the markers of a page by what they name."""
+    """Replace the markers of a page by results and changelogs."""
     package = page.file.src_uri.partition("/")[0]
 
     def measured(marker: re.Match[str]) -> str:
