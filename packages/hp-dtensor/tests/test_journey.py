@@ -1,4 +1,4 @@
-"""A redistribution enters few modules, downwards: what the README says of it is true."""
+"""A redistribution enters few modules, downwards, as the page "inside" says."""
 
 import re
 import sys
@@ -16,6 +16,9 @@ from hp_dtensor import Layout, Replicate, Shard, redistribute
 from hp_dtensor.testing import clear_caches
 
 Ranks = Callable[[int], RankPool]
+# The first parent with the pages: of the repository, or of the folder that vendored tests run in.
+PAGES = Path("tools", "docs", "pages", "hp-dtensor")
+INSIDE = next(up / PAGES for up in Path(__file__).parents if (up / PAGES).is_dir()) / "inside.md"
 PACKAGE = Layout.__module__.rpartition("._")[0]
 DOWN = ["_redistribute", "_prepare", "_groups", "_execute", "collectives._c10d"]
 # What the first of all like calls enters besides, as `_prepare` and `_execute` ask them.
@@ -70,7 +73,7 @@ def test_a_change_of_layout_enters_five_modules_downwards(ranks: Ranks) -> None:
             assert first.index("_convert") < first.index("_planner") < first.index("_execute")
 
 
-def test_the_readme_lists_the_modules_that_a_change_of_layout_enters() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_page_lists_the_modules_that_a_change_of_layout_enters() -> None:
+    text = INSIDE.read_text(encoding="utf-8")
     listed = re.findall(r"^\d\. `([\w/]+)`:", text, re.MULTILINE)
     assert [name.replace("/", ".") for name in listed] == DOWN

@@ -1,8 +1,8 @@
 """What torchtitan's own tests of its ``ParallelDims`` ask, asked of this one.
 
-After tests/unit_tests/test_parallel_dims.py of pytorch/torchtitan. Where the answer differs, the
-README says so under "Coming from torchtitan". Its tests of placements and of FSDP on one GPU are
-not about degrees and meshes.
+After tests/unit_tests/test_parallel_dims.py of pytorch/torchtitan. If the answer differs, the page
+"coming from other libraries" of the documentation lists the difference. Its tests of placements and
+of FSDP on one GPU are not about degrees and meshes.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the README of hp-mesh shows and claims: its examples' output, its names, its differences."""
+"""The pages of hp-mesh: outputs of commands, errors, modules, differences from torchtitan."""
 
 import io
 import re
@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_mesh
-from hp_mesh import LayoutError, ParallelDims, ParallelDimsError, ParallelMesh, Plan
+from hp_mesh import LayoutError, ParallelDims, ParallelDimsError, ParallelMesh
 from hp_mesh.cli import main
 
-README = (Path(__file__).parents[1] / "packages" / "hp-mesh" / "README.md").read_text("utf-8")
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-TEXT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "tools" / "docs" / "pages" / "hp-mesh"
+README = (ROOT / "packages" / "hp-mesh" / "README.md").read_text("utf-8")
+TEXTS = {path.stem: path.read_text("utf-8") for path in PAGES.glob("*.md")}
+SHOWN = re.compile(r"^```sh\nhp-mesh ([^\n]*)\n```\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`hp-mesh (\w+ [^`]*=[^`]*|\w+ --[^`]*)`")
 EIGHT: dict[str, Any] = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "world_size": 8}
 
 
 def shown() -> list[tuple[str, str]]:
-    """Return each output in the README with the command before it."""
-    return [
-        (COMMAND.findall(README[: found.start()])[-1], found[1]) for found in TEXT.finditer(README)
-    ]
+    """Return each command of the pages that shows its output, and the output."""
+    return [found for name in sorted(TEXTS) for found in SHOWN.findall(TEXTS[name])]
 
 
 def answer(command: str) -> tuple[int, str]:
@@ -38,10 +38,10 @@ def answer(command: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("command", "text"), shown(), ids=lambda value: value.split()[0])
-def test_the_output_in_the_readme_is_that_of_its_command(command: str, text: str) -> None:
+def test_the_output_on_a_page_is_the_output_of_its_command(command: str, text: str) -> None:
     code, out = answer(command)
     assert code == 0
-    # A line of three dots stands for those that the README leaves out.
+    # A line of three dots replaces lines that the page leaves out.
     parts = text.split("\n...\n")
     assert out.startswith(parts[0])
     assert out.endswith(parts[-1])
@@ -49,30 +49,28 @@ def test_the_output_in_the_readme_is_that_of_its_command(command: str, text: str
     assert len(out.splitlines()) >= sum(len(part.splitlines()) for part in parts)
 
 
-def test_the_readme_shows_the_plan_and_the_ranks() -> None:
-    assert [command.split()[0] for command, _ in shown()] == ["show", "plan"]
+def test_the_pages_show_the_plan_and_the_ranks() -> None:
+    assert {command.split()[0] for command, _ in shown()} == {"show", "plan"}
 
 
 @pytest.mark.parametrize(
-    "command", [found[1] for found in COMMAND.finditer(README) if "=" in found[1]]
+    "command",
+    [found for text in TEXTS.values() for found in COMMAND.findall(text) if "=" in found],
 )
-def test_every_command_in_the_readme_is_taken(command: str) -> None:
+def test_every_command_on_a_page_is_accepted(command: str) -> None:
     assert answer(command)[0] == 0
 
 
-def test_the_python_examples_run() -> None:
-    names: dict[str, Any] = {}
-    with redirect_stdout(io.StringIO()):
-        for source in PYTHON.findall(README):
-            exec(source, names)
-    assert f"dp_shard follows: {names['dims'].dp_shard}" in README
-    assert isinstance(names["found"], Plan)
+def test_the_degree_in_a_comment_is_the_inferred_one() -> None:
+    dims = ParallelDims(cp=2, tp=2, ep=4, world_size=16)
+    assert f"dp_shard follows: {dims.dp_shard}" in TEXTS["guide"]
 
 
-def test_the_error_in_the_readme_is_the_one_that_is_raised() -> None:
+def test_the_error_on_the_pages_is_the_one_that_is_raised() -> None:
     with pytest.raises(ParallelDimsError) as caught:
         ParallelDims(tp=3, world_size=4)
     assert f"`{caught.value}`" in README
+    assert f"`{caught.value}`" in TEXTS["guide"]
 
 
 def test_the_root_has_12_to_18_names_and_each_of_them_is_there() -> None:
@@ -85,7 +83,7 @@ def test_the_root_has_12_to_18_names_and_each_of_them_is_there() -> None:
 
 
 def test_every_module_of_the_journey_is_there_and_the_others_are_listed() -> None:
-    table = README.partition("| module | what it has |")[2].partition("\n\n")[0]
+    table = TEXTS["inside"].partition("| module | content |")[2].partition("\n\n")[0]
     listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     there = {path.stem for path in Path(hp_mesh.__file__).parent.iterdir()}
     assert {*listed} == there - {"__init__", "__main__", "__pycache__", "py"}
@@ -135,7 +133,7 @@ def names_of_one_rank() -> None:
 
 
 def meshes_of_several_ranks() -> None:
-    (source,) = re.findall(r"`(\{name: mesh\[name\] .*?\})`", README)
+    (source,) = re.findall(r"`(\{name: mesh\[name\] .*?\})`", TEXTS["coming-from"])
     with eight_ranks() as mesh:
         found = eval(source, {"mesh": mesh})
         assert {"dp_replicate", "fsdp", "tp", "batch", "loss", "efsdp"} <= {*found}
@@ -175,12 +173,13 @@ DIFFERENCES: dict[str, Callable[[], None]] = {
 
 
 def differences() -> list[str]:
-    """Return what the table of the README says of torchtitan."""
-    table = README.partition("| torchtitan | here |\n|---|---|\n")[2].partition("\n\n")[0]
+    """Return the first column of the table about torchtitan."""
+    _, _, table = TEXTS["coming-from"].partition("| torchtitan | here |\n|---|---|\n")
+    table, _, _ = table.partition("\n\n")
     return [row.split("|")[1].strip() for row in table.splitlines()]
 
 
 @pytest.mark.parametrize("row", differences())
-def test_every_difference_from_torchtitan_in_the_readme_is_one(row: str) -> None:
+def test_every_difference_from_torchtitan_on_the_page_is_one(row: str) -> None:
     (check,) = [check for begin, check in DIFFERENCES.items() if row.startswith(begin)]
     check()
