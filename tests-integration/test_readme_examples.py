@@ -1,7 +1,7 @@
-"""Examples marked ``py`` in READMEs and documentation pages, run with test models on several ranks.
+"""Fragments in READMEs and documentation pages, run with test models on several ranks.
 
-``python`` examples run as printed, in the documentation's own test. ``py`` examples leave out the
-model or the data, which these tests provide.
+Whole examples run as printed, by ``tools/examples.py``. Fragments leave out the model or the data,
+which these tests provide; they are marked ``not run``, or are fences of ``py``.
 """
 
 import re
@@ -24,17 +24,19 @@ from hp_fsdp import fully_shard
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FRAGMENT = re.compile(
+    r"^(?:<!-- not run: [^\n]* -->\n```python|```py)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 
 def example(package: str, *phrases: str) -> str:
-    """Return the one example of a package that contains all phrases.
+    """Return the one fragment of a package that contains all phrases.
 
-    Searches the package's README and its documentation pages. The same example may be in several.
+    Searches the package's README and its documentation pages. The same fragment may be in several.
     """
     pages = sorted((ROOT / "tools" / "docs" / "pages" / package).glob("*.md"))
     files = [ROOT / "packages" / package / "README.md", *pages]
-    blocks = {found[1] for file in files for found in BLOCK.finditer(file.read_text("utf-8"))}
+    blocks = {found[1] for file in files for found in FRAGMENT.finditer(file.read_text("utf-8"))}
     (source,) = [block for block in blocks if all(phrase in block for phrase in phrases)]
     return source
 
