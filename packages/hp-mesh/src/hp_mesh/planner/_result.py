@@ -98,7 +98,7 @@ def degrees_of(dims: ParallelDims) -> Degrees:
 class Setting(NamedTuple):
     """Pipeline schedule and ZeRO stage of a candidate.
 
-    Args:
+    Attributes:
         schedule: Pipeline schedule.
         virtual_stages: Number of stages of each pipeline rank.
         zero: ZeRO stage. None is stage 3 as in FSDP.
