@@ -263,7 +263,8 @@ def vendor(session: nox.Session) -> None:
         target, tests = root / "host" / "_vendor", root / "host_tests"
         where = ["--into", str(target), "--namespace", "host._vendor", "--tests", str(tests)]
         session.run("python", "tools/vendor.py", package, *where)
-        shutil.copy(ROOT / "packages" / package / "README.md", root)  # some tests read it
+        pages = Path("tools", "docs", "pages", package)  # some tests read them
+        shutil.copytree(ROOT / pages, root / pages)
         settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
         paths = {"PYTHONPATH": str(root)}
         session.run("pytest", *settings, *(options or ["--every", "100"]), env=paths)
