@@ -172,7 +172,7 @@ def types(session: nox.Session) -> None:
     chosen = session.posargs or [*PACKAGES, "tools"]
     if unknown := set(chosen) - {*PACKAGES, "tools"}:
         session.error(f"no package: {', '.join(sorted(unknown))}; use {', '.join(PACKAGES)}, tools")
-    needed = (*test_requirements(*PACKAGES), "griffe>=2", "types-Markdown", "mypy", "nox")
+    needed = (*test_requirements(*PACKAGES), DOCSTRINGS, "types-Markdown", "mypy", "nox")
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needed))
     if named := [package for package in chosen if package != "tools"]:
         session.run("mypy", *(word for name in named for word in ("-p", import_name(name))))
@@ -180,8 +180,8 @@ def types(session: nox.Session) -> None:
         if package != "tools":
             session.run("mypy", f"packages/{package}/tests")
             continue
-        session.run("mypy", "noxfile.py", *map(str, ROOT.glob("tools/*.py")))
-        session.run("mypy", *map(str, ROOT.glob("tools/docs/*.py")))
+        files = (*ROOT.glob("tools/*.py"), *ROOT.glob("tools/docs/**/*.py"))
+        session.run("mypy", "noxfile.py", *map(str, files))
         session.run("mypy", "-p", "rank_pool")
         session.run("mypy", "tools/train")
         session.run("mypy", "tests-integration", env={"MYPYPATH": "tools"})
