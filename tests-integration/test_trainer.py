@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [sys.executable, str(ROOT / "tools" / "train")]
+SMALL = ("--batch-size", "4", "--seq-len", "32")
 
 
 def run(*words: str, command: list[str] | None = None, timeout: float = 300) -> str:
@@ -127,7 +128,8 @@ def test_wrong_options_end_with_one_message_before_anything_starts(
 def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", str(ROOT / "tools" / "train")]
-    run("--steps", "2", "--compare", "--tp", "2", "--out", str(tmp_path), command=torchrun)
+    words = ("--steps", "2", "--compare", "--tp", "2", *SMALL)
+    run(*words, "--out", str(tmp_path), command=torchrun)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["dims"]["tp"] == 2
@@ -142,7 +144,7 @@ def hear_interrupts() -> None:
 def start(*words: str) -> subprocess.Popen[str]:
     """Start a run of many steps and return once it has made its first."""
     process = subprocess.Popen(
-        [*TRAIN, "--steps", "100000", *words],
+        [*TRAIN, "--steps", "100000", *SMALL, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

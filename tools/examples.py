@@ -8,7 +8,7 @@
 | ``python`` | The blocks of a file run in order, in one process and one namespace. |
 | ``python`` after ``<!-- ranks: 4 -->`` | 4 processes run the block, as with torchrun. |
 | ``sh`` | bash runs it in the repository's root, unless it starts with pip, nox or git. |
-| ``text`` | Shown only. Directly after a block that printed text, it must be that text. |
+| ``text`` | Shown only. Directly after a block that runs, it must be the printed text. |
 | any after ``<!-- not run: REASON -->`` | Shown only. |
 
 Other fences are errors. A line ``...`` in a ``text`` block matches any lines. The printed lines
@@ -164,7 +164,7 @@ def run(path: Path) -> list[Block]:
 
 
 def _compare(block: Block, printed: str) -> None:
-    if block.output is None or not printed.strip():
+    if block.output is None:
         return
     lines = [line.rstrip() for line in block.output.strip().splitlines()]
     found = [line.rstrip() for line in printed.strip().splitlines()]

@@ -148,10 +148,12 @@ def test_equal_calls_on_meshes_with_other_axes_are_planned_separately(
     q, k, v, _ = inputs(5, 5, 8)
 
     def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
-        mine = [x.chunk(4, 2)[rank] for x in (q, k, v)]
+        my_q, my_k, my_v = (x.chunk(4, 2)[rank] for x in (q, k, v))
         return [
             context_parallel_attention(
-                *mine,
+                my_q,
+                my_k,
+                my_v,
                 door.mesh(*meshes[name]),
                 mask=MaskSpec(causal=True),
                 layout=Contiguous(),

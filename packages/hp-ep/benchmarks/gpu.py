@@ -8,7 +8,7 @@ NCCL with one rank for each GPU where there are several. In each world, for each
 
 - outputs and gradients of a layer in one process, by plain operators in float64;
 - host waits of a forward and backward, which ``torch.cuda.set_sync_debug_mode`` counts, against
-  their number in the README;
+  their number in `guide-dispatchers.md` of the documentation;
 - time and peak memory of a step, compared with the plain layer.
 
 The plain layer is torchtitan's way, restated: it sorts the rows by expert, sends them by torch's
