@@ -66,7 +66,13 @@ def _changelog(marker: re.Match[str]) -> str:
     return re.sub(r"^#", "##", text, flags=re.MULTILINE)
 
 
-def on_page_content(html: str, page: Any, **_: Any) -> None:
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Let drawings scroll on narrow screens, and check reference pages."""
+    _check_reference(html, page)
+    return re.sub(r"<svg .*?</svg>", r'<div class="drawing">\g<0></div>', html, flags=re.DOTALL)
+
+
+def _check_reference(html: str, page: Any) -> None:
     """Warn of each public name that a reference page lacks, or that has no docstring."""
     folder, _, name = page.file.src_uri.partition("/")
     if name != "reference.md":

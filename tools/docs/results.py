@@ -46,8 +46,8 @@ def results(package: str, name: str | None, root: Path = ROOT) -> str:
     if waiting := [each for each in benchmarks if each not in measured]:
         names = ", ".join(f"`{each}`" for each in waiting)
         parts.append(
-            f"These benchmarks are still to be measured: {names}. "
-            f"`nox -s bench -- {package}` runs them."
+            f"Not measured in this run: {names}. `nox -s bench -- {package}` runs them. "
+            "Tables further down are of earlier runs, with their dates."
         )
     cpu = "\n\n".join(parts)
     return f"## Measured on CPUs\n\n{cpu}\n\n## Measured on a GPU\n\n{_gpu(package)}"
@@ -142,11 +142,11 @@ def _chart(rows: list[Json]) -> str:
         return BAR_WIDTH * math.log(ratio / low) / math.log(high / low)
 
     height = LINE * len(drawn) + 30
-    title = "Ratio of our figure to the peer's for each case; smaller is better"
+    title = "Ratio of our figure to the peer's, on a logarithmic axis; smaller is better"
     lines = [
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" class="ratios">',
         f"<title>{title}</title>",
-        _text(x(1), height - 6, "1 = peer", "middle"),
+        _text(x(1), height - 6, "1 = peer; left is better", "middle"),
     ]
     for number, row in enumerate(drawn):
         top = LINE * number
