@@ -91,8 +91,8 @@ def pytest_collection_finish() -> None:
 def _mark_half_as_long(items: list[pytest.Item]) -> None:
     """Mark every other case of tests on ranks with many cases as ``long``.
 
-    A case stays if its number has an even count of ones in binary. So every value of every
-    parameter stays, also if the cases are a product of parameters with two values.
+    A case stays if its number has an even count of ones in binary. Every other number would drop
+    one value of the last parameter in a product of parameters with two values.
     """
     tests: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
