@@ -8,7 +8,7 @@ compares the losses of all steps with an undisturbed run bit for bit. Columns of
 - left: processes were left behind;
 - wrong: losses differ from the undisturbed run without a message;
 - lost: a run cannot go on, or goes on from an older checkpoint than the last complete one;
-- broken: the trial itself failed, and shows nothing;
+- broken: the trial failed itself, the trainer crashed, or its exit status is wrong;
 - unclear: a message does not name the cause.
 """
 
@@ -215,7 +215,7 @@ def stopped_by_signal(trial: Trial) -> None:
     kind, name = trial.rng.choice(["SIGTERM", "SIGINT"]), trial.rng.choice(trial.degrees)
     done = trial.run(trial.words(name), [_event(trial, kind)])
     status = 128 + signal.Signals[kind]
-    trial.judge("unclear", done.status not in (0, status), f"{done.status}: {done.stderr}")
+    trial.judge("broken", done.status not in (0, status, None), f"{done.status}: {done.stderr}")
     trial.goes_on(name)
 
 
@@ -289,11 +289,13 @@ def restart(rendezvous: str, trial: Trial) -> None:
 def link(trial: Trial) -> None:
     """Take down the link between two nodes, each in a network namespace, and up again."""
     names = [f"faults-{os.getpid()}-{side}" for side in "ab"]
-    try:
-        with _two_nodes(names) as devices:
-            _link_down(trial, names, devices)
-    except (OSError, subprocess.CalledProcessError) as error:
-        trial.not_run = f"no network namespaces here: {error}"
+    with contextlib.ExitStack() as stack:
+        try:
+            devices = stack.enter_context(_two_nodes(names))
+        except (OSError, subprocess.CalledProcessError) as error:
+            trial.not_run = f"no network namespaces here: {error}"
+            return
+        _link_down(trial, names, devices)
 
 
 def _link_down(trial: Trial, names: list[str], devices: list[str]) -> None:
@@ -410,7 +412,7 @@ def _accepted(words: list[str], trial: Trial) -> bool:
         trial.judge("unclear", end.code != 2, f"{words} ended with {end.code}")
         return False
     except Exception as error:  # noqa: BLE001 - any other type is what this looks for
-        trial.judge("unclear", True, f"{words}: {type(error).__name__}: {error}")
+        trial.judge("broken", True, f"{words}: {type(error).__name__}: {error}")
         return False
     return True
 
@@ -425,7 +427,7 @@ def launched(trial: Trial) -> None:
     while not _accepted(words := _random_words(trial), trial):
         pass
     done = trial.run(words)
-    trial.judge("unclear", done.status not in (0, 2, None), f"{words}: {done.stderr}")
+    trial.judge("broken", done.status not in (0, 2, None), f"{words}: {done.stderr}")
     refused = done.status == 2
     trial.judge("unclear", refused and not _is_clear(done.stderr), f"{words}: {done.stderr}")
 

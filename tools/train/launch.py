@@ -84,9 +84,15 @@ def launch(program: Program, world_size: int) -> int:
             failures = _wait(processes, folder)
         except Interrupted as interruption:
             print(f"{interruption}: ending {world_size} ranks", file=sys.stderr, flush=True)
+            status = 128 + interruption.number
             if interruption.number == signal.SIGTERM:
-                _explain(_terminate(processes, folder), folder)
-            return 128 + interruption.number
+                failures, late = _terminate(processes, folder)
+                _explain(failures, folder)
+                if late:
+                    ranks = ", ".join(map(str, late))
+                    print(f"killed before they had saved: ranks {ranks}", file=sys.stderr)
+                    status = 1
+            return status
         finally:
             _end(processes)
             if sys.stdout.isatty():
@@ -238,15 +244,20 @@ def _wait(processes: list[_Process], folder: Path) -> list[Failure]:
     return _failures(processes, folder)
 
 
-def _terminate(processes: list[_Process], folder: Path) -> list[Failure]:
-    """Let the ranks save and end, unless a second signal comes; return which could not."""
+def _terminate(processes: list[_Process], folder: Path) -> tuple[list[Failure], list[int]]:
+    """Let the ranks save and end, unless a second signal comes.
+
+    Returns:
+        The failures, and the ranks that have not ended in time.
+    """
     with contextlib.suppress(Interrupted):
         for process in processes:
             process.send(signal.SIGTERM)
         deadline = time.monotonic() + SAVE_SECONDS
         for process in processes:
             process.wait(deadline)
-    return [each for each in _failures(processes, folder) if each.status != -signal.SIGTERM]
+    failures = [each for each in _failures(processes, folder) if each.status != -signal.SIGTERM]
+    return failures, [rank for rank, process in enumerate(processes) if process.poll() is None]
 
 
 def _failures(processes: list[_Process], folder: Path) -> list[Failure]:

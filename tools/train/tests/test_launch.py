@@ -155,6 +155,23 @@ def test_ranks_may_save_when_they_are_asked_to_end(tmp_path: Path, failing: str)
     assert saved == {"saved0", "saved1"} - {f"saved{failing}"}
 
 
+def test_ranks_that_do_not_save_in_time_are_named_and_the_run_has_failed(tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {TOOLS!r}); from train import launch; "
+        "launch.SAVE_SECONDS = 0.2; "
+        "sys.exit(launch.launch([sys.executable, '-c', *sys.argv[1:]], 2))"
+    )
+    late = SAVE.replace("time.sleep(0.3)", "time.sleep(60 if rank == '1' else 0)")
+    launcher = subprocess.Popen(
+        [*_python(program), late, str(tmp_path), "none"], stderr=subprocess.PIPE, text=True
+    )
+    _wait_for("ranks", lambda: len(list(tmp_path.iterdir())) == 2)
+    launcher.terminate()
+    _, errors = launcher.communicate(timeout=120)
+    assert errors == "SIGTERM: ending 2 ranks\nkilled before they had saved: ranks 1\n"
+    assert launcher.returncode == 1
+
+
 def test_a_rank_that_saved_and_ended_is_no_failure_and_the_others_may_end_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

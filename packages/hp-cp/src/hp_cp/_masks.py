@@ -115,7 +115,10 @@ class MaskSpec:
 
     @property
     def band(self) -> Band:
-        """Smallest and largest visible ``j - i`` for query ``i`` and key ``j``, or None if open."""
+        """Smallest and largest visible ``j - i`` for query ``i`` and key ``j``.
+
+        An element is None if that side is unbounded.
+        """
         reach = None if self.window is None else self.window - 1
         return (None if reach is None else -reach), (0 if self.causal else reach)
 

@@ -178,7 +178,7 @@ class AttentionPlan:
 
     @property
     def heads(self) -> tuple[HeadShare, ...]:
-        """Query heads and KV heads of each of ``ulysses_degree`` neighbouring ranks."""
+        """One `HeadShare` per rank of a Ulysses group: its query heads and their KV heads."""
         return split_heads(self.q_heads, self.kv_heads, self.ulysses_degree)
 
     def blocks(self, rank: int) -> tuple[Block, ...]:

@@ -217,8 +217,8 @@ def context_parallel(
     """Make the attention of a transformers model span the ranks of a mesh.
 
     Every attention module that reads the attention registry of transformers calls
-    `context_parallel_attention` with these arguments. Causality, windows, sinks, soft caps and
-    scales of the layers stay. Call the model with the result of `shard_batch`. This function
+    `context_parallel_attention` with these arguments. Each layer keeps its causality, window,
+    sinks, soft cap and scale. Call the model with the result of `shard_batch`. This function
     communicates nothing.
 
     A rank's gradients are the gradients of its share of the loss: sum them over the mesh, do not
@@ -247,12 +247,13 @@ def context_parallel(
               cross attention);
             - selects or normalizes rows of whole sequences (sequence classification, question
               answering, poolers);
-            - numbers rows itself (no ``position_ids``, or scores that depend on positions).
+            - computes positions itself (no ``position_ids``, or scores that depend on positions).
 
             Calls of the model raise it as `context_parallel_attention` does, and:
 
-            - before communication, on all ranks if all call the model equally: for caches, returned
-              attention weights, ``logits_to_keep``, or visible padding; dropout of attention
+            - before communication, on all ranks if all call the model with the same arguments: for
+              caches, returned attention weights, ``logits_to_keep``, or padding that the mask does
+              not hide; dropout of attention
               weights without a seed; masks other than full, causal, windowed or packed documents;
               labels, packed documents or several ranks without `shard_batch`; an attention
               implementation set afterwards; auxiliary losses of routers, which average over the

@@ -52,8 +52,8 @@ def distribute_tensor(
     """Distribute a whole tensor over a mesh.
 
     Communicates one scatter or broadcast for each mesh axis. A broadcast overwrites ``tensor`` on
-    the receiving ranks, and the result can share memory with ``tensor``; both are the same in
-    torch.
+    the receiving ranks, and the result can share memory with ``tensor``. torch's
+    `distribute_tensor` does both, too.
 
     Args:
         tensor: Leaf tensor with the global shape. A tensor that already has this mesh and these

@@ -78,10 +78,9 @@ class Shard:
 class StridedShard:
     """Placement: a dim is split into blocks, and each rank holds one chunk of every block.
 
-    Blocks and chunks have the lengths of ``torch.chunk``. A factor can also encode a shard order:
-    if it is the product of the degrees of later mesh axes that shard the same dim, these axes split
-    the dim first, as in torch's FSDP with tensor parallelism. `Layout` then stores that order
-    instead.
+    Blocks and chunks have the lengths of ``torch.chunk``. If ``split_factor`` is the product of the
+    degrees of later mesh axes that shard this dim, those axes split the dim first, as in torch's
+    FSDP with tensor parallelism. `Layout` then stores this order instead of the factor.
 
     Args:
         dim: Tensor dim, counted from 0.

@@ -131,7 +131,7 @@ class BaseExpertParallel(ParallelStyle):
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            unchanged.
+            keep the ``token_axes`` of the router.
         sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
@@ -426,7 +426,7 @@ class ExpertParallel(BaseExpertParallel):
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            unchanged.
+            keep the ``token_axes`` of the router.
         sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
@@ -481,7 +481,7 @@ class TensorParallel(BaseExpertParallel):
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            unchanged.
+            keep the ``token_axes`` of the router.
         sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
@@ -543,7 +543,7 @@ class ExpertTensorParallel(BaseExpertParallel):
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            unchanged.
+            keep the ``token_axes`` of the router.
         sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
             Defaults to none.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor

@@ -480,7 +480,7 @@ class FSDPModule:
 
         Args:
             unshard_in_backward: False if backward does not need the parameters of this unit.
-                Defaults to True.
+                Initially True.
         """
         _edit(self, False, unshard_in_backward=unshard_in_backward)
 
@@ -571,7 +571,7 @@ class FSDPModule:
         """Set whether collectives only sum, so that the division is a separate step after them.
 
         Args:
-            enable: True to only sum. Defaults to False, which lets the backend average if it can.
+            enable: True to only sum. Initially False, which lets the backend average if it can.
         """
         _edit(self, False, force_sum=enable)
 
@@ -679,7 +679,7 @@ class FSDPModule:
         unit with several dtypes or meshes may exist at once.
 
         Args:
-            max_input_buffers: An integer of at least 1. Defaults to 1.
+            max_input_buffers: An integer of at least 1. Initially 1.
             recurse: If True, apply to all units in this module.
 
         Raises:
