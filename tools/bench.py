@@ -32,13 +32,13 @@ def chosen(names: list[str]) -> list[Path]:
     every = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
     if not names:
         return every
-    wanted = [
-        p for p in every if p.parents[1].name in names or p in {Path(n).resolve() for n in names}
-    ]
-    if not wanted:
+    matches = {
+        n: [p for p in every if n == p.parents[1].name or p == Path(n).resolve()] for n in names
+    }
+    if unknown := [name for name, found in matches.items() if not found]:
         known = sorted({p.parents[1].name for p in every})
-        raise SystemExit(f"no benchmark matches {names}; packages with benchmarks: {known}")
-    return wanted
+        raise SystemExit(f"no benchmark matches {unknown}; packages with benchmarks: {known}")
+    return [p for p in every if any(p in found for found in matches.values())]
 
 
 def label_of(path: Path) -> str:

@@ -7,7 +7,7 @@
 |---|---|
 | ``python`` | The blocks of a file run in order, in one process and one namespace. |
 | ``python`` after ``<!-- ranks: 4 -->`` | 4 processes run the block, as with torchrun. |
-| ``sh`` | bash runs it in the repository's root, unless it starts with pip, nox or git. |
+| ``sh`` | bash runs it in the repository's root, unless each command is pip, nox or git. |
 | ``text`` | Shown only. Directly after a block that runs, it must be the printed text. |
 | any after ``<!-- not run: REASON -->`` | Shown only. |
 
@@ -131,9 +131,19 @@ def _block(path: Path, line: int, language: str, text: str, mark: str) -> Block:
         return _changed(block, ranks=int(ranks[1]))
     if mark.startswith(("rank", "not")):
         raise block.error(f"<!-- {mark} --> is no mark; use 'ranks: 1' to 8 or 'not run: REASON'")
-    if language == "sh" and text.startswith(SKIPPED_COMMANDS):
+    if language == "sh" and all(map(_is_skipped, _commands(text))):
         return _changed(block, run=False)
     return block
+
+
+def _commands(text: str) -> list[str]:
+    """Return the lines of a shell block without comments; continued lines are one."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def _is_skipped(command: str) -> bool:
+    return command.startswith(SKIPPED_COMMANDS)
 
 
 def _changed(block: Block, *, ranks: int = 0, run: bool = True) -> Block:
@@ -236,6 +246,8 @@ def _run_ranks(block: Block, folder: str) -> str:
     try:
         keeper, process = _start(_keep_store)
         processes.append(process)
+        if not keeper.poll(BLOCK_SECONDS):
+            raise block.error("the store of the ranks did not start")
         port = keeper.recv()
         pipes = []
         for rank in range(block.ranks):
