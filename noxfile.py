@@ -267,7 +267,9 @@ def vendor(session: nox.Session) -> None:
         shutil.copytree(ROOT / pages, root / pages)
         settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
         paths = {"PYTHONPATH": str(root)}
-        session.run("pytest", *settings, *(options or ["--every", "100"]), env=paths)
+        # Without pytest's messages of failed asserts: rewriting all files takes long.
+        words = ("--assert", "plain", *settings, *(options or ["--every", "100"]))
+        session.run("pytest", *words, env=paths)
 
 
 @nox.session
