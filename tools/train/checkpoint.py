@@ -218,7 +218,8 @@ class Checkpoints:
         if self._keep > 1:
             names = self._folder.parent.glob(f"{self._folder.name}-*")
             found = [(path.name.rpartition("-")[2], path) for path in names]
-            steps = {int(word): path for word, path in found if word.isdecimal()}
+            # A folder of the user with such a name stays.
+            steps = {int(word): path for word, path in found if word == str(_step_of(path))}
             for older in sorted(steps, reverse=True)[self._keep - 1 :]:
                 shutil.rmtree(steps[older], ignore_errors=True)
 

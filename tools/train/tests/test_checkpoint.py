@@ -78,13 +78,15 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
 
 def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
     trainer, checkpoints = _trainer(), Checkpoints(tmp_path / "checkpoint", {}, keep=3)
-    (tmp_path / "checkpoint-of-mine").mkdir()
+    for own in ("checkpoint-of-mine", "checkpoint-0"):
+        (tmp_path / own).mkdir()
     for _ in range(5):
         trainer.train_step(DATA)
         checkpoints.start(trainer)
         checkpoints.finish()
     found = {path.name: path for path in tmp_path.iterdir()}
-    assert found.keys() == {"checkpoint", "checkpoint-3", "checkpoint-4", "checkpoint-of-mine"}
+    of_user = {"checkpoint-of-mine", "checkpoint-0"}
+    assert found.keys() == {"checkpoint", "checkpoint-3", "checkpoint-4"} | of_user
     assert [_step(found[n]) for n in ("checkpoint-3", "checkpoint-4", "checkpoint")] == [3, 4, 5]
     again = _trainer()
     load(again, found["checkpoint-3"])
