@@ -130,6 +130,8 @@ def test_blocks_of_a_page_share_names_and_each_world_of_ranks_has_its_own(tmp_pa
         (fence("python", "import os\nos._exit(3)"), r"page\.md:4: (.*\n)*the process died"),
         (fence("sh", "false\necho no"), r"page\.md:4: these commands ended with status 1"),
         (fence("python", "print(1)") + "\n\n" + fence("text", "2"), r"page\.md:4: .*prints:\n1"),
+        (fence("python", "x = 5") + "\n\n" + fence("text", "5"), r"page\.md:4: .*prints:"),
+        (fence("sh", "pip --version\nfalse"), r"page\.md:4: these commands ended with status 1"),
         (fence("yaml", "a: 1"), r"page\.md:4: a fence of yaml; use python, sh or text"),
         (fence("", "a"), r"page\.md:4: a fence of no language"),
         (fence("python", "x", "not run"), r"page\.md:5: <!-- not run --> is no mark"),

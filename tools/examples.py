@@ -33,7 +33,7 @@ import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -94,7 +94,7 @@ def blocks_of(path: Path) -> list[Block]:
             code, number = _inside(path, lines, number, fence)
             block = _block(path, number - len(code), fence[3], "".join(code), mark)
             if block.language == "text" and directly and found and found[-1].run:
-                found[-1] = _with_output(found[-1], block.text)
+                found[-1] = replace(found[-1], output=block.text)
             found.append(block)
             mark, directly = "", True
         elif comment := COMMENT.match(line):
@@ -119,7 +119,7 @@ def _inside(
 def _block(path: Path, line: int, language: str, text: str, mark: str) -> Block:
     block = Block(path, line, language, text, run=language in ("python", "sh"))
     if NOT_RUN.fullmatch(mark):
-        return _changed(block, run=False)
+        return replace(block, run=False)
     if language not in ("python", "sh", "text"):
         raise block.error(
             f"a fence of {language or 'no language'}; use python, sh or text, or put "
@@ -128,11 +128,11 @@ def _block(path: Path, line: int, language: str, text: str, mark: str) -> Block:
     if ranks := RANKS.fullmatch(mark):
         if language != "python":
             raise block.error(f"<!-- {mark} --> is for python blocks, and this one is {language}")
-        return _changed(block, ranks=int(ranks[1]))
+        return replace(block, ranks=int(ranks[1]))
     if mark.startswith(("rank", "not")):
         raise block.error(f"<!-- {mark} --> is no mark; use 'ranks: 1' to 8 or 'not run: REASON'")
     if language == "sh" and all(map(_is_skipped, _commands(text))):
-        return _changed(block, run=False)
+        return replace(block, run=False)
     return block
 
 
@@ -144,14 +144,6 @@ def _commands(text: str) -> list[str]:
 
 def _is_skipped(command: str) -> bool:
     return command.startswith(SKIPPED_COMMANDS)
-
-
-def _changed(block: Block, *, ranks: int = 0, run: bool = True) -> Block:
-    return Block(block.path, block.line, block.language, block.text, ranks, run)
-
-
-def _with_output(block: Block, output: str) -> Block:
-    return Block(block.path, block.line, block.language, block.text, block.ranks, block.run, output)
 
 
 def run(path: Path) -> list[Block]:

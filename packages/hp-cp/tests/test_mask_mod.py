@@ -98,7 +98,7 @@ def test_simulated_ranks_equal_the_definition_with_the_planned_bytes(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_blocks, "_TILE", tile)
-        patch.setattr(_mask_mod, "_PAIRS", 3_000)
+        patch.setattr(_mask_mod, "_PAIRS", 400)
         _plan._PARTS.clear()
         check(case, SimulatedWorld(case.n).run(rank))
         plan = plan_attention(

@@ -205,7 +205,7 @@ class AlphaBeta:
 
     Args:
         alpha: Latency in seconds: one number, or one for each mesh axis. Between two meshes, the
-            position is that of the mesh with more axes. Defaults to 10 us.
+            positions are the axes of the mesh with more axes. Defaults to 10 us.
         beta: Seconds per byte, in the same form. Defaults to 50 GB/s.
 
     Raises:

@@ -232,7 +232,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTensor:
     """Reduce the partial values of a DTensor, and replicate the result on the axes that held them.
 
-    Other axes keep their placements. The communication is that of `redistribute`.
+    Other axes keep their placements. Communicates as `redistribute` does.
 
     Args:
         x: A DTensor.

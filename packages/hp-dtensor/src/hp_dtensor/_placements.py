@@ -124,9 +124,9 @@ class StridedShard:
 class RaggedShard:
     """Placement: the ranks of the axis hold runs of the flattened leading dims, of any lengths.
 
-    The leading dims are flattened in row-major order. Coordinate ``i`` holds the ``sizes[i]``
-    elements that follow those of the coordinates before it. With ``dims=(0,)`` the elements are
-    rows. Later dims keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. If
+    The leading dims are flattened in row-major order. Coordinate ``i`` holds
+    ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. With ``dims=(0,)`` the elements
+    are rows. Later dims keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. If
     other axes shard some of these dims evenly, the runs divide the part that each of their
     coordinates holds.
 

@@ -141,8 +141,8 @@ def redistribute(
     are equivalent.
 
     - **Groups.** Each step runs in a process group with exactly the ranks of its axes. It uses
-      groups that exist: those in ``groups``, those of single axes, of the world, of flattened
-      meshes, and of aliases of hp-mesh.
+      existing groups: the given ``groups``, and the groups of single axes, of the world, of
+      flattened meshes and of hp-mesh aliases.
     - **Gradients.** Backward redistributes the gradient to the layout of ``x``; partial values get
       the replicated gradient of the result. The plan of backward respects ``cost`` and
       ``max_bytes``.
@@ -156,8 +156,8 @@ def redistribute(
       result. Ragged tensors, `NonMember`, other meshes, ``collectives`` and ``groups`` raise.
 
     Args:
-        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`. Its ``requires_grad`` has to
-            be that of the tensor.
+        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`. A `NonMember` needs the
+            ``requires_grad`` of the tensor that it represents.
         *where: ``placements``, or torch's ``mesh, placements``.
         placements: One placement for each mesh axis, of this package or of torch. None replicates
             on all axes. With a `RaggedShard` the result is a `RaggedTensor`.

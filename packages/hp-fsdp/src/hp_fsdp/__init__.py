@@ -1,7 +1,7 @@
 """Fully sharded data parallel training: all-gathers without a copy, gradients with one.
 
 Parameters, gradients and optimizer state are sharded over the data-parallel ranks, as per-parameter
-DTensors like those of torch's ``fully_shard``. Modules compute on views of the gathered buffers.
+DTensors, as in torch's ``fully_shard``. Modules compute on views of the gathered buffers.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy

@@ -360,7 +360,7 @@ def fully_shard(
             rank, such as a row or a matrix; or a function from a parameter to this number. Defaults
             to 1.
         reshard_after_forward: True: free the unsharded parameters after forward. False: keep them
-            for backward. None: keep those of the root and of the last unit, and free the others. An
+            for backward. None: keep them for the root and the last unit only. An
             integer that divides the number of shard ranks: keep them sharded over that many
             neighbouring ranks. Without grad, all parameters are resharded after forward.
         shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the

@@ -359,8 +359,8 @@ class FSDPModule:
         """Abort the current step, in any state, so that the next step starts clean.
 
         Use it after an exception in forward or backward. It waits for collectives in flight,
-        reshards every unit of the root, and drops gradients that are not reduced yet, also those of
-        `no_sync`. Sharded gradients stay. It starts no communication.
+        reshards every unit of the root, and drops gradients that are not reduced yet, including
+        gradients from `no_sync`. Sharded gradients stay. It starts no communication.
         """
         units = _units(self, True)
         # Parts that ran before this module, or before it was sharded, have schedules of their own.
@@ -464,7 +464,7 @@ class FSDPModule:
 
         If they stay unsharded, the next forward gathers again what an optimizer, or an in-place
         operation, has changed. Call `reshard` after changes that do not increase a tensor's version
-        counter: those of ``parameter.data``, and those by ``torch._foreach_*``.
+        counter: writes to ``parameter.data`` and by ``torch._foreach_*``.
 
         Args:
             reshard_after_backward: True (the default) frees the unsharded parameters after

@@ -178,8 +178,8 @@ def sharded_optimizer(
 ) -> "FlatOptimizer":
     """Create an optimizer that updates the flat shards of a sharded module as single tensors.
 
-    The results are those of ``cls`` on the parameters one by one, and so are the parameter groups,
-    the state and the ``state_dict``. Changes of the state take effect in the next step.
+    Results, parameter groups, state and ``state_dict`` equal those of ``cls`` on the single
+    parameters. Changes of the state take effect in the next step.
     Communicates nothing.
 
     - A parameter without a gradient is skipped. From then on it is updated separately.

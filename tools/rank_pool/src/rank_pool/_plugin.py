@@ -10,8 +10,6 @@ import pytest
 
 from ._pool import RankPool
 
-MANY_CASES = 10
-
 
 def pytest_configure() -> None:
     """Set the scheduling policy and the compile threads that all processes of the tests inherit.
@@ -68,7 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"--every {every} runs no test; give 1 for all, 2 for every other")
     if repeat < 1:
         raise pytest.UsageError(f"--repeat {repeat} runs no test; give 1 for once, 2 for twice")
-    _mark_half_as_long(items)
     kept = [item for item in items if not (_is_like_nccl(item) and _is_about_gloo(item))]
     kept = _one_case_each(kept) if config.getoption("fast") else kept
     if config.getoption("like_nccl") == "all":
@@ -86,24 +83,6 @@ def pytest_collection_finish() -> None:
     """Let torch use one thread, as in ranks: a second takes a processor, most of it to wait."""
     if torch := sys.modules.get("torch"):  # tests may not need it
         torch.set_num_threads(1)
-
-
-def _mark_half_as_long(items: list[pytest.Item]) -> None:
-    """Mark every other case of tests on ranks with many cases as ``long``.
-
-    A case stays if its number has an even count of ones in binary. Every other number would drop
-    one value of the last parameter in a product of parameters with two values.
-    """
-    tests: dict[tuple[object, str], list[pytest.Item]] = {}
-    for item in items:
-        on_ranks = "ranks" in getattr(item, "fixturenames", ())
-        if on_ranks and not _is_like_nccl(item) and not item.get_closest_marker("long"):
-            name = getattr(item, "originalname", item.name)
-            tests.setdefault((item.parent, name), []).append(item)
-    for cases in tests.values():
-        for number, item in enumerate(cases if len(cases) >= MANY_CASES else ()):
-            if number.bit_count() % 2:
-                item.add_marker("long")
 
 
 def _is_like_nccl(item: pytest.Item) -> bool:
