@@ -124,11 +124,10 @@ class StridedShard:
 class RaggedShard:
     """Placement: the ranks of the axis hold runs of the flattened leading dims, of any lengths.
 
-    The leading dims are flattened in row-major order. Coordinate ``i`` holds
-    ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. With ``dims=(0,)`` the elements
-    are rows. Later dims keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. If
-    other axes shard some of these dims evenly, the runs divide the part that each of their
-    coordinates holds.
+    The leading dims are flattened in row-major order. Coordinate ``i`` holds ``sizes[i]`` elements,
+    starting at element ``sum(sizes[:i])``. With ``dims=(0,)`` the elements are rows. Later dims
+    keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. If other axes shard
+    some of these dims evenly, the runs divide the part that each of their coordinates holds.
 
     Args:
         dims: Leading tensor dims to flatten: ``(0,)``, ``(0, 1)`` and so on.
