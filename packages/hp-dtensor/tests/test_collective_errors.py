@@ -190,3 +190,25 @@ def peer_ends(rank: int, single: bool) -> list[str]:
 def test_an_error_says_collective_axis_and_ranks_once(ranks: Ranks, single: bool) -> None:
     notes, _ = ranks(2).run(peer_ends, single)
     assert notes == ["in all_gather over axis 'lost' (ranks 0, 1)"]
+
+
+def receives_nothing(rank: int) -> float:
+    """Shorten the timeout of a group in use; return how long a receive waits for a silent rank."""
+    group = dist.new_group(timeout=timedelta(seconds=60), backend="gloo")
+    axis = Axis("lost", group, (0, 1))
+    other, calls = 1 - rank, TorchCollectives()
+    calls.send_recv(axis, {other: torch.ones(2)}, {other: torch.zeros(2)}).wait()
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.5))
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 500ms"):
+            calls.send_recv(axis, {}, {1: torch.zeros(2)}).wait()
+    waited = time.monotonic() - start
+    dist.barrier()
+    return waited
+
+
+@pytest.mark.gloo
+def test_a_new_timeout_of_a_group_holds_for_a_receive_too(ranks: Ranks) -> None:
+    waited, _ = ranks(2).run(receives_nothing)
+    assert 0.5 <= waited < 20

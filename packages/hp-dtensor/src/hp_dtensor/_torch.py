@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._errors import LayoutError
+from .collectives._c10d import timeout_of
 
 Spec: TypeAlias = DTensorSpec
 T = TypeVar("T", bound=Tensor)
@@ -315,7 +316,7 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
             c10d.Backend(backend),
             c10d.PrefixStore(f"attempt/{attempt}", store),
             group_name=name,
-            timeout=_timeout_of(c10d._get_default_group()),
+            timeout=timeout_of(c10d._get_default_group()),
             group_desc="hp_dtensor transfer",
         )
     except RuntimeError:
@@ -331,20 +332,6 @@ def _next_attempt(store: Any, name: str) -> int:
         return next(n for n in count() if not store.check([f"{name}/failed/{n}"]))
     except RuntimeError:  # the store of fake groups has no methods, and no addresses
         return 0
-
-
-def _timeout_of(group: ProcessGroup) -> Any:
-    """Return a group's timeout, torch's default one where its backend does not tell it.
-
-    ``Backend.options`` with ``_timeout`` (2.11 to 2.13), of the first device type that has one;
-    ``ProcessGroup`` has a public ``set_timeout`` alone.
-    """
-    c10d: Any = distributed_c10d
-    for device in cast(Any, group)._device_types:
-        options = cast(Any, group)._get_backend(device).options
-        if (timeout := getattr(options, "_timeout", None)) is not None:
-            return timeout
-    return c10d._get_default_timeout(c10d.Backend(dist.get_backend(group)))
 
 
 def no_modes() -> Any:

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -245,6 +246,22 @@ class _Single:
                 raise
             self._work = self._input = None
         return [self._output]
+
+
+class _WithTimeout:
+    """A send or receive of gloo, which waits no longer than its group's timeout.
+
+    By itself gloo would use the timeout that the group had when it was created.
+    """
+
+    __slots__ = ("_timeout", "_work")
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._work = work
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        self._work.wait(self._timeout)
 
 
 class TorchCollectives:
@@ -541,11 +558,27 @@ def _sent_and_received(
             for peer, tensor in tensors
         ]
         return dist.batch_isend_irecv(operations)
+    timeout = timeout_of(group)
     works: list[Any] = []
     for start, tensors in ((group.recv, receives), (group.send, sends)):
         for peer, x in tensors:  # complex numbers as pairs, which all backends send
-            works.append(start([torch.view_as_real(x) if x.is_complex() else x], peer, 0))
+            work = start([torch.view_as_real(x) if x.is_complex() else x], peer, 0)
+            works.append(_WithTimeout(work, timeout))
     return works
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return a group's timeout, torch's default one where its backend does not tell it.
+
+    ``Backend.options`` with ``_timeout`` (2.11 to 2.13), of the first device type that has one;
+    ``ProcessGroup`` has a public ``set_timeout`` alone.
+    """
+    c10d: Any = distributed_c10d
+    for device in cast(Any, group)._device_types:
+        options = cast(Any, group)._get_backend(device).options
+        if (timeout := getattr(options, "_timeout", None)) is not None:
+            return cast(timedelta, timeout)
+    return cast(timedelta, c10d._get_default_timeout(c10d.Backend(dist.get_backend(group))))
 
 
 def _is_one_pair(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
