@@ -16,6 +16,7 @@ def test_a_sample_of_faults_loses_nothing(capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def trial(tmp_path: Path) -> faults.Trial:
+    faults.become_subreaper(tmp_path)  # starts processes that are no trial's
     (tmp_path / "model.json").write_text(json.dumps(faults.MODEL))
     return faults.Trial(tmp_path, tmp_path, random.Random(0))
 
@@ -29,6 +30,17 @@ def test_a_rank_that_stops_is_named_with_collective_axis_and_step(trial: faults.
     assert header == "rank 0 failed with exit status 1"
     assert message.startswith("train: error: rank 1 did not answer, stopped or cut off; rank 0 ")
     assert "over axis 'efsdp' (ranks 0, 1), in step 2, in the update: Timed out" in message
+
+
+def test_a_stage_that_stops_is_named_with_the_axis_of_stages(trial: faults.Trial) -> None:
+    words = [*trial.words("pp", "--comm-timeout", "3", "--steps", "3")]
+    done = trial.run(words, [Event("stop", 1, 2, "gradients")])
+    assert trial.bad == {}
+    assert done.status == 1
+    header, message = done.stderr.splitlines()
+    assert header == "rank 0 failed with exit status 1"
+    assert message.startswith("train: error: rank 1 did not answer, stopped or cut off; rank 0 ")
+    assert "in send or receive over axis 'pp' (ranks 0, 1), in step 2: Timed out" in message
 
 
 def test_a_wrong_loss_and_a_hang_are_found(

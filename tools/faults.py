@@ -52,7 +52,11 @@ MODEL = {
     **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"num_key_value_heads": 2, "intermediate_size": 16, "moe_intermediate_size": 8},
 }
-DEGREES = {"cp": ("--procs", "2", "--cp", "2"), "dp": ("--procs", "2", "--dp-shard", "2")}
+DEGREES = {
+    "cp": ("--procs", "2", "--cp", "2"),
+    "dp": ("--procs", "2", "--dp-shard", "2"),
+    "pp": ("--procs", "2", "--pp", "2"),
+}
 SMALL = ("--batch-size", "4", "--seq-len", "16", "--checkpoint-every", str(EVERY), "--keep", "2")
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -167,7 +171,7 @@ def _descendants() -> set[int]:
 
 
 @lru_cache(maxsize=1)
-def _become_subreaper(shared: Path) -> None:
+def become_subreaper(shared: Path) -> None:
     """Take in the orphans of trials, and start the server of `run_program`, which stays."""
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     (shared / "empty.py").touch()
@@ -453,7 +457,7 @@ SAMPLE = {"kill": 1, "cut": 1, "flip": 2, "parse": 100, "launch": 1}
 
 def prepare(shared: Path, names: Sequence[str]) -> None:
     """Make the undisturbed runs, and the checkpoints that trials damage copies of."""
-    _become_subreaper(shared)
+    become_subreaper(shared)
     (shared / "model.json").write_text(json.dumps(MODEL))
     for name in names:
         trial, out = Trial(shared, shared, random.Random(0)), shared / "out"
@@ -469,7 +473,7 @@ def prepare(shared: Path, names: Sequence[str]) -> None:
 
 def attempt(row: str, number: int, shared: Path) -> Trial:
     """Make one trial of a row, with random numbers of its own."""
-    _become_subreaper(shared)
+    become_subreaper(shared)
     with tempfile.TemporaryDirectory(prefix=f"fault-{row}-") as folder:
         trial = Trial(shared, Path(folder), random.Random(f"{row}/{number}"))
         try:

@@ -80,7 +80,7 @@ class Trainer:
         self._collectives = TorchCollectives() if collectives is None else collectives
         self._forward = forward
         self._compute_dtype = compute_dtype
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._layout = sequence_layout(mesh)
         self._positions = (
             torch.arange(config.seq_len, device=self.device)
@@ -98,9 +98,9 @@ class Trainer:
         parts = [self._part(part) for part in _split(batch, self.config.accumulate)]
         count = torch.stack([_count(labels) for _, labels in parts]).sum()
         count = self._sum_over("loss", count)
-        if self._pipeline is not None:
+        if self.pipeline is not None:
             tokens, labels = (torch.cat(each) for each in zip(*parts, strict=True))
-            whole = self._pipeline.run(
+            whole = self.pipeline.run(
                 tokens,
                 labels,
                 lambda logits, labels: _loss_sum(logits, labels) / count.clamp(min=1),
@@ -127,7 +127,7 @@ class Trainer:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
             stages = self._mesh["pp"] if self._mesh["pp"].size() > 1 else None
-            tied = None if self._pipeline is None else self._pipeline.tied
+            tied = None if self.pipeline is None else self.pipeline.tied
             if tied is not None:
                 tied.collect(self._collectives)
             norm = clip_grad_norm_(parameters, max_norm, pp=stages, collectives=self._collectives)
@@ -177,13 +177,13 @@ class Trainer:
         self.model.eval()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         # A pipeline takes as many parts as in a step; else a batch is one of them.
-        parts = self.config.accumulate if self._pipeline is None else 1
+        parts = self.config.accumulate if self.pipeline is None else 1
         for batch in data.held_out(self.config.batch_size // parts):
             tokens, labels = self._part(batch)
-            if self._pipeline is None:
+            if self.pipeline is None:
                 loss = _loss_sum(self._logits(tokens), labels)
             else:
-                loss = self._pipeline.run(tokens, labels, _loss_sum, train=False)
+                loss = self.pipeline.run(tokens, labels, _loss_sum, train=False)
             sums += torch.stack([loss.double(), _count(labels)])
         self.model.train()
         loss, count = self._sum_over("loss", sums)

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from hp_mesh import ParallelMesh
 
 from .loop import Trainer
+from .pipeline import Pipeline
 
 # hp_fsdp asks the ranks for up to 10 s what they did: its ranks report only then.
 REPORT_SECONDS = 12.0
@@ -111,11 +112,15 @@ def _where(error: BaseException) -> str:
     """
     place = "before the first step"
     modules: list[nn.Module] = []
+    stages = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner, trainer = frame.f_locals.get("self"), frame.f_locals.get("trainer")
         if isinstance(owner, Trainer):
             phase = _PHASES.get(frame.f_code.co_name)
             place = f"{place}, {phase}" if phase else f"in step {owner.step + 1}"
+        elif isinstance(owner, Pipeline):
+            ranks = ", ".join(map(str, owner.axis.ranks))
+            stages = f"in send or receive over axis {owner.axis.name!r} (ranks {ranks})"
         elif isinstance(trainer, Trainer):
             place = f"after step {trainer.step}"
         elif isinstance(owner, nn.Module):
@@ -124,7 +129,7 @@ def _where(error: BaseException) -> str:
         names = (name for name, each in modules[0].named_modules() if each is modules[-1])
         place += f", in {next(names, '') or 'the model'}"
     calls = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
-    return ", ".join([*dict.fromkeys(calls), place])
+    return ", ".join([*(dict.fromkeys(calls) or [stages] * bool(stages)), place])
 
 
 def _reason(error: BaseException) -> str:

@@ -1,9 +1,11 @@
 """Stages of the model on ranks of their own, run by torch's schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
@@ -150,11 +152,12 @@ class Pipeline:
         logits: Tensor,
         device: torch.device,
     ) -> None:
-        last = mesh["pp"].size() * len(stages) - 1
+        self.axis = Axis.of(mesh["pp"])
+        last = self.axis.size * len(stages) - 1
         self._first, self._last = 0 in stages, last in stages
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self.tied: TiedEnds | None = None
-        parts = [
+        self._parts = [
             PipelineStage(
                 module,
                 index,
@@ -168,7 +171,7 @@ class Pipeline:
             for index, module in stages.items()
         ]
         self._schedule = SCHEDULES[schedule](
-            parts if SCHEDULES[schedule] is not Schedule1F1B else parts[0],
+            self._parts if SCHEDULES[schedule] is not Schedule1F1B else self._parts[0],
             microbatches,
             loss_fn=self._loss_of,
             scale_grads=False,  # losses are shares of one mean over all microbatches
@@ -196,6 +199,22 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=labels.device, dtype=torch.float64)
         return torch.stack([each.detach().double() for each in losses]).sum()
+
+    def set_timeout(self, mesh: ParallelMesh, seconds: float) -> None:
+        """Set how long a stage waits for another from now on. All ranks of the mesh call it.
+
+        gloo's sends and receives use the timeout with which their group was created, and torch's
+        schedules wait for them without another one: stages get a new group. NCCL's use the timeout
+        that the group has.
+        """
+        if mesh.device_type != "cpu":
+            return
+        ranks = sorted({mesh.layout.group("pp", rank) for rank in range(mesh.layout.world_size)})
+        group, _ = dist.new_subgroups_by_enumeration(
+            [list(each) for each in ranks], timeout=timedelta(seconds=seconds), backend="gloo"
+        )
+        for part in self._parts:
+            part.group = group
 
     def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of one microbatch, by the function of the run under way."""

@@ -236,6 +236,8 @@ def _train(
             result = trainer.train_step(data)
         if mesh is not None and trainer.step == first + 1:
             set_timeout(mesh, options.comm_timeout)  # compilers work in the first step
+            if trainer.pipeline is not None:
+                trainer.pipeline.set_timeout(mesh, options.comm_timeout)
         profiler.after(trainer.step)
         moved = _difference({} if collectives is None else collectives.by_axis, before)
         if options.eval_every and (
