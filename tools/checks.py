@@ -2,9 +2,10 @@
 
     python tools/checks.py lint "tests(hp-mesh)" "build wheel"
 
-Each word is a job: one session, or several that run one after the other. So many jobs run at once
-as this process may use processors, four at most; start the longest first. What a job prints appears
-when it ends, whole. The exit status is 1 if a job failed; the others run to their end.
+Each word is a job: one session, or several that run one after the other. One job more runs at once
+than this process may use processors, four at most, because tests also wait; start the longest
+first. What a job prints appears when it ends, whole. The exit status is 1 if a job failed; the
+others run to their end.
 """
 
 import os
@@ -70,7 +71,7 @@ def _processors() -> int:
 
 def main(sessions: Sequence[str]) -> int:
     """Run the jobs of the command line; return 1 if one failed."""
-    at_once = min(_processors(), MOST_AT_ONCE)
+    at_once = min(_processors() + 1, MOST_AT_ONCE)
     start = time.monotonic()
     ended = []
     for job in run_jobs([nox_job(words) for words in sessions], at_once):

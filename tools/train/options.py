@@ -170,7 +170,9 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     _check_dropout(dims, model, compare)
     schedule, stages = _stages(given, dims, model, train.accumulate)
     done = 0 if saved is None else int(saved.fields["step"])
-    if given.resume == AUTO and given.steps is not None and 0 < given.steps == done:
+    if given.resume == AUTO and given.steps is None:  # started again, it ends at the same step
+        given.steps = DEFAULT_STEPS
+    if given.resume == AUTO and 0 < given.steps == done:
         if _is_summed_up(given.out, done):
             raise FinishedError(f"the run in {given.out} has made its {counted(done, 'step')}")
         steps = done  # it was killed before it had a summary and curves
@@ -210,7 +212,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     if saved is not None and options.goes_on_in_place:
         _check_none_is_later(saved)
     elif options.out_given and given.resume != AUTO:
-        _check_holds_no_run(options.out)
+        _check_holds_no_run(options.out, options.resume)
     return options
 
 
@@ -270,10 +272,14 @@ def checksum_fault(path: Path) -> str | None:
 
 
 def other_checkpoint(whole: Sequence[Path]) -> str:
-    """Return what to do where a checkpoint is damaged and those beside it are ``whole``."""
+    """Return what to do if a checkpoint is damaged and the checkpoints beside it are ``whole``."""
     if not whole:
         return "no other beside it is whole"
-    return f"go on from another, --resume {' or '.join(map(str, whole))}"
+    return f"go on from another in a new folder, --resume {_either_path(whole)} --out NEW"
+
+
+def _either_path(paths: Sequence[Path]) -> str:
+    return " or ".join(map(str, paths))
 
 
 def counted(number: int, noun: str) -> str:
@@ -299,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     run(
         "--steps",
         type=int,
-        help=f"train up to this step (default {DEFAULT_STEPS}, of a run that goes on so many more)",
+        help=f"train up to this step (default {DEFAULT_STEPS}; with --resume DIR so many more)",
     )
     run("--seed", type=int, help="seed of the initial values and of the data's order (default 0)")
     run("--procs", type=int, help=f"local processes (default {DEFAULT_PROCESSES})")
@@ -729,11 +735,16 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
     every, last = given.checkpoint_every or 0, last_step_of(log)
     # A checkpoint is whole when the write of the next one begins, and before the summary. torchrun
     # starts its ranks anew if one has failed: the first start found the folder free.
-    had_one = 0 < 2 * every < last or os.path.exists(given.out / SUMMARY_FILE)
-    if last and had_one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    summary = given.out / SUMMARY_FILE
+    had_one = 0 < 2 * every < last or os.path.exists(summary)
+    if had_one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if last:
+            found = f"{log} has {last} steps, before the last of which one was written"
+        else:
+            found = f"{summary} is there, which is written after the last one"
         raise OptionsError(
-            f"resume={AUTO} finds no checkpoint in {given.out}, but {log} has {last} steps, before "
-            f"the last of which one was written; put it back, or give another folder"
+            f"resume={AUTO} finds no checkpoint in {given.out}, but {found}; put it back, or give "
+            "another folder"
         )
     return None
 
@@ -781,13 +792,14 @@ def _named_beside(folder: Path) -> list[Path]:
 def _read_fields(path: Path) -> Mapping[str, Any]:
     """Return what a checkpoint says about its run, with every field that a run goes on from."""
     remedy = f"the checkpoint is damaged; {other_checkpoint(_named_beside(path.parent))}"
+    reading = path
     try:
         found = json.loads(path.read_text())
+        reading = path.parent / CHECKSUMS_FILE
         # A checkpoint without checksums is refused later, when it is loaded.
-        has_checksum = os.path.isfile(path.parent / CHECKSUMS_FILE)
-        fault = checksum_fault(path) if has_checksum else None
-    except (OSError, ValueError, LookupError) as error:
-        raise OptionsError(f"{path} cannot be read: {error}; {remedy}") from error
+        fault = checksum_fault(path) if os.path.isfile(reading) else None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise OptionsError(f"{reading} cannot be read: {error}; {remedy}") from error
     if fault is not None:
         raise OptionsError(f"{fault}; {remedy}")
     top = found if isinstance(found, dict) else {}
@@ -814,15 +826,19 @@ _FIELDS = {
 }
 
 
-def _check_holds_no_run(out: Path) -> None:
+def _check_holds_no_run(out: Path, resume: Path | None) -> None:
     saved = os.path.isfile(out / CHECKPOINT / RUN_FILE)
     kept = _named_beside(out / CHECKPOINT)
     if saved or kept or os.path.exists(out / CHECKPOINT) or _has_steps(out / LOG_FILE):
-        ways = [out] if saved else kept
-        raise OptionsError(
-            f"out={out} holds a run already; give another folder"
-            + (f", or go on with --resume {' or '.join(map(str, ways))}" if ways else "")
-        )
+        if resume is not None and any(_same_path(resume, path) for path in kept):
+            way = f", or go back: move its later checkpoints away, rename {resume} to " + (
+                f"{out / CHECKPOINT}, and give --resume {AUTO} --out {out}"
+            )
+        elif saved:
+            way = f", or go on from its latest checkpoint: --resume {AUTO} --out {out}"
+        else:
+            way = f" with --resume {_either_path(kept)}" if kept else ""
+        raise OptionsError(f"out={out} holds a run already; give another folder{way}")
 
 
 def _has_steps(log: Path) -> bool:

@@ -134,7 +134,7 @@ def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
         load(_trainer(), latest)
     said = str(raised.value)
     assert f"{latest / name}" in said
-    assert said.endswith(f"; go on from another, --resume {tmp_path / 'checkpoint-1'}")
+    assert said.endswith(f"; go on from another in a new folder, --resume {tmp_path / 'checkpoint-1'} --out NEW")
     assert "\n" not in said
     assert capfd.readouterr().err == ""
     _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")

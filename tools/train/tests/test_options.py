@@ -16,6 +16,7 @@ from hp_mesh import ParallelDims, ParallelDimsError
 from train.config import CATALOGUE, SEED_STRIDE, SEEDS, ModelConfig, ModelError
 from train.options import (
     CHECKPOINT,
+    CHECKSUMS_FILE,
     INHERITED,
     LOG_FILE,
     PREVIOUS,
@@ -164,8 +165,45 @@ def test_of_a_damaged_checkpoint_the_others_are_named(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / CHECKPOINT, tmp_path / f"{CHECKPOINT}-{step}")
     (tmp_path / CHECKPOINT / RUN_FILE).write_text("{")
     others = [str(tmp_path / f"{CHECKPOINT}-{step}") for step in (10, 9)]
-    with pytest.raises(OptionsError, match=f"; go on from another, --resume {' or '.join(others)}"):
+    remedy = f"; go on from another in a new folder, --resume {' or '.join(others)} --out NEW"
+    with pytest.raises(OptionsError, match=remedy):
         parse(["--resume", str(tmp_path)])
+    with pytest.raises(OptionsError) as raised:
+        parse(["--resume", others[0], "--out", str(tmp_path)])
+    assert str(raised.value) == (
+        f"out={tmp_path} holds a run already; give another folder, or go back: move its later "
+        f"checkpoints away, rename {others[0]} to {tmp_path / CHECKPOINT}, and give --resume auto "
+        f"--out {tmp_path}"
+    )
+
+
+def test_the_latest_checkpoint_is_what_a_run_in_its_folder_goes_on_from(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    with pytest.raises(OptionsError, match=f"checkpoint: --resume auto --out {tmp_path}$"):
+        parse(["--out", str(tmp_path)])
+    assert parse(["--resume", "auto", "--out", str(tmp_path)]).goes_on_in_place
+
+
+def test_damaged_checksums_are_not_blamed_on_another_file(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    path = tmp_path / CHECKPOINT / CHECKSUMS_FILE
+    for content in ("{", "[]", "{}"):
+        path.write_text(content)
+        with pytest.raises(OptionsError, match=f"^{path} cannot be read: .*; the checkpoint is"):
+            parse(["--resume", str(tmp_path)])
+
+
+def test_auto_ends_at_the_same_step_each_time_it_is_started(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    auto = ["--resume", "auto", "--out", str(tmp_path)]
+    assert (parse(auto).done, parse(auto).steps) == (5, 60)
+    assert parse(["--resume", "auto", "--out", str(tmp_path / "new")]).steps == 60
+
+
+def test_a_summary_without_a_checkpoint_is_no_new_run(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY_FILE).write_text('{"steps": 6}')
+    with pytest.raises(OptionsError, match=f"no checkpoint in .*, but {tmp_path / SUMMARY_FILE}"):
+        parse(["--resume", "auto", "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -682,7 +720,8 @@ def test_a_run_that_lost_its_latest_checkpoint_does_not_begin_anew(
         with pytest.raises(OptionsError) as raised:
             parse(words)
         assert str(tmp_path / CHECKPOINT / RUN_FILE) in str(raised.value)
-        assert str(raised.value).endswith(f"; go on from another, --resume {kept}")
+        remedy = f"; go on from another in a new folder, --resume {kept} --out NEW"
+        assert str(raised.value).endswith(remedy)
     with pytest.raises(OptionsError, match=f"out={tmp_path} holds a run already; .*{kept}$"):
         parse(["--out", str(tmp_path)])
 

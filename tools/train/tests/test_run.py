@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> Non
     line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
     assert line.startswith(f"train: error: {damaged} is damaged: ")
     assert re.search(r" \(bytes \d+ to \d+\); go on", line)
-    assert line.endswith(f"; go on from another, --resume {out / 'checkpoint-1'}")
+    assert line.endswith(f"; go on from another in a new folder, --resume {out / 'checkpoint-1'} --out NEW")
 
 
 # Files grow no larger than this: the model's cannot be written, the log can.
