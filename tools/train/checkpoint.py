@@ -212,8 +212,10 @@ class Checkpoints:
         step = _step_of(self._previous)
         if self._keep > 1 and step is not None:
             kept = self._folder.with_name(f"{self._folder.name}-{step}")
-            shutil.rmtree(kept, ignore_errors=True)
-            os.replace(self._previous, kept)
+            if (kept / METADATA_FILE).exists():  # it may be damaged
+                shutil.rmtree(kept, ignore_errors=True)
+            if not kept.exists():  # a folder of the user with such a name stays
+                os.replace(self._previous, kept)
         shutil.rmtree(self._previous, ignore_errors=True)
         if self._keep > 1:
             names = self._folder.parent.glob(f"{self._folder.name}-*")

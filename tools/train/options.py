@@ -137,6 +137,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     status 2 where a word is no option or no number.
     """
     given = _parser().parse_args(argv)
+    _check_empty(argv)
     saved = _asked_run(given)
     processes = _world_size(given, world_size, saved)
     if saved is not None and processes != saved.fields["world_size"]:
@@ -223,6 +224,8 @@ def how_to_go_on(options: Options) -> str:
     if step is None:
         before = f"; the run went on from step {options.done} of {options.resume}"
         return f"no checkpoint was saved in {options.out}{before if options.resume else ''}"
+    if step == options.steps:
+        return f"all {counted(step, 'step')} are made and saved in {options.out}"
     words = ["--resume", str(AUTO), "--out", str(options.out), "--steps", str(options.steps)]
     words += ["--compare", str(options.compare)] if options.compare else []
     words += ["--reference"] if options.reference else []
@@ -296,6 +299,7 @@ class _SavedRun:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train",
+        usage="%(prog)s [--OPTION VALUE ...]; --help lists the options",
         allow_abbrev=False,
         description="Train a language model over any mix of parallel axes. Without options: a "
         "small mixture of experts on the source text of the Python standard library, 4 local "
@@ -414,12 +418,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_empty(argv: Sequence[str]) -> None:
+    """Raise for an empty word, as that of an unset variable: a path would be this folder."""
+    for before, word in zip(["the first word", *argv], argv, strict=False):
+        name, has_value, value = word.partition("=")
+        if not word or (name.startswith("--") and has_value and not value):
+            raise OptionsError(f"{name or before}= is empty; give a value, or leave it out")
+
+
 def _check_numbers(given: argparse.Namespace) -> None:
     """Raise for numbers that can be nobody's."""
     for name, least in _LEAST.items():
         value = getattr(given, name)
-        if value is not None and not (value >= least and value < math.inf):
+        if value is not None and not value >= least:
             raise OptionsError(f"{name.replace('_', '-')}={value} cannot be; use {least} or more")
+    if given.weight_decay == math.inf:
+        raise OptionsError("weight-decay=inf cannot be; use a finite number")
     if given.lr is not None and not 0 < given.lr < math.inf:
         raise OptionsError(f"lr={given.lr} is no learning rate; use a number above 0")
     if given.comm_timeout is not None and given.comm_timeout > LONGEST_TIMEOUT:
@@ -739,11 +753,11 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
     had_one = 0 < 2 * every < last or os.path.exists(summary)
     if had_one and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         if last:
-            found = f"{log} has {last} steps, before the last of which one was written"
+            there = f"{log} has {last} steps, before the last of which one was written"
         else:
-            found = f"{summary} is there, which is written after the last one"
+            there = f"{summary} is there, which is written after the last one"
         raise OptionsError(
-            f"resume={AUTO} finds no checkpoint in {given.out}, but {found}; put it back, or give "
+            f"resume={AUTO} finds no checkpoint in {given.out}, but {there}; put it back, or give "
             "another folder"
         )
     return None

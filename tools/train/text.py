@@ -227,7 +227,10 @@ def _tokens_of(path: Path, dtype: str) -> "Part":
         else:
             found = np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, EOFError) as error:
-        raise TextError(f"{path} is no array of tokens: {error}") from error
+        reason = "it is no .npy file, or one of objects" if "pickle" in str(error) else error
+        raise TextError(
+            f"{path} is no array of tokens: {reason}; give an array of integers"
+        ) from error
     if found.ndim != 1 or str(found.dtype) not in TOKEN_DTYPES or not len(found):
         raise TextError(
             f"{path} has shape {found.shape} of {found.dtype}; an array of tokens has one "

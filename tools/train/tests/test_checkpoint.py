@@ -78,14 +78,16 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
 
 def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
     trainer, checkpoints = _trainer(), Checkpoints(tmp_path / "checkpoint", {}, keep=3)
-    for own in ("checkpoint-of-mine", "checkpoint-0"):
+    for own in ("checkpoint-of-mine", "checkpoint-0", "checkpoint-2"):
         (tmp_path / own).mkdir()
+        (tmp_path / own / "notes").write_text("mine")
     for _ in range(5):
         trainer.train_step(DATA)
         checkpoints.start(trainer)
         checkpoints.finish()
     found = {path.name: path for path in tmp_path.iterdir()}
-    of_user = {"checkpoint-of-mine", "checkpoint-0"}
+    of_user = {"checkpoint-of-mine", "checkpoint-0", "checkpoint-2"}
+    assert [(found[name] / "notes").read_text() for name in of_user] == ["mine"] * 3
     assert found.keys() == {"checkpoint", "checkpoint-3", "checkpoint-4"} | of_user
     assert [_step(found[n]) for n in ("checkpoint-3", "checkpoint-4", "checkpoint")] == [3, 4, 5]
     again = _trainer()
@@ -134,7 +136,8 @@ def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
         load(_trainer(), latest)
     said = str(raised.value)
     assert f"{latest / name}" in said
-    assert said.endswith(f"; go on from another in a new folder, --resume {tmp_path / 'checkpoint-1'} --out NEW")
+    remedy = f"; go on from another in a new folder, --resume {tmp_path / 'checkpoint-1'} --out NEW"
+    assert said.endswith(remedy)
     assert "\n" not in said
     assert capfd.readouterr().err == ""
     _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")

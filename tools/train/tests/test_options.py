@@ -104,11 +104,30 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
         ("--reference --procs 2", "--reference is one process"),
         ("--reference --tp 2", "tp=2 with --reference, which is one process .*; use 1"),
         ("--resume nowhere", "no checkpoint in nowhere"),
+        ("--comm-timeout inf", "comm-timeout=inf is too long; use 1000000 or less"),
+        ("--weight-decay inf", "weight-decay=inf cannot be; use a finite number"),
+        ("--out=", "--out= is empty; give a value, or leave it out"),
     ],
 )
 def test_what_the_trainer_does_not_have_is_said(words: str, text: str) -> None:
     with pytest.raises(OptionsError, match=text):
         parse(words.split())
+
+
+@pytest.mark.parametrize("name", ["--out", "--resume", "--data", "--model"])
+def test_an_empty_word_is_no_path(name: str) -> None:
+    with pytest.raises(OptionsError, match=f"^{name}= is empty; give a value, or leave it out"):
+        parse(["--steps", "2", name, ""])
+
+
+def test_a_word_that_is_no_option_is_answered_in_two_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--procs", "x"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: train [--OPTION VALUE ...]; --help lists the options"
+    assert error == "train: error: argument --procs: invalid int value: 'x'"
 
 
 def test_a_checkpoint_brings_its_own_options(tmp_path: Path) -> None:
