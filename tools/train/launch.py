@@ -62,7 +62,7 @@ def launch(program: Program, world_size: int) -> int:
     ``WORLD_SIZE``. What they write to standard error is kept and shown when one fails, that of the
     rank that failed first before the others', once where they say the same, and alone where the
     ranks refuse to run, which they do together. SIGTERM is sent on and they get time to save and
-    end, until a second signal; SIGINT and SIGHUP end all of them at once. SIGTERM to one rank lets
+    end, also if it comes again; SIGINT and SIGHUP end all of them at once. SIGTERM to one rank lets
     all of them save and end too; the status is then that of the signal. The ranks also end by
     themselves when this process is gone (`watch_parent`).
     """
@@ -245,7 +245,7 @@ def _wait(processes: list[_Process], folder: Path) -> list[Failure]:
 
 
 def _terminate(processes: list[_Process], folder: Path) -> tuple[list[Failure], list[int]]:
-    """Let the ranks save and end, unless a second signal comes.
+    """Let the ranks save and end, unless SIGINT or SIGHUP comes meanwhile.
 
     Returns:
         The failures, and the ranks that have not ended in time.
@@ -308,6 +308,8 @@ def _end(processes: list[_Process]) -> None:
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:  # sent again, it must not cut off a checkpoint
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Interrupted(number)
 
     # What the caller ignores stays ignored: nohup ignores SIGHUP.

@@ -137,7 +137,10 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("failing", ["none", "1"])
-def test_ranks_may_save_when_they_are_asked_to_end(tmp_path: Path, failing: str) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_ranks_may_save_when_they_are_asked_to_end(
+    tmp_path: Path, failing: str, times: int
+) -> None:
     program = (
         f"import sys; sys.path.insert(0, {TOOLS!r}); from train.launch import launch; "
         "sys.exit(launch([sys.executable, '-c', *sys.argv[1:]], 2))"
@@ -146,7 +149,9 @@ def test_ranks_may_save_when_they_are_asked_to_end(tmp_path: Path, failing: str)
         [*_python(program), SAVE, str(tmp_path), failing], stderr=subprocess.PIPE, text=True
     )
     _wait_for("ranks", lambda: len(list(tmp_path.iterdir())) == 2)
-    launcher.terminate()
+    for _ in range(times):
+        launcher.terminate()
+        time.sleep(0.1)
     _, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 128 + signal.SIGTERM
     failed = "rank 1 failed with exit status 1\nno space left\n"
