@@ -26,7 +26,8 @@ def test_a_rank_that_stops_is_named_with_collective_axis_and_step(trial: faults.
     done = trial.run(words, [Event("stop", 1, 2, "update")])
     assert trial.bad == {}
     assert done.status == 1
-    header, message = done.stderr.splitlines()
+    header, message, saved = done.stderr.splitlines()
+    assert saved == f"no checkpoint was saved in {trial.folder / 'out'}"
     assert header == "rank 0 failed with exit status 1"
     assert message.startswith("train: error: rank 1 did not answer, stopped or cut off; rank 0 ")
     assert "over axis 'efsdp' (ranks 0, 1), in step 2, in the update: Timed out" in message
@@ -37,7 +38,8 @@ def test_a_stage_that_stops_is_named_with_the_axis_of_stages(trial: faults.Trial
     done = trial.run(words, [Event("stop", 1, 2, "gradients")])
     assert trial.bad == {}
     assert done.status == 1
-    header, message = done.stderr.splitlines()
+    header, message, saved = done.stderr.splitlines()
+    assert saved == f"no checkpoint was saved in {trial.folder / 'out'}"
     assert header == "rank 0 failed with exit status 1"
     assert message.startswith("train: error: rank 1 did not answer, stopped or cut off; rank 0 ")
     assert "in send or receive over axis 'pp' (ranks 0, 1), in step 2: Timed out" in message

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -69,7 +68,7 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
     else:
         _import_for_ranks(options)
         status = launch(partial(main, words), number)
-    if status in (128 + signal.SIGINT, 128 + signal.SIGHUP):
+    if status not in (0, USAGE_STATUS):
         print(how_to_go_on(options), file=sys.stderr)
     return status
 

@@ -75,8 +75,7 @@ def run_rank(options: Options) -> int:
     try:
         stopped = record(_run)(options, peers)
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print(how_to_go_on(options), file=sys.stderr, flush=True)
+        _say_how_to_go_on(options)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
     except (Refused, *ENDS) as error:
@@ -84,6 +83,7 @@ def run_rank(options: Options) -> int:
             print(f"train: error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, Refused):
             os._exit(USAGE_STATUS)
+        _say_how_to_go_on(options)
         if RENDEZVOUS in os.environ:
             note_failure(int(os.environ["RANK"]))
         sys.stdout.flush()
@@ -96,10 +96,18 @@ def run_rank(options: Options) -> int:
             traceback.print_exc()
         elif lost:
             print(f"train: error: {lost}", file=sys.stderr)
+        _say_how_to_go_on(options)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
     return STOPPED_STATUS if stopped else 0
+
+
+def _say_how_to_go_on(options: Options) -> None:
+    """Say it on one rank, unless there is a launcher, which says it when all ranks have ended."""
+    leads = RENDEZVOUS not in os.environ and os.environ.get("RANK", "0") == "0"
+    if leads and (options.out_given or options.reference):  # else only the ranks know the folder
+        print(how_to_go_on(options), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -294,6 +294,7 @@ class Report:
         """
         if self._options.goes_on_in_place:
             kept = [(line, record) for line, record in records_of(path) if record["step"] <= done]
+            self._say_missing(path, {record["step"] for _, record in kept}, done)
         else:
             kept = []
             self._set_aside(path)
@@ -305,6 +306,15 @@ class Report:
                 self._note(record["step"], record.get("loss"), record.get("eval_loss"))
         os.replace(new, path)
         return path.open("a")
+
+    def _say_missing(self, path: Path, logged: set[int], done: int) -> None:
+        """Say which steps the log has lost. A run that began from another's has only its own."""
+        missing = [step for step in range(min(logged, default=1), done + 1) if step not in logged]
+        if missing:
+            self._print(
+                f"{path} lacks {counted(len(missing), 'step')} before step {done + 1}, the first "
+                f"is {missing[0]}; curves and summary lack them too"
+            )
 
     def _set_aside(self, path: Path) -> None:
         """Rename the log of a run that ended before its first checkpoint."""

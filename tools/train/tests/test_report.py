@@ -137,6 +137,31 @@ def test_a_log_goes_on_where_the_run_was_saved_and_the_summary_is_of_all(
     assert re.search(r"held-out loss +4\.5000", printed)
 
 
+@pytest.mark.parametrize(
+    ("logged", "said"),
+    [
+        ([1, 4, 5], "lacks 2 steps before step 6, the first is 2; curves and summary"),
+        ([], "lacks 5 steps before step 6, the first is 1; curves and summary"),
+        ([3, 4, 5], ""),  # it began from a checkpoint of another run
+        ([1, 2, 3, 4, 5], ""),
+    ],
+)
+def test_steps_that_a_log_has_lost_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: list[int], said: str
+) -> None:
+    options = parse(["--seq-len", "32"])
+    (tmp_path / "checkpoint").mkdir()
+    saved = {**options.identity, "step": 5, "samples": 40}
+    (tmp_path / "checkpoint" / "run.json").write_text(json.dumps(saved))
+    lines = [f'{{"step": {step}, "loss": 2.0}}\n' for step in logged]
+    (tmp_path / "log.jsonl").write_text("".join(lines))
+    words = ["--out", str(tmp_path), "--seq-len", "32", "--resume", "auto"]
+    report = Report(parse(words), 5)
+    report.finish()
+    printed = capsys.readouterr().out
+    assert ("lacks" in printed, said in printed) == (bool(said), True)
+
+
 def test_the_time_to_the_end_counts_what_is_between_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -285,7 +285,8 @@ def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> Non
     line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
     assert line.startswith(f"train: error: {damaged} is damaged: ")
     assert re.search(r" \(bytes \d+ to \d+\); go on", line)
-    assert line.endswith(f"; go on from another in a new folder, --resume {out / 'checkpoint-1'} --out NEW")
+    remedy = f"; go on from another in a new folder, --resume {out / 'checkpoint-1'} --out NEW"
+    assert line.endswith(remedy)
 
 
 # Files grow no larger than this: the model's cannot be written, the log can.
@@ -303,7 +304,9 @@ def _ended_alike(out: Path, path: str, *words: str) -> str:
     """Return what two ranks said alike before they ended with status 1, without a traceback."""
     done = run_program(path, [*words, "--out", str(out), "--procs", "2"], timeout=500)
     assert done.status == 1
-    ranks, line = done.stderr.splitlines()
+    ranks, line, *how = done.stderr.splitlines()
+    assert how[0] == f"no checkpoint was saved in {out}"
+    assert len(how) == 1
     assert ranks == "2 ranks failed alike, with exit status 1"
     return line
 
@@ -325,7 +328,8 @@ def test_a_log_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path)
     words = [PROGRAM, *_tiny(tmp_path), "--reference", "--steps", "500", "--out", str(out)]
     done = run_program(str(program), words, timeout=500)
     assert done.status == 1
-    (line,) = done.stderr.splitlines()
+    line, how = done.stderr.splitlines()
+    assert how == f"no checkpoint was saved in {out}"
     whole = (out / "log.jsonl").read_text().count("\n")
     assert line.startswith(f"train: error: step {whole + 1} was not written to ")
     assert f"{out / 'log.jsonl'} (File too large), where " in line
@@ -370,7 +374,8 @@ def test_what_is_left_after_the_last_step_is_made_though_the_run_is_told_to_end(
     program.write_text(ENDED)
     words = [PROGRAM, *_tiny(tmp_path), *_two(2), "--compare", "--out", str(out)]
     done = run_program(str(program), words, timeout=500)
-    assert (done.status, done.stderr) == (143, "SIGTERM: ending 2 ranks\n")
+    saved = f"all 2 steps are made and saved in {out}\n"
+    assert (done.status, done.stderr) == (143, f"SIGTERM: ending 2 ranks\n{saved}")
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["reference_max_rel_diff"] < 1e-12
@@ -418,8 +423,9 @@ def test_nodes_that_do_not_share_the_folder_end_with_one_message(
     first, second = _on_nodes(str(program), str(tmp_path), check, *words)
     assert (first.status, second.status) == ((2, 2) if check == "checked" else (1, 1))
     assert second.stderr == ""  # the first rank of a cluster says it for all
-    (line,) = first.stderr.splitlines()
+    line, *how = first.stderr.splitlines()
     written = tmp_path / "node0" / "out"
+    assert how == ([] if check == "checked" else ["no checkpoint was saved in out"])
     if check == "checked":
         assert line.startswith(f"train: error: out={written} of rank 0 is not seen by rank 1 ")
         assert str(tmp_path / "node1" / "out") in line
@@ -458,7 +464,10 @@ def test_sigterm_to_one_rank_saves_and_ends_the_run_in_order(tmp_path: Path) -> 
     program.write_text(ONE_HEARS)
     words = [PROGRAM, *_tiny(tmp_path), *_two(9), "--out", str(out)]
     done = run_program(str(program), words, timeout=500)
-    assert (done.status, done.stderr) == (143, "")
+    assert done.status == 143
+    saved, command = done.stderr.splitlines()
+    assert saved == "step 2 is saved; go on with"
+    assert shlex.split(command)[2:] == ["--resume", "auto", "--out", str(out), "--steps", "9"]
     assert json.loads((out / "summary.json").read_text())["steps"] == 2
     assert (out / "loss.png").is_file()
     assert (out / "checkpoint" / ".metadata").is_file()
