@@ -30,12 +30,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @settings(deadline=None, max_examples=80)
 def test_axes_share_a_group_exactly_when_they_share_its_ranks(dims: ParallelDims) -> None:
     layout = dims.layout()
-    shared = {own.axes for own in _groups.own_groups(layout, 0)}
+    first = dims._plan_mesh(layout.world_size, 0)[1].own_groups
+    shared = {own.axes for own in first}
     for rank in range(layout.world_size):
-        owned = _groups.own_groups(layout, rank)
+        owned = dims._plan_mesh(layout.world_size, rank)[1].own_groups
         # Were this different on some rank, its peers would wait for it in another group.
         assert {own.axes for own in owned} == shared
-        assert [own.axes for own in owned] == [own.axes for own in _groups.own_groups(layout, 0)]
+        assert [own.axes for own in owned] == [own.axes for own in first]
         sets = [own.ranks or tuple(range(layout.world_size)) for own in owned]
         assert len(set(sets)) == len(sets)
         axes = {axis for own in owned for axis in own.axes}

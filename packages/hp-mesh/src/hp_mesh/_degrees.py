@@ -227,11 +227,17 @@ def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, i
     return known
 
 
-def as_world(fields: Mapping[str, Any], world_size: Any) -> int | None:
-    """Return the number of ranks asked for; what is none, or not that of the fields, raises."""
+def resolve_world(fields: Mapping[str, Any], world_size: Any) -> dict[str, Any]:
+    """Return the fields with every degree known, for a number of ranks.
+
+    Raises:
+        ParallelDimsError: The degrees do not fit ``world_size``, or the fields have another one.
+    """
     world = as_degree("world_size", world_size, inferable=False, optional=False)
-    if fields["world_size"] in (None, world):
-        return world
+    if fields["world_size"] == world:
+        return {**fields}
+    if fields["world_size"] is None:
+        return resolve_fields({**fields, "world_size": world})
     reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
     reason += f"degrees are for ({summarize(fields)})"
     raise refusal("world", reason, {"world_size": world, "configured": fields["world_size"]})

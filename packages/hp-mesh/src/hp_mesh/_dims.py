@@ -1,7 +1,8 @@
 """`ParallelDims`: the degrees of one training run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,14 +18,15 @@ from ._config import (
 )
 from ._degrees import (
     DEFAULT_ORDER,
-    as_world,
+    DEGREES,
     resolve_fields,
+    resolve_world,
     resolved_degrees,
     summarize,
     world_axes,
 )
 from ._errors import Explanation, ParallelDimsError, Report, raise_errors
-from ._layout import RankLayout, ViewConfig
+from ._layout import Folds, MeshPlan, RankLayout, plan_mesh
 from ._model import read_numbers
 from ._names import is_of_framework
 from ._rules import Subject, check_rules, explain_rules
@@ -119,7 +121,9 @@ class ParallelDims(_Origin):
         return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
-        return resolved_degrees(self._fields())
+        if self.world_size is None:
+            return resolved_degrees(self._fields())
+        return {name: getattr(self, name) for name in DEGREES}
 
     def resolve(self, world_size: int) -> "ParallelDims":
         """Return a copy for a world size, with every degree a number.
@@ -134,8 +138,13 @@ class ParallelDims(_Origin):
             ParallelDimsError: The product of the degrees is not ``world_size``, or this
                 configuration has another world size.
         """
-        world = as_world(self._fields(), world_size)
-        return self if self.world_size == world else replace(self, world_size=world)
+        fields = resolve_world(self._fields(), world_size)
+        if self.world_size is not None:
+            return self
+        dims = copy(self)
+        for name, value in fields.items():
+            object.__setattr__(dims, name, value)
+        return dims
 
     @classmethod
     def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
@@ -351,7 +360,7 @@ class ParallelDims(_Origin):
         numbers, wrong = read_numbers(model, seq_len, global_batch)
         return Subject(
             degrees=self._resolved() | {"ulysses_degree": self.ulysses_degree or 1},
-            sharding=self._view_config().folds.sharding,
+            sharding=self._folds().sharding,
             numbers=numbers,
             wrong=wrong,
             causal_balance=causal_balance,
@@ -430,13 +439,25 @@ class ParallelDims(_Origin):
         nodes = () if topology is None else explain_topology(self.layout(), topology)
         return (*explain_rules(subject, world_axes(self.ep_mode)), *nodes)
 
-    def _view_config(self) -> ViewConfig:
-        return ViewConfig(
-            degrees=self._resolved(),
-            ulysses_degree=self.ulysses_degree,
+    def _folds(self) -> Folds:
+        return Folds(
             peer=self.ep_mode == "peer",
+            over_tp=self.etp == self.tp > 1,
             fsdp_folds_cp=self.fsdp_folds_cp,
+            ulysses=self.ulysses_degree is not None,
         )
+
+    def _axis_degrees(self) -> dict[str, int]:
+        """Return the degrees that sizes of axes follow from."""
+        degrees = self._resolved()
+        return (
+            degrees if self.ulysses_degree is None else degrees | {"ulysses": self.ulysses_degree}
+        )
+
+    def _plan_mesh(self, world_size: int, rank: int) -> "tuple[ParallelDims, MeshPlan]":
+        """Return the resolved degrees, and the groups and views of one rank."""
+        dims = self.resolve(world_size)
+        return dims, plan_mesh(dims._axis_degrees(), dims._folds(), dims.order, rank)
 
     def layout(self) -> RankLayout:
         """Return the position of every rank on every axis.
@@ -451,7 +472,7 @@ class ParallelDims(_Origin):
             >>> ParallelDims(tp=2, world_size=4).layout().group("tp", rank=3)
             (2, 3)
         """
-        return RankLayout(self._view_config(), self.order)
+        return RankLayout(self._axis_degrees(), self._folds(), self.order)
 
     def build_mesh(
         self,

@@ -1,8 +1,12 @@
-"""Which process groups a rank needs, each set of ranks once; their device and their creation."""
+"""Process groups of a mesh: which ones a rank creates, and agreement of all ranks about them.
+
+`create_meshes` is the entry. It is collective: all ranks compare their arguments in one all-reduce,
+create their groups in the same order, and compare in a second all-reduce whether all succeeded.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -10,9 +14,10 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import MeshError, join_words
-from ._layout import RankLayout
+from ._layout import MeshPlan, OwnGroup, RankLayout, View
 from ._torch import (
     count_from,
     free_count,
@@ -20,57 +25,85 @@ from ._torch import (
     meet_under,
     named_groups,
     registered_groups,
+    share_ranks,
     skip_names,
     splits_world,
 )
 
-PREFIX = "parallel_mesh"  # in the world's store
+PREFIX = "parallel_mesh"  # of keys in the world's store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnGroup:
-    """One set of ranks that this rank is in, and all axes whose group it is."""
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-
-
-def own_groups(layout: RankLayout, rank: int) -> list[OwnGroup]:
-    """Return this rank's groups, each distinct set of ranks once, in one order on every rank.
-
-    All axes of size 1 share the rank's own group; axes over the whole world share one whose ranks
-    are left out, since that group is there already. Two axes share a set of ranks either on every
-    rank or on none, which is why the order is the same everywhere.
-    """
-    axes_of: dict[tuple[int, ...], list[str]] = {}
-    for axis in dict.fromkeys(axis for view in layout.views.values() for axis in view.axes):
-        size = layout.size(axis)
-        # () stands for the world: its ranks need not be listed to be found.
-        ranks = () if size == layout.world_size else layout.group(axis, rank)
-        axes_of.setdefault(ranks, []).append(axis)
-    return [OwnGroup(axes=tuple(axes), ranks=ranks) for ranks, axes in axes_of.items()]
-
-
-def create_groups(
-    layout: RankLayout,
+def create_meshes(
+    plan: MeshPlan,
+    device_type: object,
     timeout: timedelta | None,
-    consistency: "Consistency",
+    compared: Mapping[str, object],
+    created: list[dist.ProcessGroup],
+) -> dict[str, DeviceMesh]:
+    """Create the groups of this rank, and one mesh of the whole world for each view.
+
+    Collective over the world. If a rank fails, all ranks destroy the groups that they created, and
+    raise.
+
+    Args:
+        plan: Groups and views of this rank.
+        device_type: Device type of the meshes, or None for the default.
+        timeout: Timeout of the groups.
+        compared: Values that must be equal on all ranks.
+        created: List to which the new groups are added.
+
+    Returns:
+        The mesh of each view by its name.
+
+    Raises:
+        MeshError: The device type is invalid, the values differ, or another rank failed.
+    """
+    try:
+        kind = checked_device_type(device_type)
+    except MeshError:
+        join_as_refusing()
+        raise
+    agreement = _compare(_world(), {**compared, "device_type": kind}, plan.own_groups)
+    with _all_or_none(created):
+        groups = _create_groups(plan, timeout, agreement, created)
+        meshes: dict[str, DeviceMesh] = {}
+        for view, ranks in plan.views:
+            meshes[view.name] = DeviceMesh.from_group(
+                [groups[axis] for axis in view.axes],
+                kind,
+                mesh=_rank_tensor(view, ranks),
+                mesh_dim_names=view.axes,
+            )
+            share_ranks(meshes[view.name], meshes["dense"])
+        return meshes
+
+
+def _rank_tensor(view: View, ranks: Sequence[int]) -> torch.Tensor:
+    if isinstance(ranks, range):
+        return torch.arange(len(ranks), dtype=torch.int, device="cpu").view(view.shape)
+    return torch.tensor(ranks, dtype=torch.int, device="cpu").view(view.shape)
+
+
+def _create_groups(
+    plan: MeshPlan,
+    timeout: timedelta | None,
+    agreement: "Agreement",
     created: list[dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
-    """Create this rank's groups and return the group of each axis; new ones go to ``created``.
+    """Create this rank's groups in order and return the group of each axis.
 
-    Collective over the world: every rank creates them in one order. If one cannot be created, its
-    error has a note that names it, and those before it are in ``created``.
+    If a group cannot be created, the error has a note that names it, and ``created`` has the groups
+    before it.
     """
     world = _world()
-    create = _choose_creation(world, consistency)
+    create = _choose_creation(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    with meet_under(f"{PREFIX}/{consistency.serial}", world), count_from(consistency.count):
-        for own in own_groups(layout, world.rank()):
+    with meet_under(f"{PREFIX}/{agreement.serial}", world), count_from(agreement.count):
+        for own in plan.own_groups:
             group = world
             if own.ranks:
                 try:
-                    group = create(layout, own, timeout, created)
+                    group = create(plan.layout, own, timeout, created)
                 except Exception as error:
                     axes, ranks = ", ".join(own.axes), list(own.ranks)
                     error.add_note(f"while creating the process group of {axes} over ranks {ranks}")
@@ -80,22 +113,21 @@ def create_groups(
 
 
 @contextmanager
-def all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
-    """Destroy the groups that are in ``created`` after the block if it failed, here or elsewhere.
+def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
+    """Destroy the groups in ``created`` if the block raises on this rank or on another one.
 
-    Collective over the world: in one all-reduce after the block each rank says whether it failed.
-    A rank that did raises its own error, with a note of the rank that failed first, which it may
-    have waited for; all others raise `MeshError`. A rank that is interrupted (by
-    ``KeyboardInterrupt`` and the like) leaves at once and tells nobody.
+    Collective over the world: one all-reduce after the block compares success. A rank that failed
+    raises its own error, with a note if another rank failed first, since this rank may have waited
+    for it. All other ranks raise `MeshError`. An interrupted rank (``KeyboardInterrupt``) leaves at
+    once without telling the others.
     """
     start = time.monotonic()
-    with ExitStack() as undo:
-        undo.callback(destroy_groups, created)
+    try:
         try:
             yield
         except Exception as error:
             after = time.monotonic() - start
-            with suppress(RuntimeError, MeshError):  # the others, or the world, may be gone
+            with suppress(RuntimeError, MeshError):  # the other ranks or the world may be gone
                 first = _first_failed_rank(after)
                 if first is not None and first != _world().rank():
                     error.add_note(f"rank {first} failed before this one; see its own error first")
@@ -106,13 +138,15 @@ def all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
                 f"rank {failed} could not build its part of this mesh; its own error says why, and "
                 "no rank keeps a group of it"
             )
-        undo.pop_all()
+    except BaseException:
+        destroy_groups(created)
+        raise
 
 
 def destroy_groups(created: list[dist.ProcessGroup]) -> None:
-    """Destroy the groups in a list, the last first, and empty it.
+    """Destroy the groups in a list, the last one first, and empty it.
 
-    Those that are gone already, alone or with the default one, are left alone.
+    Groups that are already destroyed, alone or with the default group, are skipped.
     """
     while created:
         group = created.pop()
@@ -120,20 +154,10 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-def check_consistency(fields: Mapping[str, object], layout: RankLayout) -> "Consistency":
-    """Compare over the world, in one all-reduce, what ranks are about to build.
+def join_as_refusing() -> None:
+    """Take part in the comparison of `create_meshes` on a rank that creates no groups.
 
-    A second one follows where a rank cannot take the names that torch gives to its next groups.
-    Raises `MeshError` on all ranks unless the fields, which have the same names in the same order
-    on all of them, have the same values.
-    """
-    return _compare(_world(), fields, layout)
-
-
-def tell_refusal() -> None:
-    """Take part in the comparison of `check_consistency` as a rank that creates no groups.
-
-    All others would wait for this rank otherwise; those that could create groups raise instead.
+    The other ranks would otherwise wait for this rank. They raise `MeshError`.
     """
     with suppress(MeshError):  # this rank raises its own error
         _compare(_world())
@@ -146,11 +170,13 @@ def _world() -> dist.ProcessGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Consistency:
-    """What ranks know of each other before they create groups.
+class Agreement:
+    """Values that all ranks share before they create groups.
 
-    ``equally_many`` is whether each is in as many groups as the others, ``count`` from where names
-    of new groups are counted, ``serial`` a number that no other build over the same store has.
+    Attributes:
+        equally_many: All ranks are in the same number of groups.
+        count: Number from which the names of new groups are counted.
+        serial: Number of this build; no other build over the same store has it.
     """
 
     equally_many: bool
@@ -158,29 +184,35 @@ class Consistency:
     serial: int
 
 
-MOST_FIELDS = 32  # that are compared; ranks that compare none send as many numbers
+MOST_FIELDS = 32  # compared values; every rank sends this many numbers
 LATEST = 2**62  # milliseconds times ranks, longer than any build
 
 
 def _compare(
     world: dist.ProcessGroup,
     fields: Mapping[str, object] | None = None,
-    layout: RankLayout | None = None,
-) -> Consistency:
-    """Return what ranks agree on, and raise where they do not; a rank without fields refuses."""
+    own_groups: Sequence[OwnGroup] = (),
+) -> Agreement:
+    """Compare values over all ranks in one all-reduce. A rank without ``fields`` refuses.
+
+    A second all-reduce follows if a rank cannot use the names that torch gives to its next groups.
+
+    Raises:
+        MeshError: The values differ, or a rank refuses. Raised on all ranks.
+    """
     fields = fields or {}
-    own = [] if layout is None else [o.ranks for o in own_groups(layout, world.rank()) if o.ranks]
-    # Fake groups have no peers: nothing to agree on, no device and no store behind them.
+    own = [group.ranks for group in own_groups if group.ranks]
+    # Fake groups have no peers and no store.
     if dist.get_backend(world) == "fake":
-        return Consistency(equally_many=True, count=free_count(own), serial=0)
-    # A build that fails half way leaves addresses behind too, so every attempt has its own number.
+        return Agreement(equally_many=True, count=free_count(own), serial=0)
+    # A build that fails leaves addresses in the store, so every attempt has its own number.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
-    # The smallest rank that refuses has the largest of these; none refuses where all are 0.
+    # The largest value belongs to the first rank that refuses; 0 means that none refuses.
     refusal = 0 if fields else world.size() - world.rank()
     digests = [_digest(name, value) for name, value in fields.items()]
     digests += [0] * (MOST_FIELDS - len(digests))
     compared = [registered_groups(), free_count(own), *digests]
-    before_end, serial, *ends = _most(world, [refusal, serial, *_both_ends(compared)])
+    before_end, serial, *ends = _largest(world, [refusal, serial, *_both_ends(compared)])
     same = [most == -least for most, least in zip(ends[::2], ends[1::2], strict=True)]
     if before_end:
         raise MeshError(
@@ -195,9 +227,9 @@ def _compare(
             f"this rank has {dict(fields)}"
         )
     most, least = ends[2:4]
-    while most != -least:  # what is free on one rank may be taken on another
-        most, least = _most(world, _both_ends([free_count(own, most)]))
-    return Consistency(equally_many=same[0], count=most, serial=serial)
+    while most != -least:  # a name that is free on one rank may be in use on another
+        most, least = _largest(world, _both_ends([free_count(own, most)]))
+    return Agreement(equally_many=same[0], count=most, serial=serial)
 
 
 def _digest(name: str, value: object) -> int:
@@ -205,40 +237,41 @@ def _digest(name: str, value: object) -> int:
 
 
 def _both_ends(numbers: Sequence[int]) -> list[int]:
-    """Return each number and its negative, whose largest over the ranks say whether all equal."""
+    """Return each number and its negative: their maxima over the ranks show whether all equal."""
     return [end for number in numbers for end in (number, -number)]
 
 
-def _most(world: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
-    """Return the largest of each number over the ranks, in one all-reduce."""
+def _largest(world: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
+    """Return the maximum of each number over the ranks, in one all-reduce."""
     most = torch.tensor(numbers, dtype=torch.int64, device=comparison_device_type())
     dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
     return [int(number) for number in most.tolist()]
 
 
 def _first_failed_rank(after: float | None) -> int | None:
-    """Return the rank that failed after the fewest seconds, None where none did.
+    """Return the rank that failed first, or None. One all-reduce over the world.
 
-    An all-reduce over the world; ``after`` is None on a rank that did not fail.
+    Args:
+        after: Seconds until this rank failed, or None if it did not fail.
     """
     world = _world()
     if dist.get_backend(world) == "fake":
         return None
-    # The first rank that failed has the largest of these; none failed where all are 0.
+    # The largest value belongs to the first rank that failed; 0 means that none failed.
     late = 0 if after is None else round(1000 * after) * world.size() + world.rank()
-    first, names = _most(world, [0 if after is None else LATEST - late, named_groups()])
+    first, names = _largest(world, [0 if after is None else LATEST - late, named_groups()])
     if first == 0:
         return None
-    # Ranks may have stopped at different groups: the next that all create has one name again.
+    # Ranks may have stopped at different groups. The next group gets the same name on all.
     skip_names(names)
     return (LATEST - first) % world.size()
 
 
-def _choose_creation(world: dist.ProcessGroup, consistency: Consistency) -> "Creation":
+def _choose_creation(world: dist.ProcessGroup, agreement: Agreement) -> "Creation":
     if splits_world(world):
         return _split
-    # Members that count their groups differently would meet under different names.
-    return _create_locally if consistency.equally_many else _create_together
+    # Members with different numbers of groups would meet under different names.
+    return _create_locally if agreement.equally_many else _create_together
 
 
 def _create_locally(
@@ -247,7 +280,7 @@ def _create_locally(
     timeout: timedelta | None,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
-    """Only members take part: a rank makes a dozen calls, not one for each group of the world."""
+    """Create a group with its members only: a dozen calls per rank, however large the world."""
     group: dist.ProcessGroup = dist.new_group(
         list(own.ranks),
         timeout=timeout,
@@ -264,7 +297,7 @@ def _create_together(
     timeout: timedelta | None,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
-    """All ranks make all groups of an axis, as torch does when nothing else is asked for."""
+    """Create all groups of an axis on all ranks, as torch does by default."""
     mine: dist.ProcessGroup | None = None
     for ranks in layout.groups(own.axes[0]):
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=",".join(own.axes))
@@ -280,10 +313,10 @@ def _split(
     timeout: timedelta | None,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
-    """All ranks split the world's communicator into the groups of an axis, in one call.
+    """Split the world's communicator into the groups of an axis, in one call on all ranks.
 
-    Where NCCL was initialised eagerly every new group comes from ``ncclCommSplit``, a collective
-    of the whole world: creating it locally would wait for ranks that never call.
+    If NCCL was initialized eagerly, every new group comes from ``ncclCommSplit``, a collective of
+    the whole world. Local creation would wait for ranks that never call.
     """
     group = dist.split_group(
         split_ranks=[list(ranks) for ranks in layout.groups(own.axes[0])],
@@ -307,9 +340,9 @@ Creation: TypeAlias = Callable[
 
 
 def default_device_type() -> str:
-    """Return the accelerator's type if this world has a backend for it, else the CPU's.
+    """Return the accelerator's type if this world has a backend for it, else ``"cpu"``.
 
-    A world that runs on gloo alone is on the CPU too.
+    A world with gloo only uses the CPU, although gloo accepts CUDA tensors.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == "gloo":
@@ -318,19 +351,20 @@ def default_device_type() -> str:
 
 
 def comparison_device_type() -> str:
-    """Return where a tensor of the default group's own collectives may lie.
+    """Return the device type of tensors that the default group can reduce.
 
-    Where gloo is at hand that is the CPU: no device is needed, and no communicator starts early.
-    It does not depend on what a caller wants, which may differ between ranks.
+    With gloo it is the CPU: no device is needed, and no NCCL communicator is created early. It does
+    not depend on arguments, which may differ between ranks.
     """
     return "cpu" if "gloo" in dist.get_backend_config() else default_device_type()
 
 
 def checked_device_type(device_type: object) -> str:
-    """Return a device type that this world has a backend for as it is, and the default for None.
+    """Return the device type, or the default for None.
 
-    ``"meta"``, which has no data to communicate, needs no backend. Raises `MeshError` for anything
-    else, a device with an index included.
+    Raises:
+        MeshError: This world has no backend for it, or it has an index. ``"meta"`` needs no
+            backend, because its tensors have no data.
     """
     if device_type is None:
         device_type = default_device_type()
@@ -348,7 +382,7 @@ def checked_device_type(device_type: object) -> str:
 
 
 def _backends() -> list[str]:
-    """Return the device types that the default group has a backend for."""
+    """Return the device types for which the default group has a backend."""
     return [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
 
 

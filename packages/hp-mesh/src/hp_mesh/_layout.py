@@ -1,7 +1,7 @@
-"""Ranks, coordinates and groups in closed form, without a process group.
+"""Ranks, coordinates and groups of all axes, computed from sizes and strides alone.
 
-The degrees and their order give strides; a view folds base axes and splits them again; a group is
-an arithmetic of positions. One table has the views, and nothing else knows how axes fold.
+`view_blocks` is the one table of axes: it says which base axes each view folds and splits again.
+Sizes, coordinates and groups follow from it. Nothing here communicates or needs torch.
 """
 
 import operator
@@ -10,18 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import lcm, prod
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from ._errors import LayoutError, join_words, show
 
 ALIASES = {"batch": "dp", "dp_ep": "dp", "dp_cp": "loss", "ep_shard": "ep"}
+Levels: TypeAlias = tuple[tuple[int, int], ...]  # pairs of size and stride
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisBlock:
-    """Base axes ``parts`` folded into one and split again into ``axes``, outermost first.
+    """Base axes that a view folds into one axis and splits again.
 
-    Parts fold in rank order; ``outside`` keeps the first part outermost all the same.
+    Attributes:
+        parts: Base axes. They are folded in rank order.
+        axes: Axes of the view, outermost first. The sizes of all but the first are degrees; the
+            first has the remaining factor of the folded size.
+        outside: If True, the first part is outermost whatever the rank order.
     """
 
     parts: tuple[str, ...]
@@ -30,37 +35,24 @@ class AxisBlock:
 
 
 class Folds(NamedTuple):
-    """How views fold the axes, whatever their degrees.
+    """The options that decide which base axes each view folds.
 
-    ``peer`` experts have an axis of their own, ``over_tp`` the ranks of ``tp`` cut each expert, and
-    ``ulysses`` ranks are told apart in ``cp``.
+    Attributes:
+        peer: Experts have an axis of their own.
+        over_tp: The ranks of ``tp`` split each expert.
+        fsdp_folds_cp: Parameters are sharded over ``cp`` too.
+        ulysses: ``cp`` is split into ``cp_outer`` and ``ulysses``.
     """
 
-    peer: bool
-    over_tp: bool
-    fsdp_folds_cp: bool
-    ulysses: bool
+    peer: bool = False
+    over_tp: bool = False
+    fsdp_folds_cp: bool = True
+    ulysses: bool = False
 
     @property
     def sharding(self) -> tuple[str, ...]:
-        """Return the base axes whose ranks see other samples and share a dense replica."""
+        """Base axes whose ranks have different samples and belong to one dense replica."""
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewConfig:
-    """What decides the views besides the order of ranks: resolved degrees and how they fold."""
-
-    degrees: Mapping[str, int]
-    ulysses_degree: int | None = None
-    peer: bool = False
-    fsdp_folds_cp: bool = True
-
-    @property
-    def folds(self) -> Folds:
-        """Return how the views fold the axes."""
-        over_tp = self.degrees["etp"] == self.degrees["tp"] > 1
-        return Folds(self.peer, over_tp, self.fsdp_folds_cp, self.ulysses_degree is not None)
 
 
 def _same(name: str) -> AxisBlock:
@@ -72,10 +64,10 @@ _PP, _REPLICATE, _EP, _CP, _TP = map(_same, ("pp", "dp_replicate", "ep", "cp", "
 
 @cache
 def view_blocks(folds: Folds) -> dict[str, tuple[AxisBlock, ...]]:
-    """Return each view as its blocks, in the order in which names are looked up.
+    """Return the blocks of each view. An axis is looked up in the first view that has it.
 
-    Dense comes first so that ``tp`` and ``fsdp`` are axes of one torch mesh, which is what FSDP
-    with tensor parallel needs whatever the rank order; sparse next, for ``efsdp`` and ``ep``.
+    The dense view is first: ``tp`` and ``fsdp`` are then axes of one torch mesh, as FSDP with
+    tensor parallelism requires. The sparse view is next, for ``efsdp`` and ``ep``.
     """
     samples = tuple(map(_same, folds.sharding))
     data = ("dp_replicate", *folds.sharding)
@@ -93,22 +85,6 @@ def view_blocks(folds: Folds) -> dict[str, tuple[AxisBlock, ...]]:
     return views
 
 
-@cache
-def _view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
-    views = view_blocks(folds).items()
-    return {name: tuple(axis for block in blocks for axis in block.axes) for name, blocks in views}
-
-
-@cache
-def _homes(folds: Folds) -> dict[str, tuple[str, int]]:
-    """Return the first view of each axis, and the axis's place there."""
-    found: dict[str, tuple[str, int]] = {}
-    for view, axes in _view_axes(folds).items():
-        for index, axis in enumerate(axes):
-            found.setdefault(axis, (view, index))
-    return found
-
-
 def _dense_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
     if folds.fsdp_folds_cp:
         return _REPLICATE, AxisBlock(parts=(*folds.sharding, "cp"), axes=("fsdp",))
@@ -121,7 +97,7 @@ def _expert_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
         return _peer_blocks(folds, (), "efsdp")
     if not folds.over_tp:
         return (AxisBlock(parts=("dp_shard", "cp", "tp"), axes=("efsdp", "ep", "etp")),)
-    # A weight that is cut over etp meets activations that are cut over tp: the same ranks.
+    # Activations are split over tp, so weights of experts must be split over the same ranks.
     return AxisBlock(parts=("dp_shard", "cp"), axes=("efsdp", "ep")), AxisBlock(
         parts=("tp",), axes=("etp",)
     )
@@ -136,61 +112,90 @@ def _replicated_expert_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
 
 
 def _peer_blocks(folds: Folds, replicas: tuple[str, ...], name: str) -> tuple[AxisBlock, ...]:
-    # Where tp does not cut experts, its ranks hold other experts or other shards of one.
+    # If tp does not split experts, its ranks hold other experts or other shards of an expert.
     shards = ("dp_shard", "cp") if folds.over_tp else ("dp_shard", "cp", "tp")
     etp = AxisBlock(parts=("tp",) if folds.over_tp else (), axes=("etp",))
     return AxisBlock(parts=(*replicas, *shards), axes=(name,)), _EP, etp
 
 
-def axis_sizes(config: ViewConfig) -> dict[str, int]:
-    """Return the size of every axis of every view."""
-    degrees = config.degrees
-    replicate, shard, cp, tp = (degrees[n] for n in ("dp_replicate", "dp_shard", "cp", "tp"))
-    ep, etp = degrees["ep"], degrees["etp"]
-    sharding = prod(degrees[name] for name in config.folds.sharding)
-    efsdp = shard * cp * tp // etp if config.peer else shard * cp * tp // (ep * etp)
-    sizes = {n: degrees[n] for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")}
-    sizes |= {"dp": replicate * sharding, "loss": replicate * sharding * cp}
-    sizes |= {"efsdp": efsdp, "ep_replicate": replicate * efsdp}
-    if config.fsdp_folds_cp:
-        sizes |= {"fsdp": sharding * cp}
-    else:
-        sizes |= {"fsdp": sharding, "replicate": replicate * cp}
-    if config.ulysses_degree is not None:
-        sizes |= {"cp_outer": cp // config.ulysses_degree, "ulysses": config.ulysses_degree}
-    return sizes
+def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of every axis of every view.
+
+    Args:
+        folds: Options of the views.
+        degrees: Positive degrees; ``"ulysses"`` among them if ``folds.ulysses`` is set.
+    """
+    return {
+        axis: prod([degrees[name] for name in parts]) // prod([degrees[name] for name in others])
+        for axis, (parts, others) in _size_rules(folds).items()
+    }
 
 
-def aliases(config: ViewConfig) -> dict[str, str]:
-    """Return the names that stand for an axis of another name."""
-    return {**ALIASES, "replicate": "dp_replicate"} if config.fsdp_folds_cp else ALIASES
+@cache
+def _size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return the degrees that are multiplied, and divided by, for the size of each axis."""
+    rules: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+    for blocks in view_blocks(folds).values():
+        for block in blocks:
+            first, *others = block.axes
+            rules.setdefault(first, (block.parts, (*others,)))
+            for other in others:
+                rules.setdefault(other, ((other,), ()))
+    return rules
+
+
+@cache
+def _view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
+    views = view_blocks(folds).items()
+    return {name: tuple(axis for block in blocks for axis in block.axes) for name, blocks in views}
+
+
+@cache
+def _first_views(folds: Folds) -> dict[str, tuple[str, int]]:
+    """Return the first view that has each axis, and the index of the axis in it."""
+    found: dict[str, tuple[str, int]] = {}
+    for view, axes in _view_axes(folds).items():
+        for index, axis in enumerate(axes):
+            found.setdefault(axis, (view, index))
+    return found
+
+
+def _aliases(folds: Folds) -> dict[str, str]:
+    return {**ALIASES, "replicate": "dp_replicate"} if folds.fsdp_folds_cp else ALIASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One division of the world into axes: their names and sizes, and the rank at each position.
+    """One division of the world into axes.
 
-    A position counts row-major over the view's axes. ``digits`` are (size, stride) pairs, outermost
-    first: the position's digits in these sizes, times the strides, sum up to a rank. Where these
-    would not ascend along one axis, ``sorted_axis`` is that one, and its groups are sorted.
+    A position is a row-major index over the axes of the view.
+
+    Attributes:
+        name: Name of the view.
+        axes: Names of the axes, outermost first.
+        shape: Sizes of the axes.
+        levels: (size, stride) pairs, outermost first. The position written in these sizes, times
+            the strides, is the rank.
+        sorted_axis: Index of the axis whose groups are sorted, because the levels alone would not
+            give them in ascending order. None if there is none.
     """
 
     name: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    digits: tuple[tuple[int, int], ...]
+    levels: Levels
     sorted_axis: int | None = None
 
     def rank_at(self, position: int) -> int:
         """Return the rank at a position."""
         if self.sorted_axis is not None:
             return self.along(self.sorted_axis, position)[self.index_of(self.sorted_axis, position)]
-        return self._sum_digits(position)
+        return self._unsorted_rank(position)
 
     def position_of(self, rank: int) -> int:
-        """Return the position of a rank, the inverse of `rank_at`."""
-        position, weights = 0, strides_of([size for size, _ in self.digits])
-        for (size, stride), weight in zip(self.digits, weights, strict=True):
+        """Return the position of a rank."""
+        position, weights = 0, strides_of([size for size, _ in self.levels])
+        for (size, stride), weight in zip(self.levels, weights, strict=True):
             position += rank // stride % size * weight
         if self.sorted_axis is None:
             return position
@@ -199,7 +204,7 @@ class View:
         return position + moved * self.stride(self.sorted_axis)
 
     def along(self, axis: int, position: int) -> Sequence[int]:
-        """Return the ranks at the positions that differ from this one only along an axis."""
+        """Return the ranks of all positions that differ from ``position`` only along ``axis``."""
         size, stride = self.shape[axis], self.stride(axis)
         first = position - self.index_of(axis, position) * stride
         positions = range(first, first + size * stride, stride)
@@ -207,26 +212,26 @@ class View:
             return positions
         if self.sorted_axis not in (None, axis):
             return [*map(self.rank_at, positions)]
-        digits = _split_digits(self.digits, stride, size * stride)
-        if digits is None:
-            ranks = [*map(self._sum_digits, positions)]
+        levels = _levels_between(self.levels, stride, size * stride)
+        if levels is None:
+            ranks = [*map(self._unsorted_rank, positions)]
         else:
-            ranks = _spell(self._sum_digits(first), digits)
+            ranks = _expand(self._unsorted_rank(first), levels)
         return ranks if self.sorted_axis is None else sorted(ranks)
 
-    def digits_along(self, axis: int) -> tuple[tuple[int, int], ...] | None:
-        """Return the digits of every group along an axis, nearest first; None where it has none."""
+    def levels_along(self, axis: int) -> Levels | None:
+        """Return the levels of every group along an axis, innermost first; None without levels."""
         if self.sorted_axis not in (None, axis):
             return None
         stride = self.stride(axis)
-        digits = _split_digits(self.digits, stride, self.shape[axis] * stride)
-        return None if digits is None else tuple(reversed(digits))
+        levels = _levels_between(self.levels, stride, self.shape[axis] * stride)
+        return None if levels is None else tuple(reversed(levels))
 
     def ranks(self) -> Sequence[int]:
         """Return the rank at every position."""
         if self.in_rank_order:
             return range(prod(self.shape))
-        ranks = _spell(0, self.digits)
+        ranks = _expand(0, self.levels)
         if self.sorted_axis is not None:
             size, stride = self.shape[self.sorted_axis], self.stride(self.sorted_axis)
             for block in range(0, len(ranks), size * stride):
@@ -237,44 +242,45 @@ class View:
 
     @property
     def in_rank_order(self) -> bool:
-        """Return whether every rank is its own position."""
-        return len(self.digits) == 1 and self.sorted_axis is None
+        """Whether every rank equals its position."""
+        return len(self.levels) == 1 and self.sorted_axis is None
 
     def stride(self, axis: int) -> int:
-        """Return how many positions lie between neighbours on an axis."""
+        """Return the distance of two positions that are neighbours on an axis."""
         return prod(self.shape[axis + 1 :])
 
     def index_of(self, axis: int, position: int) -> int:
-        """Return a position's coordinate on an axis."""
+        """Return the coordinate of a position on an axis."""
         return position // self.stride(axis) % self.shape[axis]
 
-    def _sum_digits(self, position: int) -> int:
+    def _unsorted_rank(self, position: int) -> int:
         rank = 0
-        for size, stride in reversed(self.digits):
-            position, digit = divmod(position, size)
-            rank += digit * stride
+        for size, stride in reversed(self.levels):
+            position, index = divmod(position, size)
+            rank += index * stride
         return rank
 
 
 def strides_of(sizes: Sequence[int]) -> list[int]:
-    """Return how far apart neighbours are on each of some axes, row-major."""
+    """Return the row-major strides of a shape."""
     return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
-def _spell(first: int, digits: Sequence[tuple[int, int]]) -> list[int]:
-    """Return ``first`` plus what the digits sum up to, for all their values, in order."""
+def _expand(first: int, levels: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the ranks of all index combinations of some levels, row-major, from ``first``."""
     ranks = [first]
-    for size, stride in digits:
-        ranks = [rank + digit * stride for rank in ranks for digit in range(size)]
+    for size, stride in levels:
+        ranks = [rank + index * stride for rank in ranks for index in range(size)]
     return ranks
 
 
-def _split_digits(
-    digits: Sequence[tuple[int, int]], low: int, high: int
-) -> list[tuple[int, int]] | None:
-    """Return the digits between two weights, None where a weight falls inside a digit's unit."""
-    between, upper = [], prod(size for size, _ in digits)
-    for size, stride in digits:
+def _levels_between(levels: Levels, low: int, high: int) -> list[tuple[int, int]] | None:
+    """Return the levels from position stride ``low`` up to ``high``.
+
+    Returns None if a bound is inside a level and does not divide it.
+    """
+    between, upper = [], prod(size for size, _ in levels)
+    for size, stride in levels:
         lower = upper // size
         bottom, top = max(lower, low), min(upper, high)
         if bottom < top:
@@ -286,26 +292,27 @@ def _split_digits(
 
 
 class AxisGroup(NamedTuple):
-    """The ranks of an axis's groups, by all that groups of one axis have in common.
+    """The common structure of all groups of one axis.
 
-    A rank's group has every combination of ``digits``, pairs of a count of ranks and how far apart
-    they are, the nearest first. ``size`` is the product of the counts. Where no digits describe the
-    groups, all of them are ``listed``.
+    Attributes:
+        size: Number of ranks per group.
+        levels: (size, stride) pairs, innermost first. A group has one rank for each combination.
+        listed: All groups, if they have no common strides; else empty.
     """
 
     size: int
-    digits: tuple[tuple[int, int], ...]
+    levels: Levels
     listed: tuple[tuple[int, ...], ...] = ()
 
     def on_one_node(self, ranks_per_node: int, world_size: int) -> int:
-        """Return how many ranks of a group share a node, where that is fewest.
+        """Return the smallest number of ranks of a group that share a node.
 
-        Groups need not be aligned with nodes: the one that is cut worst counts.
+        Groups need not be aligned with nodes. The group that is divided worst counts.
         """
         node, shares = ranks_per_node, 1
         if self.listed:
             return min(min(Counter(r // node for r in ranks).values()) for ranks in self.listed)
-        for size, stride in self.digits:
+        for size, stride in self.levels:
             block = size * stride
             if stride % node == 0:
                 continue
@@ -318,14 +325,61 @@ class AxisGroup(NamedTuple):
         return shares
 
     def _counted(self, node: int, world_size: int) -> int:
-        """Return the same where nodes and groups are not aligned, over all that they repeat."""
-        size, stride = self.digits[-1]
+        """Count for groups that are not aligned with nodes, over one period of both."""
+        size, stride = self.levels[-1]
         ranks = range(min(world_size, lcm(size * stride, node)))
         return min(Counter((self._first(rank), rank // node) for rank in ranks).values())
 
     def _first(self, rank: int) -> int:
-        """Return the first rank of the group that a rank is in."""
-        return rank - sum(rank // stride % size * stride for size, stride in self.digits)
+        """Return the first rank of the group that contains a rank."""
+        return rank - sum(rank // stride % size * stride for size, stride in self.levels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnGroup:
+    """One process group of a rank.
+
+    Attributes:
+        axes: All axes that have these ranks.
+        ranks: Global ranks, ascending. Empty for the whole world, whose group exists already.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """The groups and views that one rank needs for its device meshes.
+
+    Attributes:
+        layout: Positions of all ranks.
+        own_groups: Each distinct set of ranks once, in the same order on every rank.
+        views: Each view and the rank at each of its positions.
+    """
+
+    layout: "RankLayout"
+    own_groups: tuple[OwnGroup, ...]
+    views: tuple[tuple[View, Sequence[int]], ...]
+
+
+def plan_mesh(
+    degrees: Mapping[str, int], folds: Folds, order: Sequence[str], rank: int
+) -> MeshPlan:
+    """Return the layout, and the groups and views of one rank.
+
+    Axes of size 1 share one group of the rank alone. Two axes have equal groups on every rank or on
+    none, so the order of the groups is the same on all ranks.
+    """
+    layout = RankLayout(degrees, folds, order)
+    axes_of: dict[tuple[int, ...], list[str]] = {}
+    views = layout.views.values()
+    for axis in dict.fromkeys(axis for view in views for axis in view.axes):
+        whole = layout.size(axis) == layout.world_size
+        axes_of.setdefault(() if whole else layout.group(axis, rank), []).append(axis)
+    own = [OwnGroup(axes=tuple(axes), ranks=ranks) for ranks, axes in axes_of.items()]
+    ranks_of = tuple((view, view.ranks()) for view in views)
+    return MeshPlan(layout=layout, own_groups=tuple(own), views=ranks_of)
 
 
 class RankLayout:
@@ -335,7 +389,8 @@ class RankLayout:
     proportion to the size of the group, so layouts of 100,000 ranks are as fast as small ones.
 
     Args:
-        config: Sizes and options of the axes.
+        degrees: Positive degrees by name; ``"ulysses"`` among them if ``folds.ulysses`` is set.
+        folds: Options that decide which axes each view folds.
         order: Names of the axes, outermost first.
 
     Examples:
@@ -348,13 +403,13 @@ class RankLayout:
 
     __slots__ = ("_aliases", "_folds", "_order", "_sizes", "_strides", "_views", "world_size")
 
-    def __init__(self, config: ViewConfig, order: Sequence[str]) -> None:
-        self._sizes = sizes = axis_sizes(config)
-        # Folded experts have no place of their own among the ranks.
-        self._order = base = tuple(name for name in order if name != "ep" or config.peer)
+    def __init__(self, degrees: Mapping[str, int], folds: Folds, order: Sequence[str]) -> None:
+        self._sizes = sizes = axis_sizes(folds, degrees)
+        # Folded experts use the ranks of other axes.
+        self._order = base = tuple(name for name in order if name != "ep" or folds.peer)
         self._strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
         self.world_size = prod(sizes[name] for name in base)
-        self._folds, self._aliases = config.folds, aliases(config)
+        self._folds, self._aliases = folds, _aliases(folds)
         self._views: dict[str, View] = {}
 
     @property
@@ -365,7 +420,7 @@ class RankLayout:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all axes and aliases."""
-        return (*_homes(self._folds), *self._aliases)
+        return (*_first_views(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
         """Return the first view that has all the given axes.
@@ -522,11 +577,11 @@ class RankLayout:
             LayoutError: The name does not exist.
         """
         axis = self._axis(name)
-        home, index = _homes(self._folds)[axis]
-        digits = self._view(home).digits_along(index)
-        if digits is None:
+        view, index = _first_views(self._folds)[axis]
+        levels = self._view(view).levels_along(index)
+        if levels is None:
             return AxisGroup(self._sizes[axis], (), tuple(self.groups(name)))
-        return AxisGroup(self._sizes[axis], digits)
+        return AxisGroup(self._sizes[axis], levels)
 
     def crosses_nodes(self, name: str, ranks_per_node: int) -> bool:
         """Return whether a group of an axis has ranks on several nodes.
@@ -576,12 +631,12 @@ class RankLayout:
 
     def _mixed(self, names: tuple[str, ...], axes: tuple[str, ...]) -> str:
         views = _view_axes(self._folds)
-        homes = (
+        found = (
             f"{name} is in {join_words(view for view in views if a in views[view])}"
             for name, a in zip(names, axes, strict=True)
         )
         table = "; ".join(f"{view}: {' '.join(its_axes)}" for view, its_axes in views.items())
-        return f"no view has all of {list(names)}: {', '.join(homes)}. Views: {table}"
+        return f"no view has all of {list(names)}: {', '.join(found)}. Views: {table}"
 
 
 def _keys(mapping: object) -> list[object] | None:
@@ -589,7 +644,7 @@ def _keys(mapping: object) -> list[object] | None:
 
 
 def _index(value: object) -> int | None:
-    """Return an integer of any type from 0, None for anything else."""
+    """Return a non-negative integer of any type as an int, None for anything else."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     number = operator.index(value)
@@ -604,16 +659,16 @@ def _make_view(
     order: tuple[str, ...],
 ) -> View:
     axes = _view_axes(folds)[name]
-    digits: list[tuple[int, int]] = []
+    levels: list[tuple[int, int]] = []
     for part in _fold_orders(name, folds, order):
         size, stride = sizes[part], strides[part]
         if size == 1:
             continue
-        if digits and digits[-1][1] == size * stride:
-            size *= digits.pop()[0]
-        digits.append((size, stride))
+        if levels and levels[-1][1] == size * stride:  # one level for both
+            size *= levels.pop()[0]
+        levels.append((size, stride))
     shape = tuple(sizes[axis] for axis in axes)
-    view = View(name=name, axes=axes, shape=shape, digits=tuple(digits) or ((1, 1),))
+    view = View(name=name, axes=axes, shape=shape, levels=tuple(levels) or ((1, 1),))
     for block in view_blocks(folds)[name]:
         if (
             block.outside
@@ -631,7 +686,7 @@ def _fold_orders(name: str, folds: Folds, order: tuple[str, ...]) -> tuple[str, 
 
 
 def _fold_order(block: AxisBlock, order: Sequence[str]) -> list[str]:
-    # In rank order, so that the groups of a fold come out ascending.
+    # In rank order, so that the ranks of a folded group ascend.
     parts = _by_order(block, order)
     return sorted(parts, key=block.parts[0].__ne__) if block.outside else parts
 

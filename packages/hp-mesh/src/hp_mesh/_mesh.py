@@ -1,25 +1,18 @@
 """`ParallelMesh`: torch device meshes for every axis and alias of a configuration."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Self
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
-from ._groups import (
-    all_or_none,
-    check_consistency,
-    checked_device_type,
-    create_groups,
-    destroy_groups,
-    tell_refusal,
-)
-from ._layout import RankLayout, View
+from ._groups import create_meshes, destroy_groups, join_as_refusing
+from ._layout import RankLayout
 from ._topology import Topology, topology_violations
 from ._torch import know_fold, share_ranks
 
@@ -133,7 +126,7 @@ class ParallelMesh:
         return mesh
 
     def _share_folds(self, name: str) -> None:
-        """Let the mesh of a view know the groups that fold several of its axes, of other views."""
+        """Tell the mesh of a view the groups of other views that fold several of its axes."""
         if name in self._sharing:
             return
         own, full = self.layout.views[name], self._view(name)
@@ -143,7 +136,7 @@ class ParallelMesh:
             ranks = dist.get_process_group_ranks(self[axis].get_group())
             if place is not None and _folds(full, place, ranks):
                 know_fold(full, self[axis])
-        self._sharing.add(name)  # an interrupted call begins anew
+        self._sharing.add(name)  # at the end: after an interrupt the next call repeats it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,7 +186,7 @@ class ParallelMesh:
             MeshError: The mesh was built without a topology.
         """
         if self.topology is None:
-            raise MeshError("this mesh knows no nodes; build it with topology=Topology(...)")
+            raise MeshError("this mesh has no topology; build it with topology=Topology(...)")
         return self.layout.crosses_nodes(name, self.topology.ranks_per_node)
 
     def group(self, name: str) -> dist.ProcessGroup:
@@ -230,9 +223,9 @@ class ParallelMesh:
 
         Every rank calls it, after its last collective on these groups. A second call is a no-op.
 
-        Groups that this mesh did not create stay: the default group, and the groups of other
-        meshes. Groups that are destroyed already are skipped. Meshes that were taken from this
-        mesh, and tensors that are sharded over them, cannot communicate afterwards.
+        Groups that this mesh did not create remain: the default group, and the groups of other
+        meshes. Groups that are already destroyed are skipped. Slices of this mesh, and tensors that
+        are sharded over them, cannot communicate afterwards.
 
         Note:
             DTensor caches meshes, with their groups, by ranks and names. After this call, do not
@@ -244,10 +237,10 @@ class ParallelMesh:
         destroy_groups(self._created)
 
     def __enter__(self) -> Self:
-        """Return this mesh, which the end of the block closes; see `close`.
+        """Return this mesh. The end of the block closes it; see `close`.
 
-        Where blocks of one mesh are nested, the inner one closes it. Meshes that are built inside
-        the block have groups of their own, and are closed on their own.
+        If blocks of one mesh are nested, the inner one closes it. Meshes that are built inside the
+        block have their own groups and must be closed separately.
 
         Raises:
             MeshError: The mesh is closed.
@@ -257,7 +250,7 @@ class ParallelMesh:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the mesh, also where the block raises."""
+        """Close the mesh, also if the block raises."""
         self.close()
 
 
@@ -267,41 +260,21 @@ def build_mesh(
     topology: Topology | None,
     timeout: timedelta | None,
 ) -> ParallelMesh:
-    """Create the groups and views of ``dims``; see `ParallelDims.build_mesh`."""
+    """Create the groups and meshes of ``dims``; see `ParallelDims.build_mesh`."""
     if not dist.is_initialized():
         raise MeshError("no default process group; call torch.distributed.init_process_group first")
     try:
-        device_type = checked_device_type(device_type)
-        _check_kinds(topology, timeout)
-        dims = dims.resolve(dist.get_world_size())
-        layout = dims.layout()
+        _check_types(topology, timeout)
+        dims, plan = dims._plan_mesh(dist.get_world_size(), dist.get_rank())
         if topology is not None:
-            raise_errors(topology_violations(layout, topology))
+            raise_errors(topology_violations(plan.layout, topology))
     except (MeshError, ParallelDimsError):
-        tell_refusal()
+        join_as_refusing()
         raise
-    fields = dims.to_dict() | {"device_type": device_type, "topology": topology}
-    consistency = check_consistency(fields, layout)
+    compared = {**asdict(dims), "topology": topology}
     created: list[dist.ProcessGroup] = []
-    with all_or_none(created):
-        groups = create_groups(layout, timeout, consistency, created)
-        return ParallelMesh(dims, layout, _views(layout, groups, device_type), created, topology)
-
-
-def _views(
-    layout: RankLayout, groups: Mapping[str, dist.ProcessGroup], device_type: str
-) -> dict[str, DeviceMesh]:
-    views: dict[str, DeviceMesh] = {}
-    for name, view in layout.views.items():
-        ranks = _rank_tensor(view)
-        views[name] = DeviceMesh.from_group(
-            [groups[axis] for axis in view.axes],
-            device_type,
-            mesh=ranks,
-            mesh_dim_names=view.axes,
-        )
-        share_ranks(views[name], views["dense"])
-    return views
+    views = create_meshes(plan, device_type, timeout, compared, created)
+    return ParallelMesh(dims, plan.layout, views, created, topology)
 
 
 def _folds(full: DeviceMesh, place: Sequence[int], ranks: list[int]) -> bool:
@@ -317,7 +290,7 @@ def _folds(full: DeviceMesh, place: Sequence[int], ranks: list[int]) -> bool:
     return False
 
 
-def _check_kinds(topology: object, timeout: object) -> None:
+def _check_types(topology: object, timeout: object) -> None:
     if not isinstance(topology, Topology | None):
         raise MeshError(
             f"topology={topology!r} is no topology; use Topology(ranks_per_node=...) or None"
@@ -345,11 +318,3 @@ def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
     )
     share_ranks(renamed, full)
     return renamed
-
-
-def _rank_tensor(view: View) -> torch.Tensor:
-    if view.in_rank_order:
-        ranks = torch.arange(len(view.ranks()), dtype=torch.int, device="cpu")
-    else:
-        ranks = torch.tensor(view.ranks(), dtype=torch.int, device="cpu")
-    return ranks.view(view.shape)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._degrees import INFERRED, as_degree
 from ._dims import ParallelDims
 from ._errors import LayoutError, MeshError, ParallelDimsError, divisors, join_words, refusal
-from ._groups import tell_refusal
+from ._groups import join_as_refusing
 from ._mesh import ParallelMesh
 from ._torch import flatten
 
@@ -322,7 +322,7 @@ def build_world_mesh(
         dims = _dims(INFERRED if dp is None else dp, degrees, world_size)
     except (MeshError, ParallelDimsError):
         # What the launcher says of nodes may differ between ranks, and so may this error.
-        tell_refusal()
+        join_as_refusing()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
     axes = tuple(name for name in AXES if name in (*data, *degrees))
@@ -385,7 +385,7 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
     try:
         dims = ParallelDims(ep=_expert_degree(degree, world_size))
     except ParallelDimsError:
-        tell_refusal()
+        join_as_refusing()
         raise
     return WorldMesh(mesh=dims.build_mesh(device_type), axes=("ep_replicate", "ep_shard"))
 

@@ -8,7 +8,7 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 from .._errors import Violation
-from .._layout import RankLayout, ViewConfig
+from .._layout import Folds, RankLayout
 from ._cluster import Cluster
 from ._model import ModelShape
 from ._train import Recompute, Schedule, TrainSpec, Zero
@@ -72,7 +72,7 @@ class Degrees(NamedTuple):
 
     def layout(self) -> RankLayout:
         """Return the layout of `dims`, without asking the rules again."""
-        return RankLayout(ViewConfig(degrees=self._asdict()), DEFAULT_ORDER)
+        return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
 
 
 def degrees_of(dims: ParallelDims) -> Degrees:
