@@ -11,6 +11,7 @@ machine.txt. The exit status is 1 if a check of correctness failed or a part did
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -53,26 +54,31 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--budget", type=float, default=420.0, help="seconds in all")
+    parser.add_argument("--budget", type=time_limit, default=420.0, help="seconds in all")
     parser.add_argument("--resume", type=Path, metavar="OLD", help="a folder of earlier results")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--parts", default="", help="only parts whose names hold this text")
     given = parser.parse_args()
     end = time.monotonic() + given.budget
-    given.out.mkdir(parents=True, exist_ok=True)
-    if any(given.out.iterdir()):
-        parser.error(f"{given.out} is not empty; give a new folder")
-    old = [] if given.resume is None else earlier(given.resume, parser)
+    parts = [part for part in PARTS if given.parts in part.name]
+    if not parts:
+        names = ", ".join(part.name for part in PARTS)
+        parser.error(f"--parts {given.parts} names no part; use {names}")
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu runs the same code on CPUs")
-    (given.out / "machine.txt").write_text(machine(given.device), encoding="utf-8")
+    old, about = [], machine(given.device)
+    if given.resume is not None:
+        old = earlier(given.resume, {part.name for part in parts}, parser)
+        before = machine_of_earlier(given.resume, given.device, parser)
+        if before not in ("", about):
+            about += "rows of an earlier run: " + "; ".join(before.splitlines()) + "\n"
+    prepare(given.out, about, parser)
     rows = given.out / "rows.jsonl"
     for row in old:
         append(rows, row)
-    for part in PARTS:
-        if given.parts in part.name:
-            left = end - time.monotonic() - END
-            run(part, given.device, rows, given.out / "log.txt", min(part.seconds, left))
+    for part in parts:
+        left = end - time.monotonic() - END
+        run(part, given.device, rows, given.out / "log.txt", min(part.seconds, left))
     found = read(rows)
     write_table(found, given.out)
     failed = [row for row in found if row.status == "failed"]
@@ -82,12 +88,63 @@ def main() -> int:
     return int(bool(failed))
 
 
-def earlier(folder: Path, parser: argparse.ArgumentParser) -> list[Row]:
-    """Return the rows of a folder that need not be run again."""
-    rows = [row for row in read(folder / "rows.jsonl") if row.status in ("passed", "measured")]
-    if not rows:
-        parser.error(f"--resume {folder} has no rows.jsonl with a row that passed")
-    return rows
+def time_limit(text: str) -> float:
+    """Return a time limit, which must be above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return number
+
+
+def prepare(out: Path, about: str, parser: argparse.ArgumentParser) -> None:
+    """Create the folder of results with the description of the machine."""
+    try:
+        if out.exists() and not out.is_dir():
+            parser.error(f"{out} is not a folder; give a new one")
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            parser.error(f"{out} is not empty; give a new folder")
+        (out / "machine.txt").write_text(about, encoding="utf-8")
+    except OSError as error:
+        parser.error(f"cannot use {out}: {error.strerror}")
+
+
+def earlier(folder: Path, chosen: set[str], parser: argparse.ArgumentParser) -> list[Row]:
+    """Return the rows of a folder that the new table keeps.
+
+    Parts that are not chosen keep all rows. Chosen parts keep the rows that passed or were
+    measured, which are not run again, and the skipped rows of checks. A check that runs again
+    replaces its skipped row, but a world that was complete does not run again. Rows of whole worlds
+    that were skipped are left out, because each run decides again which worlds it can start.
+    """
+    file = folder / "rows.jsonl"
+    try:
+        rows = read(file)
+    except (ValueError, TypeError):
+        parser.error(f"--resume {folder}: a line of {file.name} is not a row")
+    if not any(row.status in ("passed", "measured") for row in rows):
+        parser.error(f"--resume {folder} has no {file.name} with a row that passed")
+
+    def is_kept(row: Row) -> bool:
+        if row.part not in chosen or row.status in ("passed", "measured"):
+            return True
+        return row.status == "skipped" and row.check != WHOLE
+
+    return [row for row in rows if is_kept(row)]
+
+
+def machine_of_earlier(folder: Path, device: str, parser: argparse.ArgumentParser) -> str:
+    """Return the description of the machine of earlier rows; it must be the same kind of device."""
+    file = folder / "machine.txt"
+    about = file.read_text(encoding="utf-8") if file.exists() else ""
+    on_gpu = any(line.startswith("GPU ") for line in about.splitlines())
+    if about and on_gpu != (device == "cuda"):
+        kind = "a GPU" if on_gpu else "CPUs"
+        parser.error(f"--resume {folder} has rows of {kind}, and --device is {device}")
+    return about
 
 
 def run(part: Part, device: str, rows: Path, log: Path, seconds: float) -> None:
