@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -123,6 +123,32 @@ def test_what_nccl_does_not_know_is_refused(
     nccl_ranks: Ranks, dtype: torch.dtype, op: str, words: str
 ) -> None:
     assert all(words in found for found in nccl_ranks(2).run(refused, dtype, op))
+
+
+def complex_rows(rank: int, broken: bool) -> str:
+    x = DTensor.from_local(torch.full((2,), 1j * rank), mesh(2), [Shard(0)])
+    unchanged: Any = mock.patch.object(_c10d, "_real", lambda tensor, op=None: tensor)
+    try:
+        with unchanged if broken else nullcontext():
+            return str(redistribute(x, [Replicate()]).to_local().tolist())
+    except TypeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        (False, "[0j, 0j, 1j, 1j]"),
+        (
+            True,
+            "Input tensor data type is not supported for NCCL process group: torch.complex64",
+        ),
+    ],
+)
+def test_complex_numbers_that_are_not_viewed_as_real_ones_are_refused(
+    nccl_ranks: Ranks, broken: bool, expected: str
+) -> None:
+    assert nccl_ranks(2).run(complex_rows, broken) == [expected] * 2
 
 
 def early(rank: int) -> tuple[bool, bool, bool]:
