@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import vendor
-from rank_pool import RankPool
+from rank_pool import RankError, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -296,6 +296,18 @@ def policy(rank: int) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies of Linux")
+def fails(rank: int) -> None:
+    raise ArithmeticError(f"on rank {rank}")
+
+
+def test_an_error_on_a_rank_names_the_line_of_the_test(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    with pytest.raises(RankError, match="on rank 1") as caught:
+        ranks(2).run(fails)
+    assert f'File "{fails.__code__.co_filename}", line' in str(caught.value)
+
+
 def test_no_process_of_tests_is_interrupted_by_one_that_wakes_up(
     ranks: Callable[[int], RankPool],
 ) -> None:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from . import _pickled
+
 T = TypeVar("T")
 START_SECONDS = 240.0  # what new processes get to import torch and find each other
 CALL_SECONDS = 240.0  # what ranks get for one call: many, for a machine with other work to do
@@ -165,8 +167,8 @@ def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
         cloudpickle.register_pickle_by_value(m)
     try:
         alone = getattr(module, function.__name__, None) is not function
-        sent = cloudpickle.dumps(function) if alone else _dumped(function)
-        return pickle.dumps((sent, cloudpickle.dumps(args)))
+        sent = _pickled.dumps(function) if alone else _dumped(function)
+        return pickle.dumps((sent, _pickled.dumps(args)))
     finally:
         for m in tests:
             cloudpickle.unregister_pickle_by_value(m)
@@ -178,8 +180,7 @@ def _dumped(function: Callable[..., object]) -> bytes:
 
     Each time would take some 10 ms, for a look through all modules by each function of the tests.
     """
-    found: bytes = cloudpickle.dumps(function)
-    return found
+    return _pickled.dumps(function)
 
 
 @cache
