@@ -170,9 +170,11 @@ def test_a_simulated_collective_that_failed_raises_at_every_wait() -> None:
 
 
 def peer_ends(rank: int, single: bool) -> list[str]:
-    """Wait for a rank that has ended its group; return the notes of the error."""
-    group = dist.new_group(timeout=timedelta(seconds=0.5), backend="gloo")
+    """Wait for a rank that does not join the second collective; return the notes of the error."""
+    group: Any = dist.new_group(backend="gloo")
     axis = Axis("lost", group, (0, 1))
+    TorchCollectives().all_reduce(axis, [torch.ones(1)]).wait()  # with NCCL's rules: all connect
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.5))
     found: list[str] = []
     if rank == 0:
         outputs = [torch.zeros(4)] if single else None
