@@ -33,7 +33,9 @@ class Example(NamedTuple):
 def examples(package: str) -> list[Example]:
     """Return the public docstrings of a package that have examples."""
     found: dict[str, Example] = {}
-    for module, target in docstrings.exported([PACKAGES / package / "src"]):
+    for module, _, target in docstrings.exported(docstrings.load([PACKAGES / package / "src"])):
+        if target is None:
+            continue
         members = docstrings.public_members(target) if isinstance(target, griffe.Class) else ()
         for each in (target, *members):
             text = each.docstring.value if each.docstring else ""

@@ -191,6 +191,26 @@ def test_each_lack_is_reported_with_its_line(
         assert any(definition in each for each in nearby), line
 
 
+@pytest.mark.parametrize("name", ["lids", "_lids"])
+def test_a_module_for_users_without_a_list_of_its_names_is_reported(
+    tmp_path: Path, name: str
+) -> None:
+    folder = package(tmp_path, DOCUMENTED)
+    module = folder / "boxes" / f"{name}.py"
+    module.write_text("from ._boxes import Box\n_LIMIT = 3\n")
+    assert docstrings.check([folder]) == []
+    module.write_text("from ._boxes import Box\ndef close(): ...\n")
+    found = [] if name.startswith("_") else [f"{module}:1: boxes.{name} lacks __all__"]
+    assert docstrings.check([folder]) == found
+
+
+def test_a_name_in_the_list_that_the_module_lacks_is_reported(tmp_path: Path) -> None:
+    folder = package(tmp_path, DOCUMENTED)
+    init = folder / "boxes" / "__init__.py"
+    init.write_text(init.read_text().replace("['__version__'", "['__version__', 'lid'"))
+    assert docstrings.check([folder]) == [f"{init}:1: boxes lacks lid, which is in its __all__"]
+
+
 def test_the_command_prints_lacks_and_fails(tmp_path: Path) -> None:
     folder = package(tmp_path, DOCUMENTED.replace("    Returns:\n        The box.\n", ""))
     command = [sys.executable, str(TOOL), str(folder)]

@@ -9,6 +9,8 @@ public too. Special methods are not checked.
 
 Rules:
 
+- A module without a leading underscore that defines functions or classes without one has
+  ``__all__``. It defines or imports all names in ``__all__``.
 - Every public name has a docstring in Google style.
 - Functions, methods and classes with arguments have ``Args``. Every argument is documented, and
   every documented argument exists. ``Attributes`` counts too, for dataclasses and named tuples.
@@ -29,10 +31,10 @@ import ast
 import builtins
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import griffe
 
@@ -53,41 +55,93 @@ def check(sources: Sequence[Path]) -> list[str]:
     Returns:
         Lines like ``file:line: name lacks ...``, sorted.
     """
-    found = {line for _, target in exported(sources) for line in _check_export(target)}
+    packages = load(sources)
+    found = {line for package in packages for line in _check_modules(package)}
+    found |= {
+        line
+        for export in exported(packages)
+        if export.target is not None
+        for line in _check_export(export.target)
+    }
     return sorted(found)
 
 
-def exported(sources: Sequence[Path]) -> Iterator[tuple[griffe.Module, griffe.Object]]:
-    """Yield the names in each ``__all__`` that the packages define.
+class Export(NamedTuple):
+    """A name in the ``__all__`` of a module, and its definition.
+
+    Attributes:
+        module: The module that has the ``__all__``.
+        name: The name.
+        target: The definition, or None if it is in a package that is not loaded.
+    """
+
+    module: griffe.Module
+    name: str
+    target: griffe.Object | None
+
+
+def load(sources: Sequence[Path]) -> list[griffe.Module]:
+    """Read packages without importing them.
 
     Args:
         sources: As in `check`.
 
-    Yields:
-        The module that has the ``__all__``, and the definition of the name.
+    Returns:
+        The packages, sorted by the names of their folders.
     """
     loader = griffe.GriffeLoader(search_paths=list(sources))
     folders = (path.parent for source in sources for path in source.glob("*/__init__.py"))
     packages = [loader.load(folder.name) for folder in sorted(folders)]
     loader.resolve_aliases(external=False)
+    return [package for package in packages if isinstance(package, griffe.Module)]
+
+
+def exported(packages: Iterable[griffe.Module]) -> Iterator[Export]:
+    """Yield the names in each ``__all__`` of packages.
+
+    Args:
+        packages: Packages from `load`.
+
+    Yields:
+        The names of the public modules of each package, the package itself first.
+    """
     for package in packages:
         for module in _public_modules(package):
             for name in _exported(module):
-                if (target := _defined(module[name])) is not None:
-                    yield module, target
+                yield Export(module, name, definition_of(module[name]))
 
 
-def _public_modules(module: griffe.Object | griffe.Alias) -> Iterator[griffe.Module]:
+def _public_modules(module: griffe.Module) -> Iterator[griffe.Module]:
     """Yield the modules of a package that have ``__all__`` and no underscore."""
-    if isinstance(module, griffe.Module):
-        if "__all__" in module.members:
-            yield module
-        for name, member in module.members.items():
-            if not name.startswith("_") and isinstance(member, griffe.Module):
-                yield from _public_modules(member)
+    return (each for each in _modules(module) if "__all__" in each.members)
+
+
+def _modules(module: griffe.Module) -> Iterator[griffe.Module]:
+    """Yield a package and its modules without an underscore, at any depth."""
+    yield module
+    for name, member in module.members.items():
+        if not name.startswith("_") and isinstance(member, griffe.Module):
+            yield from _modules(member)
+
+
+def _check_modules(package: griffe.Module) -> Iterator[str]:
+    """Yield the modules of a package that lack ``__all__``, or a name in it."""
+    for module in _modules(package):
+        for name in _listed(module):
+            if name not in module.all_members:
+                yield f"{_file(module)}:1: {module.path} lacks {name}, which is in its __all__"
+        public = (member for name, member in module.members.items() if not name.startswith("_"))
+        own = any(isinstance(each, (griffe.Function, griffe.Class)) for each in public)
+        if own and "__all__" not in module.members:
+            yield f"{_file(module)}:1: {module.path} lacks __all__"
 
 
 def _exported(module: griffe.Module) -> Iterator[str]:
+    """Yield the names in ``__all__`` that the module has. `check` reports the others."""
+    return (name for name in _listed(module) if name in module.all_members)
+
+
+def _listed(module: griffe.Module) -> Iterator[str]:
     """Yield the names in ``__all__``; a starred name stands for the keys of a literal."""
     for item in module.exports or ():
         if isinstance(item, str):
@@ -96,8 +150,15 @@ def _exported(module: griffe.Module) -> Iterator[str]:
             yield from ast.literal_eval(str(module[str(item)].value))
 
 
-def _defined(member: griffe.Object | griffe.Alias) -> griffe.Object | None:
-    """Return the object behind a name, or None if another distribution defines it."""
+def definition_of(member: griffe.Object | griffe.Alias) -> griffe.Object | None:
+    """Return the object behind a name.
+
+    Args:
+        member: The member of a module or class.
+
+    Returns:
+        The definition, or None if it is in a package that is not loaded.
+    """
     try:
         return member.final_target if isinstance(member, griffe.Alias) else member
     except (griffe.AliasResolutionError, griffe.CyclicAliasError):
@@ -202,7 +263,7 @@ def _check_raises(target: griffe.Object, raised: set[str]) -> Iterator[str]:
 
 def _error_bases(module: griffe.Module, name: str) -> set[str]:
     """Return the base classes of an error; for one that a call makes, the names in the call."""
-    error = _defined(module[name]) if name in module.members else None
+    error = definition_of(module[name]) if name in module.members else None
     if isinstance(error, griffe.Class):
         return {base.name for base in _own_bases(error)}
     return (
@@ -237,7 +298,8 @@ def _owner(target: griffe.Object) -> griffe.Object:
 
 def _file(target: griffe.Object) -> Path:
     path = target.filepath
-    assert isinstance(path, Path)  # a list for namespace packages, which hold no names
+    if isinstance(path, list):  # of a folder without __init__.py, which `load` never reads
+        path = path[0]
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -256,7 +318,7 @@ def _own_bases(target: griffe.Class) -> list[griffe.Class]:
 def _protocols(target: griffe.Class) -> Iterator[griffe.Class]:
     """Yield the public protocols of a class's package that it fulfils."""
     for name in _exported(target.package):
-        each = _defined(target.package[name])
+        each = definition_of(target.package[name])
         if isinstance(each, griffe.Class) and each is not target and _is_protocol(each):
             methods = {name for name in each.members if not name.startswith("_")}
             if methods <= target.all_members.keys():
