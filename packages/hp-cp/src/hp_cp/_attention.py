@@ -215,12 +215,16 @@ def context_parallel_attention(
             its rank only, and the others wait.
 
     Examples:
-        >>> q, k, v = shard_sequence((q, k, v), mesh, Zigzag(), seq_dim=2)
+        On 4 ranks:
+
+        >>> mesh, layout = init_device_mesh("cpu", (4,)), Zigzag()
+        >>> q, k, v = torch.randn(3, 1, 8, 64, 16)  # equal on all ranks
+        >>> q, k, v = shard_sequence((q, k, v), mesh, layout, seq_dim=2)
         >>> out = context_parallel_attention(
-        ...     q, k, v, mesh, mask=MaskSpec(causal=True), layout=Zigzag(), seq_len=64
+        ...     q, k, v, mesh, mask=MaskSpec(causal=True), layout=layout, seq_len=64
         ... )
-        >>> out.shape == q.shape
-        True
+        >>> out.shape  # this rank's 16 of 64 rows
+        torch.Size([1, 8, 16, 16])
 
     Note:
         - Results are bitwise reproducible if the kernels are; on CUDA, some kernels need

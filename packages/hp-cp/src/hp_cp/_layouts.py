@@ -23,6 +23,7 @@ class Layout(Protocol):
     equal hashes and return equal chunks.
 
     Examples:
+        >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
         ... class Reversed(Layout):
         ...     def chunks(self, n, seq_len, mask=None):

@@ -54,10 +54,13 @@ def shard_sequence(
             invalid, or the mask has another length. Ranks with equal arguments raise together.
 
     Examples:
-        >>> batch = {"tokens": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> batch = {"tokens": torch.arange(64)[None], "labels": torch.arange(64)[None]}
         >>> local = shard_sequence(batch, mesh, Zigzag(), seq_dim=1)
-        >>> local["tokens"].shape[1] == 8 // mesh.size()
-        True
+        >>> local["tokens"].shape
+        torch.Size([1, 16])
     """
     n, rank = place_of(mesh)
     layout = checked_layout(layout)
@@ -124,9 +127,15 @@ def unshard_sequence(
               comparison.
 
     Examples:
+        On 4 ranks:
+
+        >>> mesh, layout = init_device_mesh("cpu", (4,)), Zigzag()
+        >>> log_probs = torch.zeros(2, 16, requires_grad=True)  # this rank's 16 of 64 tokens
         >>> whole = unshard_sequence(
-        ...     log_probs, mesh, Zigzag(), seq_dim=1, seq_len=4096, replicated_loss=True
+        ...     log_probs, mesh, layout, seq_dim=1, seq_len=64, replicated_loss=True
         ... )
+        >>> whole.shape
+        torch.Size([2, 64])
         >>> whole.sum().backward()  # then sum the gradients of parameters over the mesh
     """
     if type(replicated_loss) is not bool:
@@ -220,8 +229,15 @@ def sharded_buffers(
             ``keep`` has a tensor that is not in ``buffers``; or as from `shard_sequence`.
 
     Examples:
-        >>> with sharded_buffers(mesh, [tokens, labels, rope], [1, 1, 0], layout=Zigzag()):
-        ...     loss(model(tokens), labels).backward()
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> tokens, rope = torch.zeros(2, 64), torch.zeros(64, 8)
+        >>> with sharded_buffers(mesh, [tokens, rope], [1, 0], layout=Zigzag()):
+        ...     tokens.shape, rope.shape
+        (torch.Size([2, 16]), torch.Size([16, 8]))
+        >>> tokens.shape
+        torch.Size([2, 64])
 
     Note:
         Run the backward inside the block: outside, torch raises an error for tensors that changed
@@ -351,8 +367,13 @@ def position_ids(
             arguments raise together.
 
     Examples:
-        >>> position_ids(mesh, Zigzag(), 6, MaskSpec(causal=True, cu_seqlens=(0, 4, 6)))  # one rank
-        tensor([0, 1, 2, 3, 0, 1])
+        On 4 ranks:
+
+        >>> mesh, mask = init_device_mesh("cpu", (4,)), MaskSpec(causal=True, cu_seqlens=(0, 5, 8))
+        >>> whole = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])  # each document counts from 0
+        >>> part = shard_sequence(whole, mesh, Zigzag(), seq_dim=0)
+        >>> torch.equal(position_ids(mesh, Zigzag(), 8, mask), part)
+        True
     """
     n, rank = place_of(mesh)
     chunks = checked_chunks(layout, n, seq_len, mask)
@@ -517,9 +538,14 @@ def cp_loss(
             arguments are valid.
 
     Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
         >>> logits, labels = torch.randn(6, 10), torch.tensor([1, 2, -100, 4, 5, 6])
-        >>> loss_sum = F.cross_entropy(logits, labels, reduction="sum")
-        >>> loss = cp_loss(loss_sum, (labels != -100).sum(), mesh)
+        >>> loss_sum = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        >>> loss = cp_loss(loss_sum, (labels != -100).sum(), mesh)  # this rank's share
+        >>> torch.allclose(loss, loss_sum / 20)  # 4 ranks with 5 labels each
+        True
     """
     if not isinstance(loss_sum, Tensor):
         raise InputError(

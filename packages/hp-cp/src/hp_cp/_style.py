@@ -117,8 +117,17 @@ class ContextParallel(ParallelStyle):
         BackendError: ``backend`` is no backend or an unknown name.
 
     Examples:
+        On 4 ranks:
+
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> class Core(nn.Module):
+        ...     def forward(self, q, k, v, is_causal=False):
+        ...         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         >>> style = ContextParallel(seq_dim=2, head_dim=1, layout=Zigzag())
-        >>> model = parallelize_module(model, mesh, {"layers.0.attention.core": style})
+        >>> core = parallelize_module(Core(), init_device_mesh("cpu", (4,)), style)
+        >>> q, k, v = torch.randn(3, 1, 8, 16, 32)  # this rank's 16 of 64 rows
+        >>> core(q, k, v, is_causal=True).shape
+        torch.Size([1, 8, 16, 32])
     """
 
     def __init__(

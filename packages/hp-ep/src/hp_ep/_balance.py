@@ -65,8 +65,10 @@ def collect_loads(
             ranks raise together before communication.
 
     Examples:
+        >>> model = nn.Sequential(MoE(64, hidden_dim=128, num_experts=8, top_k=2))
+        >>> model(torch.randn(16, 64)).sum().backward()
         >>> loads = collect_loads(model)  # once per step, after the backward
-        >>> loads["moe.router"].shape
+        >>> loads["0.router"].shape
         torch.Size([8])
     """
     routers = _counted(model)
@@ -160,10 +162,12 @@ class BalanceLoss:
             router is inside another open block. All ranks raise together before communication.
 
     Examples:
+        >>> layer = MoE(64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> model = nn.Sequential(nn.Embedding(100, 64), layer, nn.Linear(64, 100))
+        >>> tokens, labels = torch.randint(100, (2, 16))
         >>> with BalanceLoss(model) as balance:
-        ...     logits = model(tokens)
-        >>> aux = balance.loss()
-        >>> (F.cross_entropy(logits, labels) + 0.001 * aux).backward()
+        ...     loss = nn.functional.cross_entropy(model(tokens), labels)
+        >>> (loss + 0.001 * balance.loss()).backward()
 
     Note:
         - Set ``load_balance_loss`` of the routers to 0; it is another loss, of each layer alone.

@@ -153,6 +153,7 @@ class BaseExpertParallel(ParallelStyle):
         >>> class MyExpertParallel(BaseExpertParallel):
         ...     def split(self, mesh):
         ...         return ExpertParallel().split(mesh["experts"])
+        >>> style = MyExpertParallel(token_axes=())
     """
 
     def __init__(
@@ -445,6 +446,10 @@ class ExpertParallel(BaseExpertParallel):
             `Placement`. `apply` checks the other arguments.
 
     Examples:
+        On 4 ranks:
+
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_device_mesh("cpu", (4,))
         >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
         >>> layer = parallelize_module(layer, mesh, ExpertParallel(token_axes=mesh))
         >>> layer(torch.randn(16, 64)).shape  # this rank's tokens
@@ -500,6 +505,10 @@ class TensorParallel(BaseExpertParallel):
             `Placement`. `apply` checks the other arguments.
 
     Examples:
+        On 4 ranks:
+
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_device_mesh("cpu", (4,))
         >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
         >>> layer = parallelize_module(layer, mesh, TensorParallel())
         >>> layer(torch.randn(16, 64)).shape  # the same tokens on all ranks
@@ -562,9 +571,14 @@ class ExpertTensorParallel(BaseExpertParallel):
             `Placement`. `apply` checks the other arguments.
 
     Examples:
-        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "etp"))
+        On 4 ranks:
+
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"))
         >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
         >>> layer = parallelize_module(layer, mesh, ExpertTensorParallel(token_axes=mesh["ep"]))
+        >>> layer(torch.randn(16, 64)).shape  # the same tokens on the ranks of etp
+        torch.Size([16, 64])
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
@@ -608,8 +622,12 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertPar
             different placements. One `MoE` in several places of the model is allowed.
 
     Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (4,))
+        >>> model = nn.Sequential(nn.Linear(64, 64), MoE(64, 128, num_experts=8, top_k=2))
         >>> parallelize_experts(model, mesh, ExpertParallel(token_axes=mesh))
-        ['moe']
+        ['1']
     """
     if not hasattr(mesh, "ndim"):
         raise ExpertConfigError(f"{mesh!r} is no mesh; pass that of the split, as mesh['ep']")

@@ -171,6 +171,9 @@ def parallelize_experts(
             ``save_pretrained`` raises it without a ``state_dict`` of whole tensors.
 
     Examples:
+        On 2 ranks, with a model of transformers:
+
+        >>> mesh, ids = init_device_mesh("cpu", (2,)), torch.arange(64)[None]
         >>> names = parallelize_experts(model, mesh, token_axes=mesh)
         >>> loss = model(input_ids=ids, labels=ids).loss  # this rank's share
         >>> loss.backward()

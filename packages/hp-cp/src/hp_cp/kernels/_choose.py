@@ -47,10 +47,8 @@ def register_backend(backend: AttentionBackend) -> None:
             its name is ``"auto"``.
 
     Examples:
-        >>> register_backend(MyBackend())  # with the name "mine"
-        >>> out = context_parallel_attention(
-        ...     q, k, v, mesh, mask=MaskSpec(causal=True), backend="mine"
-        ... )
+        >>> register_backend(my_backend)  # an AttentionBackend with the name "mine"
+        >>> style = ContextParallel(seq_dim=2, head_dim=1, backend="mine")
     """
     _check(backend)
     if backend.name == "auto" or _BY_NAME.get(backend.name, backend) is not backend:

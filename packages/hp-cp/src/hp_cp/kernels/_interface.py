@@ -199,6 +199,7 @@ class AttentionBackend(Protocol):
     ``backward_packed`` gets many blocks of one kind in one call.
 
     Examples:
+        >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
         ... class MyBackend:
         ...     name: str = "mine"

@@ -176,9 +176,15 @@ class AllToAll(AsyncDispatcher):
             ranks raise together before communication.
 
     Examples:
+        On 4 ranks:
+
+        >>> mesh, x = init_device_mesh("cpu", (4,)), torch.randn(16, 64)
+        >>> weights, expert_ids = TopKRouter(64, num_experts=8, top_k=2)(x)
+        >>> experts = GroupedExperts(64, hidden_dim=128, num_experts=2)  # 8 experts / 4 ranks
         >>> dispatcher = AllToAll(mesh, num_experts=8)
         >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
-        >>> y = dispatcher.combine(experts(rows, counts), state)
+        >>> dispatcher.combine(experts(rows, counts), state).shape
+        torch.Size([16, 64])
     """
 
     def __init__(

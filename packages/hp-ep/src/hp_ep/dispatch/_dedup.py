@@ -323,9 +323,15 @@ class Dedup(_Deduplicating):
             ranks raise together before communication.
 
     Examples:
+        On 4 ranks:
+
+        >>> mesh, x = init_device_mesh("cpu", (4,)), torch.randn(16, 64)
+        >>> weights, expert_ids = TopKRouter(64, num_experts=8, top_k=2)(x)
+        >>> experts = GroupedExperts(64, hidden_dim=128, num_experts=2)  # 8 experts / 4 ranks
         >>> dispatcher = Dedup(mesh, num_experts=8)
         >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
-        >>> y = dispatcher.combine(experts(rows, counts), state)
+        >>> dispatcher.combine(experts(rows, counts), state).shape
+        torch.Size([16, 64])
     """
 
     def __init__(
@@ -390,10 +396,16 @@ class Hierarchical(_Deduplicating):
             or an argument is invalid. All ranks raise together before communication.
 
     Examples:
-        >>> node_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("nodes", "local"))
+        On 4 ranks, as two nodes of two:
+
+        >>> node_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
+        >>> x = torch.randn(16, 64)
+        >>> weights, expert_ids = TopKRouter(64, num_experts=8, top_k=2)(x)
+        >>> experts = GroupedExperts(64, hidden_dim=128, num_experts=2)  # 8 experts / 4 ranks
         >>> dispatcher = Hierarchical(node_mesh, num_experts=8)
         >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
-        >>> y = dispatcher.combine(experts(rows, counts), state)
+        >>> dispatcher.combine(experts(rows, counts), state).shape
+        torch.Size([16, 64])
     """
 
     def __init__(

@@ -90,9 +90,12 @@ class Local(AsyncDispatcher):
         ExpertConfigError: ``num_experts`` is no positive int.
 
     Examples:
-        >>> dispatcher = Local(num_experts=8)
+        >>> x = torch.randn(16, 64)
+        >>> weights, expert_ids = TopKRouter(64, num_experts=8, top_k=2)(x)
+        >>> dispatcher, experts = Local(num_experts=8), GroupedExperts(64, 128, num_experts=8)
         >>> rows, counts, state = dispatcher.dispatch(x, weights, expert_ids)
-        >>> y = dispatcher.combine(experts(rows, counts), state)
+        >>> dispatcher.combine(experts(rows, counts), state).shape
+        torch.Size([16, 64])
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:

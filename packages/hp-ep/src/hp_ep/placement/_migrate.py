@@ -58,8 +58,15 @@ def migrate_experts(
             experts.
 
     Examples:
-        >>> load = collect_loads(model)["moe.router"]
-        >>> migration = migrate_experts(model.moe, plan_placement(load, num_ranks=1), optimizer)
+        On 4 ranks:
+
+        >>> mesh, layer = init_device_mesh("cpu", (4,)), MoE(64, 128, num_experts=8, top_k=2)
+        >>> style = ExpertParallel(token_axes=mesh, placement=Placement.contiguous(8, 4))
+        >>> names = parallelize_experts(layer, mesh, style)
+        >>> optimizer = torch.optim.AdamW(layer.parameters())
+        >>> layer(torch.randn(16, 64)).sum().backward()
+        >>> load = collect_loads(layer)["router"]
+        >>> migration = migrate_experts(layer, plan_placement(load, num_ranks=4), optimizer)
     """
     if not isinstance(layer, MoE):
         raise ExpertConfigError(f"got a {type(layer).__name__}; experts move with their whole MoE")
@@ -157,7 +164,13 @@ def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
             along its experts. All ranks raise together before communication.
 
     Examples:
-        >>> state = order_by_expert(model, get_model_state_dict(model))
+        On 4 ranks:
+
+        >>> import torch.distributed.checkpoint as dcp
+        >>> mesh, layer = init_device_mesh("cpu", (4,)), MoE(64, 128, num_experts=8, top_k=2)
+        >>> style = ExpertParallel(token_axes=mesh, placement=Placement.contiguous(8, 4))
+        >>> names = parallelize_experts(layer, mesh, style)
+        >>> state = order_by_expert(layer, layer.state_dict())
         >>> metadata = dcp.save(state, checkpoint_id=folder)
     """
     return _reorder(model, state, to_experts=True)
@@ -182,9 +195,13 @@ def order_by_slot(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
             order.
 
     Examples:
-        >>> state = order_by_expert(model, get_model_state_dict(model))
-        >>> dcp.load(state, checkpoint_id=folder)
-        >>> set_model_state_dict(model, order_by_slot(model, state))
+        On 4 ranks:
+
+        >>> mesh, layer = init_device_mesh("cpu", (4,)), MoE(64, 128, num_experts=8, top_k=2)
+        >>> style = ExpertParallel(token_axes=mesh, placement=Placement.contiguous(8, 4))
+        >>> names = parallelize_experts(layer, mesh, style)
+        >>> state = order_by_expert(layer, layer.state_dict())  # dcp.load reads into these tensors
+        >>> layer.load_state_dict(order_by_slot(layer, state))
         <All keys matched successfully>
     """
     return _reorder(model, state, to_experts=False)
