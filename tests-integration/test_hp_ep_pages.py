@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from fragments import fragment, pages_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import hp_ep
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "tools" / "docs" / "pages" / "hp-ep").glob("*.md"))
-TEXT = "\n".join(
-    path.read_text("utf-8") for path in (ROOT / "packages" / "hp-ep" / "README.md", *PAGES)
-)
+TEXT = "\n".join(path.read_text("utf-8") for path in pages_of("hp-ep"))
 
 
 def test_the_pages_name_public_names_and_those_for_people_who_extend_the_package() -> None:
@@ -60,10 +57,8 @@ def saved_on_rank(rank: int, source: str, folder: str) -> None:
 def test_the_example_of_the_page_on_transformers_writes_the_files_of_the_library(
     ranks: Any, tmp_path: Path
 ) -> None:
-    blocks = re.findall(r"^```py\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
-    (source,) = [block for block in blocks if "save_pretrained" in block]
     model = mixtral()
-    ranks(2).run(saved_on_rank, source, str(tmp_path))
+    ranks(2).run(saved_on_rank, fragment("hp-ep", "save_pretrained"), str(tmp_path))
     read: dict[str, Tensor] = type(model).from_pretrained(tmp_path).state_dict()
     expected = model.state_dict()
     assert read.keys() == expected.keys()

@@ -1,16 +1,16 @@
 """Fragments in READMEs and documentation pages, run with test models on several ranks.
 
 Whole examples run as printed, by ``tools/examples.py``. Fragments leave out the model or the data,
-which these tests provide; they are marked ``not run``, or are fences of ``py``.
+which these tests provide.
 """
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fragments import fragment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,23 +22,6 @@ from hp_ep import ExpertParallel, MoE, parallelize_experts
 from hp_fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
-
-ROOT = Path(__file__).resolve().parents[1]
-FRAGMENT = re.compile(
-    r"^(?:<!-- not run: [^\n]* -->\n```python|```py)\n(.*?)^```", re.MULTILINE | re.DOTALL
-)
-
-
-def example(package: str, *phrases: str) -> str:
-    """Return the one fragment of a package that contains all phrases.
-
-    Searches the package's README and its documentation pages. The same fragment may be in several.
-    """
-    pages = sorted((ROOT / "tools" / "docs" / "pages" / package).glob("*.md"))
-    files = [ROOT / "packages" / package / "README.md", *pages]
-    blocks = {found[1] for file in files for found in FRAGMENT.finditer(file.read_text("utf-8"))}
-    (source,) = [block for block in blocks if all(phrase in block for phrase in phrases)]
-    return source
 
 
 class Core(nn.Module):
@@ -83,7 +66,7 @@ def on_rank(rank: int, source: str, tensors: tuple[Tensor, ...]) -> list[Tensor]
 
 
 def test_the_style_of_hp_cp_gives_the_attention_of_one_process(ranks: Any) -> None:
-    source = example("hp-cp", "ContextParallel(")
+    source = fragment("hp-cp", "ContextParallel(")
     torch.manual_seed(0)
     q, k, v, grad = torch.randn(4, 2, 4, 16, 8, dtype=torch.float64)
     expected = attend(model_with_core(), q, k, v, grad)
@@ -141,7 +124,7 @@ def preferred_on_rank(rank: int, source: str) -> dict[str, list[Tensor]]:
 
 
 def test_the_preference_loss_of_hp_cp_has_the_gradients_of_one_process(ranks: Any) -> None:
-    source = example("hp-cp", "replicated_loss=")
+    source = fragment("hp-cp", "replicated_loss=")
     model, given = small_llama(), preferences()
     logits = model(input_ids=given["ids"], use_cache=False).logits[:, :-1]
     targets = given["labels"][:, 1:]
@@ -175,8 +158,8 @@ def experts_on_rank(rank: int, sources: tuple[str, str], x: Tensor) -> list[Tens
 
 
 def test_the_sum_of_hp_ep_gives_the_gradients_of_one_process(ranks: Any) -> None:
-    style = example("hp-ep", "ExpertParallel(", "init_device_mesh(")
-    total = example("hp-ep", "all_reduce(")
+    style = fragment("hp-ep", "ExpertParallel(", "init_device_mesh(")
+    total = fragment("hp-ep", "all_reduce(")
     model, x = model_with_experts(), torch.randn(12, 8, dtype=torch.float64)
     model(x).square().sum().backward()
     for grads in ranks(4).run(experts_on_rank, (style, total), x):
@@ -231,7 +214,7 @@ def sharded_on_rank(rank: int, source: str, x: Tensor, y: Tensor) -> list[Tensor
 
 
 def test_the_sharded_model_of_hp_ep_steps_as_one_process(ranks: Any) -> None:
-    source = example("hp-ep", "fully_shard(")
+    source = fragment("hp-ep", "fully_shard(")
     model = Blocks()
     x, y = 5 * torch.randn(2, 12, 8, dtype=torch.float64)
     ((model(x) - y).square().sum() / len(x)).backward()
@@ -264,7 +247,7 @@ def trained_on_rank(rank: int, source: str, batches: Tensor, folder: str) -> lis
 
 
 def test_the_loop_of_hp_fsdp_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
-    source = example("hp-fsdp", "set_requires_gradient_sync(")
+    source = fragment("hp-fsdp", "set_requires_gradient_sync(")
     batches = torch.randn(2, 2, 3, 4, 8, dtype=torch.float64)  # ranks, steps, microbatches
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -309,8 +292,8 @@ def hugging_face_on_rank(rank: int, sources: tuple[str, str], ids: Tensor) -> li
 def test_three_lines_of_hp_ep_give_a_share_and_the_gradients_of_one_process(
     ranks: Any,
 ) -> None:
-    shared = example("hp-ep", "hp_ep.transformers")
-    total = example("hp-ep", "all_reduce(")
+    shared = fragment("hp-ep", "hp_ep.transformers")
+    total = fragment("hp-ep", "all_reduce(")
     model, ids = hugging_face_model(), torch.randint(50, (4, 9))
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
