@@ -138,6 +138,13 @@ def test_blocks_of_a_page_share_names_and_each_world_of_ranks_has_its_own(tmp_pa
         (fence("python", "x", "ranks: many"), r"page\.md:5: <!-- ranks: many --> is no mark"),
         (fence("sh", "true", "ranks: 2"), r"page\.md:5: .* is for python blocks"),
         ("```python\nx", r"page\.md:3: this fence is not closed"),
+        (fence("python", "x = 1", "rnaks: 2"), r"page\.md:5: <!-- rnaks: 2 --> is no mark"),
+        ("<!-- result: gpu -->", r"page\.md:3: <!-- result: gpu --> is no mark of the site"),
+        ("<!--results: gpu-->", r"page\.md:3: <!--results: gpu--> is no mark of the site"),
+        ("<!-- results: a b -->", r"page\.md:3: .* is no mark of the site"),
+        ("<!-- results -->x", r"page\.md:3: .* is no mark of the site"),
+        ("<!-- changlog: hp-cp -->\n\nText.", r"page\.md:3: .*; use .*'changelog: PACKAGE'"),
+        ("<!-- ranks: 2 -->\n\nText.", r"page\.md:3: .* no block is below it"),
     ],
 )
 def test_a_block_that_fails_or_is_no_example_names_its_line(
@@ -145,6 +152,39 @@ def test_a_block_that_fails_or_is_no_example_names_its_line(
 ) -> None:
     with pytest.raises(examples.ExampleError, match=error):
         examples.run(page_of(tmp_path, block))
+
+
+OF_RANKS = "import os\nprint('rank', os.environ['RANK'])\nprint('same')"
+
+
+@pytest.mark.parametrize(
+    ("shown", "equal"),
+    [
+        ("same\nrank 1\nsame\nrank 0", True),
+        ("rank 0\n...", True),
+        ("...\nrank 1", True),
+        ("rank 0\n...\nsame", True),
+        ("rank 0\n...\nrank 1\nsame\nsame", True),
+        ("rank 0\nrank 1\nsame", False),
+        ("rank 2\n...", False),
+        ("same\nsame\nsame\n...", False),
+    ],
+)
+def test_lines_of_ranks_are_compared_in_any_order_and_dots_stand_for_the_others(
+    tmp_path: Path, shown: str, equal: bool
+) -> None:
+    page = page_of(tmp_path, fence("python", OF_RANKS, "ranks: 2"), fence("text", shown))
+    if equal:
+        examples.run(page)
+        return
+    with pytest.raises(examples.ExampleError, match=r"page\.md:5: the text below"):
+        examples.run(page)
+
+
+def test_marks_of_the_site_are_no_marks_of_blocks(tmp_path: Path) -> None:
+    marks = ("<!-- results -->", "<!-- results: gpu -->", "<!-- changelog: hp-cp -->")
+    page = page_of(tmp_path, *marks, fence("python", "x = 1"))
+    assert [block.run for block in examples.blocks_of(page)] == [True]
 
 
 def test_a_block_without_an_end_is_an_error(

@@ -12,7 +12,12 @@
 | any after ``<!-- not run: REASON -->`` | Shown only. |
 
 Other fences are errors. A line ``...`` in a ``text`` block matches any lines. The printed lines
-of ranks are compared in any order. ``python`` blocks run in an empty folder of their file.
+of ranks are compared in any order: a line ``...`` anywhere stands for all lines that the block does
+not show. ``python`` blocks run in an empty folder of their file.
+
+The site (tools/docs/hooks.py) replaces the marks ``<!-- results -->``, ``<!-- results: NAME -->``
+and ``<!-- changelog: PACKAGE -->``. Other comments are errors, and so is a mark without a block
+below it.
 
 Each process is forked from a server that has imported torch once. Only the standard library is
 needed, and torch for blocks that use it.
@@ -30,6 +35,7 @@ import tempfile
 import time
 import traceback
 import types
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -48,6 +54,8 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^\s`{]*)[^`]*$")
 COMMENT = re.compile(r"^ *<!-- *(.*?) *-->$")
 RANKS = re.compile(r"ranks: ([1-8])")
 NOT_RUN = re.compile(r"not run: \S.*")
+OF_THE_SITE = re.compile(r"results(: \w+)?|changelog: [\w-]+")
+MARKS = "'ranks: 1' to 8, 'not run: REASON', 'results', 'results: NAME' or 'changelog: PACKAGE'"
 SKIPPED_COMMANDS = ("pip ", "python -m pip ", "nox", "python -m nox", "git ")
 
 _server = multiprocessing.get_context("forkserver")
@@ -82,11 +90,11 @@ def blocks_of(path: Path) -> list[Block]:
     """Return the blocks of a file.
 
     Raises:
-        ExampleError: A fence has an unknown language, or a mark that does not fit.
+        ExampleError: A fence has an unknown language, or a mark is unknown or does not fit.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     found: list[Block] = []
-    mark, directly, number = "", False, 0
+    mark, directly, number = "", False, 0  # mark: of the block below
     while number < len(lines):
         line = lines[number]
         number += 1
@@ -97,11 +105,30 @@ def blocks_of(path: Path) -> list[Block]:
                 found[-1] = replace(found[-1], output=block.text)
             found.append(block)
             mark, directly = "", True
-        elif comment := COMMENT.match(line):
-            mark, directly = comment[1], False
         elif line.strip():
-            mark, directly = "", False
+            mark, directly = _mark(path, lines, number), False
     return found
+
+
+def _mark(path: Path, lines: Sequence[str], number: int) -> str:
+    """Return the mark in a line for the block below it, or an empty text.
+
+    Raises:
+        ExampleError: The line is a comment, but no mark of a block or of the site.
+    """
+    line = lines[number - 1]
+    if not line.lstrip().startswith("<!--"):
+        return ""
+    comment = COMMENT.match(line)
+    if comment and OF_THE_SITE.fullmatch(comment[1]) and line == f"<!-- {comment[1]} -->":
+        return ""
+    below = next((text for text in lines[number:] if text.strip()), "")
+    if comment is None or not FENCE.match(below):
+        raise ExampleError(
+            f"{path}:{number}: {line.strip()} is no mark of the site, and no block is below it; "
+            f"use {MARKS}"
+        )
+    return comment[1]
 
 
 def _inside(
@@ -129,8 +156,8 @@ def _block(path: Path, line: int, language: str, text: str, mark: str) -> Block:
         if language != "python":
             raise block.error(f"<!-- {mark} --> is for python blocks, and this one is {language}")
         return replace(block, ranks=int(ranks[1]))
-    if mark.startswith(("rank", "not")):
-        raise block.error(f"<!-- {mark} --> is no mark; use 'ranks: 1' to 8 or 'not run: REASON'")
+    if mark:
+        raise block.error(f"<!-- {mark} --> is no mark; use {MARKS}")
     if language == "sh" and all(map(_is_skipped, _commands(text))):
         return replace(block, run=False)
     return block
@@ -170,13 +197,19 @@ def _compare(block: Block, printed: str) -> None:
         return
     lines = [line.rstrip() for line in block.output.strip().splitlines()]
     found = [line.rstrip() for line in printed.strip().splitlines()]
-    if block.ranks:
-        lines, found = sorted(lines), sorted(found)
-    pattern = "".join("(.*\n)*" if line == "..." else re.escape(line + "\n") for line in lines)
-    if not re.fullmatch(pattern, "".join(f"{line}\n" for line in found)):
+    if not _is_as_shown(lines, found, ordered=not block.ranks):
         raise block.error(
             f"the text below this block differs from what it prints:\n{printed.rstrip()}"
         )
+
+
+def _is_as_shown(shown: Sequence[str], printed: Sequence[str], *, ordered: bool) -> bool:
+    """Return whether printed lines are the shown ones, of which ``...`` stands for any."""
+    if ordered:
+        pattern = "".join("(.*\n)*" if line == "..." else re.escape(line + "\n") for line in shown)
+        return bool(re.fullmatch(pattern, "".join(f"{line}\n" for line in printed)))
+    wanted, given = Counter(shown), Counter(printed)
+    return wanted <= given if wanted.pop("...", 0) else wanted == given
 
 
 def _run_shell(block: Block) -> str:
