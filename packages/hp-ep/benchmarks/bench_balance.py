@@ -2,6 +2,9 @@
 
     python bench_balance.py [--quick] [--json FILE] [--plot FILE.svg]
 
+The drawing of the documentation is tools/docs/pages/hp-ep/load.svg. In an SVG, text and axes have
+the colour of the page, light or dark.
+
 A trace of Zipf loads whose experts change places step by step is served by three placements:
 contiguous blocks for ever, experts packed anew every few steps, and packed with replicas. A plan
 sees only the loads before it, smoothed. Largest over mean rank load is how much longer the slowest
@@ -12,6 +15,7 @@ moments in float32 (12 bytes a parameter). Nothing is random but the trace, whos
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 from dataclasses import dataclass
@@ -19,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from hp_ep import Placement, plan_migration, plan_placement, smooth_load
+
+INK = "#222222"
+PAGE_INK = "var(--md-default-fg-color, #222)"
+TITLE = "Load of the ranks over time and in the last step: contiguous, packed, and with replicas"
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,8 @@ def draw(path: Path, setting: Setting, loads: Any, series: dict[str, list[float]
 
     matplotlib.use("Agg")  # files only: no display is needed
     matplotlib.rcParams.update({"svg.hashsalt": "hp-ep", "svg.fonttype": "none"})  # one file ever
+    inked = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
+    matplotlib.rcParams.update(dict.fromkeys(inked, INK))
     from matplotlib import pyplot
 
     colors = dict(zip(series, ("#b5482f", "#c9952b", "#2f6f8f"), strict=True))
@@ -154,14 +164,33 @@ def draw(path: Path, setting: Setting, loads: Any, series: dict[str, list[float]
         values = [x / mean for x in placement.rank_load(loads[-1])]
         places = [rank + shift for rank in range(setting.ranks)]
         right.bar(places, values, 0.4, color=colors[name], label=name)
-    right.axhline(1, color="#444444", linewidth=0.8)
+    right.axhline(1, color=INK, linewidth=0.8)
     right.set(xlabel="rank", ylabel="load / mean")
     right.set_title("ranks before and after balancing, last step", fontsize=10)
     right.legend(frameon=False, fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    if path.suffix == ".svg":
+        figure.savefig(path, metadata={"Date": None}, transparent=True)
+        path.write_text(for_a_page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        figure.savefig(path)
     pyplot.close(figure)
+
+
+def for_a_page(svg: str) -> str:
+    """Return an SVG as part of an HTML page: with a title and the page's colours, as wide as it.
+
+    Styles of the drawing would apply to the whole page, so they become attributes.
+    """
+    (box,) = re.findall(r'viewBox="([^"]*)"', svg[: svg.index("<metadata>")])
+    body = svg.partition("</metadata>")[2]
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="{box}" width="100%" role="img" stroke-linejoin="round">\n<title>{TITLE}</title>'
+    )
+    return head + body.replace(INK, PAGE_INK)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,17 @@ def test_a_drawing_is_inline_also_with_blank_lines(tmp_path: Path) -> None:
     assert drawing.strip() in page
 
 
+def test_drawings_of_the_pages_are_inline_and_have_the_colours_of_the_page() -> None:
+    pages = CONFIG.parent / "pages"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages.rglob("*.md"))
+    for path in pages.rglob("*.svg"):
+        assert f'--8<-- "{path.relative_to(pages).as_posix()}"' in text
+        drawing = path.read_text(encoding="utf-8")
+        assert drawing.startswith("<svg ")
+        assert "var(--md-default-fg-color" in drawing
+        assert "#ffffff" not in drawing
+
+
 def test_a_changelog_is_below_the_heading_of_its_package(tmp_path: Path) -> None:
     site = built({"index.md": "# Changelogs\n\n<!-- changelog: hp-ep -->\n"}, tmp_path)
     page = (site / "index.html").read_text(encoding="utf-8")
