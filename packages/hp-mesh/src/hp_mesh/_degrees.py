@@ -1,4 +1,4 @@
-"""From the values that were given to degrees that are checked and, where they can be, known."""
+"""Parse and check the fields of `ParallelDims`, and infer the degree that is -1."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ from ._errors import (
 from ._rules import Subject, degree_violations
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# Where experts have ranks of their own, ep is one more axis of the world.
+# In peer mode, ep is an axis of the world.
 PEER_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DEFAULT_ORDER = PEER_AXES
 """Default order of the world's axes, outermost first."""
@@ -33,15 +33,21 @@ Degree = SupportsIndex | str | None
 
 
 def world_axes(ep_mode: str) -> tuple[str, ...]:
-    """Return the axes whose degrees multiply to the world."""
+    """Return the axes whose degrees multiply to the world size."""
     return PEER_AXES if ep_mode == "peer" else BASE_AXES
 
 
 def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
-    """Return ``value`` as a positive integer, -1 where ``inferable``, or None where ``optional``.
+    """Return ``value`` as a positive integer.
 
-    Integers of any type and strings that spell one are taken; a bool, a float, any other string or
-    what is more than torch has ranks for raises `ParallelDimsError`.
+    Args:
+        name: Name of the field, for errors.
+        value: An integer of any type except bool, or a string of one.
+        inferable: Allow -1.
+        optional: Allow None.
+
+    Raises:
+        ParallelDimsError: The value is something else, or above the largest number of ranks.
     """
     if value is None and optional:
         return None
@@ -71,9 +77,10 @@ def _as_integer(value: Degree) -> int | None:
 
 
 def as_order(order: object) -> tuple[str, ...]:
-    """Return the names in a list or a tuple; a string is split at its commas.
+    """Return the axis names of a list, a tuple or a string with commas.
 
-    Raises `ParallelDimsError` for anything else: sets, whose order differs between processes, too.
+    Raises:
+        ParallelDimsError: Anything else, including sets: their order differs between processes.
     """
     if isinstance(order, str):
         return tuple(name.strip() for name in order.split(","))
@@ -84,7 +91,7 @@ def as_order(order: object) -> tuple[str, ...]:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """Return a bool, or one of the words true and false, as a bool."""
+    """Return a bool, or the string "true" or "false", as a bool."""
     spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(spelled, bool):
         return spelled
@@ -94,10 +101,12 @@ def as_flag(name: str, value: object) -> bool:
 def infer_degrees(
     degrees: Mapping[str, int], axes: tuple[str, ...], world_size: int
 ) -> dict[str, int]:
-    """Return the degrees with the one that is -1 replaced so that ``axes`` multiply to the world.
+    """Replace the degree that is -1 so that the degrees of ``axes`` multiply to the world size.
 
-    An axis without a degree may have any, and then nothing is replaced. Raises `ParallelDimsError`
-    where no degree makes the product the world.
+    If the degree of an axis is absent because its value was invalid, nothing is replaced.
+
+    Raises:
+        ParallelDimsError: The other degrees do not divide the world size.
     """
     unknown = [name for name in axes if degrees.get(name, INFERRED) == INFERRED]
     given = {name: degrees[name] for name in axes if name not in unknown and degrees[name] != 1}
@@ -135,7 +144,7 @@ def _product_refusal(
 
 
 def as_mode(ep_mode: object) -> str:
-    """Return a name of `EP_MODES`; anything else raises `ParallelDimsError`."""
+    """Return a name of `EP_MODES`, or raise `ParallelDimsError`."""
     if isinstance(ep_mode, str) and ep_mode in EP_MODES:
         return ep_mode
     reason = f"ep_mode={show(ep_mode)} is no way to place experts; use {join_words(EP_MODES)}"
@@ -143,7 +152,7 @@ def as_mode(ep_mode: object) -> str:
 
 
 def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]:
-    """Yield what is wrong with ``order`` as an order of the world's axes."""
+    """Yield a violation unless ``order`` is a permutation of the world's axes."""
     axes = world_axes(ep_mode)
     placed = order if ep_mode == "peer" else tuple(name for name in order if name != "ep")
     if {*placed} != {*axes} or len({*order}) != len(order):
@@ -157,7 +166,7 @@ def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation
 
 
 def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
-    """At most one degree is left for the world to decide."""
+    """Yield a violation if more than one degree is -1."""
     inferred = [name for name, degree in degrees.items() if degree == INFERRED]
     if len(inferred) > 1:
         yield Violation(
@@ -175,10 +184,19 @@ def resolve_fields(
     needs_world: bool = False,
     etp_is_tp: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields with every value parsed, and every degree known if the world is.
+    """Parse all fields, and infer all degrees if the world size is known.
 
-    With ``etp_is_tp`` a known ``tp`` replaces ``etp``. Raises one `ParallelDimsError` with
-    what was ``found`` before, all values that are none, and all rules that the other values break.
+    Args:
+        given: Values of all fields of `ParallelDims`.
+        found: Violations that were found earlier; they are part of the error.
+        needs_world: ``world_size`` must not be None.
+        etp_is_tp: Replace ``etp`` by ``tp``.
+
+    Returns:
+        The parsed fields.
+
+    Raises:
+        ParallelDimsError: Lists ``found``, all invalid values, and all broken rules.
     """
     violations = list(found)
     fields: dict[str, Any] = {}
@@ -218,7 +236,7 @@ def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[An
 
 
 def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return what rules may look at: degrees and world, without what is wrong or unknown."""
+    """Return the known and valid degrees, and the world size, for the rules."""
     known = {name: degree for name, degree in degrees.items() if degree != INFERRED}
     if "ulysses_degree" in fields:
         known["ulysses_degree"] = fields["ulysses_degree"] or 1
@@ -244,7 +262,7 @@ def resolve_world(fields: Mapping[str, Any], world_size: Any) -> dict[str, Any]:
 
 
 def degrees_of(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return every degree that is there as a number, -1 where it is to be inferred."""
+    """Return all degrees as numbers; -1 for a degree that has to be inferred."""
     degrees = {name: fields[name] for name in DEGREES if name in fields}
     if "dp_shard" in degrees and degrees["dp_shard"] is None:
         degrees["dp_shard"] = 1 if INFERRED in degrees.values() else INFERRED
@@ -252,9 +270,12 @@ def degrees_of(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return every degree as a positive number, for the world that they make if none was given.
+    """Return every degree as a positive number.
 
-    Raises `ParallelDimsError` where one of them is still to be inferred.
+    Without a world size, the world is the product of the degrees.
+
+    Raises:
+        ParallelDimsError: A degree still has to be inferred.
     """
     degrees = degrees_of(fields)
     if fields["world_size"] is not None:
@@ -268,9 +289,9 @@ def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def summarize(fields: Mapping[str, Any], *, etp_from_tp: bool = False) -> str:
-    """Return one line with every degree, and whatever else is not as by default.
+    """Return one line with all degrees and all options that are not the default.
 
-    With ``etp_from_tp`` it says so where there is something to take.
+    With ``etp_from_tp``, the line says that ``etp`` was taken from ``tp``.
     """
     words: dict[str, object] = {**degrees_of(fields)}
     words = {name: words[name] for name in (*BASE_AXES, "ep", "etp")}

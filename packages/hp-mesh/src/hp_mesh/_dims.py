@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class _Origin:
-    """Where a value of `ParallelDims` came from: no field, so neither compared nor listed."""
+    """Slot of `ParallelDims` that is not a field, so it is neither compared nor in `to_dict`."""
 
     __slots__ = ("_etp_from_tp",)
     _etp_from_tp: bool
@@ -58,8 +58,8 @@ class ParallelDims(_Origin):
 
     Args:
         dp_replicate: Number of replicas of the sharded model.
-        dp_shard: Number of ranks that shard parameters. None means -1, or 1 if another degree is
-            -1.
+        dp_shard: Number of ranks that shard parameters. Defaults to -1, or to 1 if another degree
+            is -1.
         cp: Number of ranks that share one sequence (context parallel).
         tp: Number of ranks that share one layer (tensor parallel).
         pp: Number of pipeline stages.
@@ -67,12 +67,12 @@ class ParallelDims(_Origin):
         etp: Number of ranks that share one expert: 1 or ``tp``. Any number if ``free_etp`` is True.
         ulysses_degree: Number of ranks of ``cp`` that exchange heads instead of keys and values. It
             divides ``cp``.
-        world_size: Number of ranks. None leaves it open.
+        world_size: Number of ranks. If None, `resolve` sets it later.
         ep_mode: With ``"folded"``, experts use the ranks of the dense layers:
             ``ep * etp * efsdp == dp_shard * cp * tp``. With ``"peer"``, ``ep`` is one more factor
             of the world size, and one more axis of data parallelism for dense layers and data.
         order: Names of the axes, outermost first: neighbouring ranks differ along the last one.
-            Also one string with commas. ``ep`` may be left out if it is folded.
+            One string with commas works too. ``ep`` may be left out if it is folded.
         fsdp_folds_cp: If True, parameters are sharded over ``cp`` too. If False, gradients have to
             be reduced over ``replicate``, which then contains ``cp``.
         free_etp: If True, folded experts may be split over any ``etp``, as in Megatron-LM. The
@@ -160,7 +160,7 @@ class ParallelDims(_Origin):
 
         Args:
             config: Degrees by name, among other fields. An empty mapping means all defaults.
-            world_size: Number of ranks. None takes the field ``world_size`` of ``config``.
+            world_size: Number of ranks. Defaults to the field ``world_size`` of ``config``.
 
         Returns:
             The resolved degrees.
@@ -232,9 +232,9 @@ class ParallelDims(_Origin):
 
         Args:
             path: Path of the file.
-            table: Name of a table, with dots between levels, such as ``"run.mesh"``. None reads the
-                top level.
-            world_size: Number of ranks. None takes ``world_size`` from the table, if it is there.
+            table: Name of a table, with dots between levels, such as ``"run.mesh"``. Defaults to
+                the top level.
+            world_size: Number of ranks. Defaults to ``world_size`` of the table, if it is there.
 
         Returns:
             The degrees.
@@ -262,8 +262,8 @@ class ParallelDims(_Origin):
 
         Args:
             path: Path of the file.
-            table: Name of a table, with dots between levels. None reads the top level.
-            world_size: Number of ranks. None takes ``world_size`` from the table, if it is there.
+            table: Name of a table, with dots between levels. Defaults to the top level.
+            world_size: Number of ranks. Defaults to ``world_size`` of the table, if it is there.
 
         Returns:
             The degrees, by the rules of `from_toml`.
@@ -295,7 +295,7 @@ class ParallelDims(_Origin):
 
         Args:
             args: Result of ``parse_args``. An argument that was not given has its default.
-            world_size: Number of ranks. None leaves it open.
+            world_size: Number of ranks. If None, `resolve` sets it later.
 
         Returns:
             The degrees.
@@ -417,7 +417,7 @@ class ParallelDims(_Origin):
         """List every rule with the numbers that it read and its verdict.
 
         Args:
-            model: As in `check`. None has no fields.
+            model: A mapping or a configuration object, as in `check`. None has no fields.
             seq_len: Number of tokens of one sequence.
             global_batch: Number of sequences of one step, over all ranks.
             causal_balance: If True, ``2 * cp`` must divide the sequence.
@@ -428,7 +428,7 @@ class ParallelDims(_Origin):
             One explanation for each rule, always in the same order.
 
         Raises:
-            ParallelDimsError: As in `check`.
+            ParallelDimsError: ``model`` cannot have fields, or a degree still has to be inferred.
 
         Examples:
             >>> print(ParallelDims(tp=2, world_size=4).explain()[0].text)
@@ -493,7 +493,7 @@ class ParallelDims(_Origin):
                 ``"meta"``. Defaults to the accelerator's type; to ``"cpu"`` if the world has no
                 backend for it. Set the accelerator's current device before.
             topology: Number of ranks per node. The mesh then reports the axes that cross nodes.
-            timeout: Timeout of the new groups. None is torch's default. If one rank fails while
+            timeout: Timeout of the new groups. Defaults to torch's default. If one rank fails while
                 groups are created, another rank can wait for it that long.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What a broken rule looks like, the errors that carry it, and what single values may be."""
+"""Violations, the errors that list them, and checks of single values."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias, overload
 Level: TypeAlias = Literal["error", "advice"]
 Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
 
-LARGEST = 2**32  # of all that is counted here: ranks, and a model's sizes
-MOST_CHOICES = 24  # that one sentence lists
-MOST_LETTERS = 80  # of one value that a sentence shows
+LARGEST = 2**32  # upper bound of ranks and of a model's sizes
+MOST_CHOICES = 24  # legal values in one sentence
+MOST_LETTERS = 80  # of one value in a sentence
 
 
 def join_words(words: Iterable[object], last: str = "or") -> str:
@@ -23,7 +23,7 @@ def join_words(words: Iterable[object], last: str = "or") -> str:
 
 
 def show(value: object) -> str:
-    """Return a value as Python writes it, of a long one both ends."""
+    """Return the repr of a value; the start and the end of a long one."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of several thousand digits
@@ -182,14 +182,14 @@ class MeshError(ValueError):
 
 
 def raise_errors(violations: Iterable[Violation]) -> None:
-    """Raise one `ParallelDimsError` for all errors among ``violations``; do nothing without one."""
+    """Raise one `ParallelDimsError` that lists all errors among the violations, if any."""
     errors = [violation for violation in violations if violation.level == "error"]
     if errors:
         raise ParallelDimsError(errors)
 
 
 def as_integer(value: Any) -> Any:
-    """Return an integer of another type, such as numpy's, as Python's, and all else as it is."""
+    """Convert integers of other types, such as numpy's, to int; return other values unchanged."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)
@@ -197,13 +197,13 @@ def as_integer(value: Any) -> Any:
 
 
 def take_integers(values: object, names: Iterable[str]) -> None:
-    """Replace integers of other types by Python's in a frozen dataclass."""
+    """Convert integers of other types to int, in fields of a frozen dataclass."""
     for name in names:
         object.__setattr__(values, name, as_integer(getattr(values, name)))
 
 
 def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:
-    """Yield a violation for every value that is no integer from ``minimum`` to the largest."""
+    """Yield a violation for every value that is not an integer from ``minimum`` to `LARGEST`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             yield number_violation(name, value, f"an integer of at least {minimum}")
@@ -212,7 +212,7 @@ def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterat
 
 
 def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> Iterator[Violation]:
-    """Yield a violation for every value that is not a finite number above 0, or 0 with ``zero``."""
+    """Yield a violation for every value that is not finite and above 0; ``zero`` allows 0."""
     for name, value in values.items():
         if (
             isinstance(value, bool)
@@ -226,28 +226,28 @@ def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> It
 
 
 def flag_violations(values: Mapping[str, object]) -> Iterator[Violation]:
-    """Yield a violation for every value that is neither True nor False."""
+    """Yield a violation for every value that is not a bool."""
     for name, value in values.items():
         if not isinstance(value, bool):
             yield number_violation(name, value, "True or False")
 
 
 def kind_violations(name: str, value: object, kind: type) -> Iterator[Violation]:
-    """Yield a violation where a value is of another type."""
+    """Yield a violation if a value has another type."""
     if not isinstance(value, kind):
         reason = f"{name}={show(value)} given; use a {kind.__name__}"
         yield Violation(rule="type", values={name: value}, reason=reason)
 
 
 def choice_violations(name: str, value: object, choices: Iterable[str]) -> Iterator[Violation]:
-    """Yield a violation where a value is none of the words it may be."""
+    """Yield a violation if a value is not one of the choices."""
     choices = tuple(choices)
     if value not in choices:
         yield number_violation(name, value, join_words(map(repr, choices)))
 
 
 def number_violation(name: str, value: object, legal: str) -> Violation:
-    """Return the violation of a field that is not what it must be."""
+    """Return the violation of a field whose value is not legal."""
     return Violation(
         rule="number", values={name: value}, reason=f"{name}={show(value)} given; use {legal}"
     )

@@ -1,4 +1,7 @@
-"""What is read of a model, by one table of names, for the rules of degrees and for the planner."""
+"""Reads the sizes of a model from its configuration, by one table of names.
+
+The rules and the planner use it.
+"""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -10,10 +13,10 @@ from ._config import check_named
 from ._errors import LARGEST, Violation, as_integer, show
 from ._names import read_field
 
-Fields = dict[str, tuple[str, Any]]  # a spelling and a value of each field
+Fields = dict[str, tuple[str, Any]]  # for each field, its name in the configuration and its value
 
-# Spellings in use, most common first: Hugging Face configurations, then research code bases, then
-# the fields of the planner's `ModelShape`. The rules of degrees read these.
+# Names of each field, the most common first: Hugging Face configurations, research code bases, and
+# fields of the planner's `ModelShape`. The rules read these fields.
 RULED: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "heads"),
     "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads", "kv_heads"),
@@ -49,7 +52,7 @@ RULED: Mapping[str, tuple[str, ...]] = {
     ),
     "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
 }
-# The planner reads these too, all of them numbers.
+# Further numbers for the planner.
 SIZES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim", "hidden"),
     "head_dim": ("head_dim",),
@@ -73,7 +76,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "groups": ("n_group", "groups"),
     "top_groups": ("topk_group", "top_groups"),
 }
-# Fields follow from these, numbers first.
+# `_derive` computes other fields from these numbers,
 COUNTS: Mapping[str, tuple[str, ...]] = {
     "value_head_dim": ("v_head_dim",),
     "shared_experts": (
@@ -86,6 +89,7 @@ COUNTS: Mapping[str, tuple[str, ...]] = {
     "expert_step": ("interleave_moe_layer_step", "decoder_sparse_step"),
     "expansion": ("expansion_ratio",),
 }
+# and from these values of other types.
 WORDS: Mapping[str, tuple[str, ...]] = {
     "family": ("model_type",),
     "name": ("name", "_name_or_path", "model_type"),
@@ -97,8 +101,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "mlp_types": ("mlp_layer_types",),
     "gpt2_width": ("n_embd",),
 }
-# Layers that the planner has no price for, by the fields that say so. Those of the first table say
-# nothing where the types of all layers are given and are attention: families have them in any case.
+# Fields that announce layers which the planner cannot estimate. The first table is ignored if the
+# configuration lists the types of all layers and all of them are attention.
 OTHER_LAYERS: Mapping[str, tuple[str, ...]] = {
     "state-space layers": (
         *("mamba_d_state", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_expand"),
@@ -119,7 +123,7 @@ OTHER_MODELS: Mapping[str, tuple[str, ...]] = {
     "layers of several sizes": ("block_configs",),
     "an encoder": ("is_encoder_decoder",),
 }
-# Families whose layers are not what their fields say alone.
+# Families with such layers although no field announces them.
 OTHER_FAMILIES: Mapping[str, str] = {
     "gemma4": "heads of several sizes",
     "gemma4_text": "heads of several sizes",
@@ -130,22 +134,22 @@ OTHER_FAMILIES: Mapping[str, str] = {
     "longcat_flash": "two attentions in a layer, and experts without parameters",
     "moshi": "a second decoder",
 }
-# One word, or number, for each layer, and those that are attention with a softmax.
+# Fields that list the type of each layer, and the types with softmax attention.
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", 1)
-# A model may have a submodule or a list of words under these: there only numbers and text count.
+# Names that can also be submodules or lists of a model: other values than numbers and text are
+# ignored.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
-# Where each layer may have its own, in a list.
+# Fields that can have a list with one number per layer.
 PER_LAYER = ("intermediate_size",)
-# A model may say that it has none of these, as dense members of a family with experts do.
+# Fields that can be 0.
 NONE_OF = ("experts", "dense_layers")
-# Under these a configuration keeps that of the language model, and of the parts of a layer.
+# Nested configurations: of the language model, of attention, of the feed-forward part.
 NESTED = ("text_config", "attn_config", "ffn_config")
-# Families that leave the width of the feed-forward part out where it is the usual one.
+# Families that omit the feed-forward width if it is 4 * hidden.
 USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
 USUAL_EXPANSION = 4
-# Families whose configuration class in transformers ties the embeddings by default: their files
-# leave that out.
+# Families that tie the embeddings by default in transformers. Their files omit the field.
 TIED = (
     *("bert", "bert-generation", "big_bird", "biogpt", "bloom", "camembert", "cohere", "cohere2"),
     *("cohere2_moe", "cohere_compass_text", "ctrl", "data2vec-text", "electra", "ernie"),
@@ -159,11 +163,13 @@ TIED = (
 
 
 def read_fields(model: object) -> Fields:
-    """Return every field of a model that is given, as it is, under the name of these tables.
+    """Return the fields of a model under the names of the tables above.
 
-    ``model`` is a mapping, a configuration object, or anything that has one as ``config``, which
-    then comes first; what is nested as ``text_config`` comes before what is around it. None is
-    absent. Raises `ParallelDimsError` for a model that can have no fields.
+    ``model`` is a mapping, a configuration object, or an object with a ``config``, which has
+    priority. A nested ``text_config`` has priority over its parent. None means absent.
+
+    Raises:
+        ParallelDimsError: ``model`` cannot have fields.
     """
     check_named("model", model)
     sources, fields = [*_sources(model)], Fields()
@@ -174,12 +180,12 @@ def read_fields(model: object) -> Fields:
                 other = spelling in AMBIGUOUS and not isinstance(value, Number | str)
                 if field not in fields and value is not None and not other:
                     fields[field] = spelling, value
-    _follow(fields)
+    _derive(fields)
     return fields
 
 
 def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
-    """Return what a model has besides layers of attention, and the fields that say so."""
+    """Return the kinds of layers that the planner cannot estimate, with the fields that show it."""
     sources = [*_sources(model)]
 
     def read(name: str) -> Any:
@@ -203,7 +209,7 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Return a field, None also where an object cannot tell: each of its layers has its own."""
+    """Return a field. None if the object raises, for example because each layer has its own."""
     try:
         return read_field(source, name)
     except Exception:  # noqa: BLE001 (of any library)
@@ -211,12 +217,12 @@ def _read(source: object, name: str) -> Any:
 
 
 def _word(value: object) -> Any:
-    """Return an item of a list of words or numbers as one, whatever else it is as text."""
+    """Return a string or an integer unchanged, and the text of any other value."""
     return value if isinstance(value, str | int) else show(value)
 
 
 def _says(value: object) -> bool:
-    """Return whether a field is given, and not to say that there is none of it."""
+    """Return whether a field is present and not empty, 0 or False."""
     kinds = (str, int, list, tuple, dict)  # a model may have a submodule of that name
     return isinstance(value, kinds) and bool(value)
 
@@ -228,8 +234,8 @@ def _sources(model: object) -> Iterator[object]:
             yield from (each for each in (inner, source, *parts) if each is not None)
 
 
-def _follow(fields: Fields) -> None:
-    """Replace fields that families of models write in their own way."""
+def _derive(fields: Fields) -> None:
+    """Add or replace fields that some families of models express differently."""
     given = {name: value for name, (_, value) in fields.items()}
     if "tied" not in fields and given.get("family") in TIED:
         fields["tied"] = "tie_word_embeddings", True
@@ -256,9 +262,9 @@ def _follow(fields: Fields) -> None:
 
 
 def _dense_layers(given: Mapping[str, Any]) -> int | None:
-    """Return how many layers have no experts, where a step between them, or each of them, is told.
+    """Return the number of layers without experts, if the configuration lists or spaces them.
 
-    Of the layers from one on every ``expert_step``-th has experts, but not one of the list.
+    Every ``expert_step``-th layer has experts, except the layers in ``mlp_only_layers``.
     """
     types, listed = given.get("mlp_types"), given.get("dense_list")
     if isinstance(types, list | tuple):
@@ -277,11 +283,17 @@ def _dense_layers(given: Mapping[str, Any]) -> int | None:
 def read_numbers(
     model: object, seq_len: object, global_batch: object
 ) -> tuple[dict[str, tuple[str, int]], dict[str, Violation]]:
-    """Return ``{field: (its spelling, its value)}``, and what is wrong with the other fields given.
+    """Return the numbers that the rules read, and violations for the invalid ones.
 
-    The fields are those of rules, with sequences and batch. One that lists a number for each layer
-    is read as their greatest common divisor, which is divided where each of them is. Raises
-    `ParallelDimsError` for a model that can have no fields.
+    A list with one number per layer becomes its greatest common divisor: a degree divides it if it
+    divides all of them.
+
+    Returns:
+        For each field, its name in the configuration and its value; and the violation of each field
+        with an invalid value.
+
+    Raises:
+        ParallelDimsError: ``model`` cannot have fields.
     """
     given = {name: found for name, found in read_fields(model).items() if name in RULED}
     given |= {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}

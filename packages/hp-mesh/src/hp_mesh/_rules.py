@@ -1,4 +1,8 @@
-"""Every rule once, as a record; check, validate, explain and the planner read the same records."""
+"""All rules about degrees and models, one record each.
+
+`ParallelDims.check`, `validate` and `explain`, and the planner, read the same records. To add a
+rule, add a `Rule` to `DEGREE_RULES` or `RULES`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,24 +11,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ._errors import Explanation, Level, Report, Verdict, Violation, divisors
 
-# What a run may change without another model.
-ADJUSTABLE = ("seq_len", "global_batch")
-SHARDING = "sharding"  # among a rule's degrees: all axes of `Subject.sharding`
+ADJUSTABLE = ("seq_len", "global_batch")  # fields for which a violation suggests other values
+SHARDING = "sharding"  # in `Rule.degrees`: stands for all axes of `Subject.sharding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What rules look at: degrees, and numbers of a model, its sequences and its batch.
+    """Input of the rules: degrees, and numbers of a model, its sequences and its batch.
 
     Attributes:
-        degrees: Positive degrees by name, the Ulysses degree (1 where there is none) among them.
-            Those that are not known yet are absent, and rules that need them find nothing.
-        sharding: The axes, next to ``dp_replicate``, whose ranks see other samples.
-        numbers: ``{field: (its spelling, its value)}``.
-        wrong: The fields that are given, but are no numbers.
-        causal_balance: A sequence must cut into twice ``cp`` parts.
-        sequence_parallel: Ranks of ``tp`` hold parts of the sequence between the layers.
-        ep_mode: As of `ParallelDims`, and so is ``free_etp``.
+        degrees: Positive degrees by name. ``ulysses_degree`` is 1 if it is not set. Unknown degrees
+            are absent; rules that need them are idle.
+        sharding: Axes besides ``dp_replicate`` whose ranks have different samples.
+        numbers: For each field, its name in the configuration and its value.
+        wrong: Violations of the fields whose values are not valid numbers.
+        causal_balance: ``2 * cp`` must divide the sequence.
+        sequence_parallel: The ranks of ``tp`` hold parts of the sequence between layers.
+        ep_mode: ``"folded"`` or ``"peer"``, as in `ParallelDims`.
+        free_etp: As in `ParallelDims`.
     """
 
     degrees: Mapping[str, int]
@@ -45,14 +49,14 @@ class Rule:
     """One rule.
 
     Attributes:
-        code: What its violations have as ``rule``; a code may go on there.
-        sentence: The rule itself.
-        degrees: The degrees that it reads, and that an explanation shows.
-        fields: The fields that it reads; without one of them it is skipped.
-        hints: Fields that it reads only where they are known.
-        asks: Whether the degrees leave it anything to ask; by default if one is above 1.
-        test: Yields what breaks it, with what would be legal; called only if it asks something, and
-            with all degrees and fields known.
+        code: Code of the rule. Violations have it, or an extension of it, as ``rule``.
+        sentence: The rule as a sentence.
+        degrees: Degrees that the rule reads. An explanation shows them.
+        fields: Fields of the model or run that the rule needs. It is skipped if one is absent.
+        hints: Fields that the rule reads if they are known.
+        applies: Whether the rule applies to the degrees. Defaults to: one of them is above 1.
+        test: Yields the violations. Called only if the rule applies and all degrees and fields are
+            known.
     """
 
     code: str
@@ -61,11 +65,11 @@ class Rule:
     test: Test
     fields: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    asks: Callable[[Subject], bool] | None = None
+    applies: Callable[[Subject], bool] | None = None
 
 
 class Finding(NamedTuple):
-    """What a rule says: its verdict, what breaks it, and the field that is missing or wrong."""
+    """Result of one rule: verdict, violations, and the field that is missing or wrong."""
 
     verdict: Verdict
     violations: tuple[Violation, ...] = ()
@@ -73,11 +77,12 @@ class Finding(NamedTuple):
 
 
 def judge(rule: Rule, subject: Subject) -> Finding:
-    """Return what one rule says; the only way in which a rule is asked."""
+    """Evaluate one rule. Everything that evaluates a rule calls this function."""
     degrees = _degrees(rule.degrees, subject)
     if None in degrees.values():
         return Finding("idle")
-    if not (rule.asks(subject) if rule.asks else any(degree != 1 for degree in degrees.values())):
+    above_one = any(degree != 1 for degree in degrees.values())
+    if not (rule.applies(subject) if rule.applies else above_one):
         return Finding("idle")
     for needed in rule.fields:
         if needed in subject.wrong:
@@ -90,26 +95,25 @@ def judge(rule: Rule, subject: Subject) -> Finding:
 
 
 def names_of(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
-    """Return the degrees that a rule reads by their own names."""
+    """Replace `SHARDING` among the names of degrees by the axes that it stands for."""
     return tuple(n for name in degrees for n in (subject.sharding if name == SHARDING else (name,)))
 
 
 def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
-    """Return the degrees of these names, None for one that is not known."""
+    """Return degrees by name; None for an unknown one."""
     return {name: subject.degrees.get(name) for name in names_of(names, subject)}
 
 
 def degree_violations(subject: Subject) -> Iterator[Violation]:
-    """Yield what the rules of degrees find among those that are known."""
+    """Yield the violations of `DEGREE_RULES` among the known degrees."""
     for rule in DEGREE_RULES:
         yield from judge(rule, subject).violations
 
 
 def check_rules(subject: Subject) -> Report:
-    """Return the wrong numbers and what every rule of models finds.
+    """Return the invalid numbers, the violations of all `RULES`, and the absent fields.
 
-    A rule whose field is absent is skipped and the field named; one whose field is wrong is not
-    asked either.
+    A rule with an absent or invalid field is skipped.
     """
     violations = list(subject.wrong.values())
     skipped: dict[str, None] = {}
@@ -123,7 +127,7 @@ def check_rules(subject: Subject) -> Report:
 
 
 def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Return an explanation of each rule; ``axes`` multiply to the world."""
+    """Return an explanation of each rule. The degrees of ``axes`` multiply to the world size."""
     world = prod(subject.degrees[axis] for axis in axes)
     given = {axis: subject.degrees[axis] for axis in axes if subject.degrees[axis] > 1}
     given = given or {"dp_shard": 1}
@@ -158,7 +162,7 @@ def _explain(rule: Rule, subject: Subject) -> Explanation:
 
 
 def _divides(code: str, sentence: str, field: str, *degrees: str) -> Rule:
-    """Return the rule that the product of some degrees divides a field."""
+    """Return the rule that the product of degrees divides a field."""
 
     def test(subject: Subject) -> Iterator[Violation]:
         yield from _indivisible(code, *subject.numbers[field], _degrees(degrees, subject))
@@ -174,7 +178,7 @@ def _indivisible(
     factor: int = 1,
     level: Level = "error",
 ) -> Iterator[Violation]:
-    """Yield a violation where ``factor`` times the product of degrees does not divide a number."""
+    """Yield a violation unless ``factor`` times the product of the degrees divides a number."""
     product = factor * prod(degrees.values())
     if number % product == 0:
         return
@@ -217,14 +221,8 @@ def _etp(subject: Subject) -> Iterator[Violation]:
 
 
 def _ulysses(subject: Subject) -> Iterator[Violation]:
-    cp, ulysses_degree = subject.degrees["cp"], subject.degrees["ulysses_degree"]
-    if cp % ulysses_degree:
-        yield Violation(
-            rule="ulysses",
-            values={"ulysses_degree": ulysses_degree, "cp": cp},
-            reason=f"ulysses_degree={ulysses_degree} does not divide cp={cp}",
-            legal={"ulysses_degree": divisors(cp)},
-        )
+    ulysses = {"ulysses_degree": subject.degrees["ulysses_degree"]}
+    yield from _indivisible("ulysses", "cp", subject.degrees["cp"], ulysses)
 
 
 def _sparse(subject: Subject) -> Iterator[Violation]:
@@ -235,7 +233,7 @@ def _sparse(subject: Subject) -> Iterator[Violation]:
         ranks = prod(around.values())
         parts = ", ".join(f"{name}={degree}" for name, degree in around.items())
         whole = f"dp_shard*cp*tp={ranks} ({parts})"
-    elif "world_size" in degrees:  # whatever the block, it divides the world
+    elif "world_size" in degrees:  # dp_shard*cp*tp is unknown, but divides the world size
         around = {"world_size": degrees["world_size"]}
         ranks = degrees["world_size"]
         whole = f"world_size={ranks}"
@@ -270,7 +268,7 @@ def _kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
     ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
     name, kv_heads = subject.numbers["kv_heads"]
     kv = kv_heads // tp
-    if kv_heads % tp or _shares(kv, ulysses):  # where tp does not divide them, that is the error
+    if kv_heads % tp or _shares(kv, ulysses):  # rule kv-heads-tp reports the first case
         return
     owner = f"{name}={kv_heads}" if tp == 1 else f"{name}/tp={kv_heads}/{tp}={kv}"
     yield Violation(
@@ -310,7 +308,7 @@ def _expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
             rule="expert-ffn-etp",
             values={"etp": etp, name: width},
             reason=f"etp={etp} does not divide {name}={width}",
-            legal={"etp": divisors(width) if subject.free_etp else (1,)},  # or tp, which it is
+            legal={"etp": divisors(width) if subject.free_etp else (1,)},  # etp is 1 or tp
         )
 
 
@@ -359,13 +357,13 @@ def _tied_on_one_stage(subject: Subject) -> Iterator[Violation]:
         )
 
 
-def _cuts_sequence(subject: Subject) -> dict[str, int]:
+def _sequence_degrees(subject: Subject) -> dict[str, int]:
     tp = subject.degrees["tp"] if subject.sequence_parallel else 1
     return {"cp": subject.degrees["cp"], "tp": tp}
 
 
 def _sequence(subject: Subject) -> Iterator[Violation]:
-    degrees = _cuts_sequence(subject)
+    degrees = _sequence_degrees(subject)
     factor = 2 if subject.causal_balance and degrees["cp"] > 1 else 1
     rule = "sequence-balance" if factor == 2 else "sequence"
     name, seq_len = subject.numbers["seq_len"]
@@ -377,23 +375,23 @@ def _sequence(subject: Subject) -> Iterator[Violation]:
 DEGREE_RULES = (
     Rule(
         code="etp",
-        sentence="Tensor parallel ranks share an expert as they share a layer, or not at all.",
+        sentence="The ranks of tp split each expert as they split a layer, or not at all.",
         degrees=("tp", "etp"),
-        asks=lambda subject: not subject.free_etp or subject.ep_mode == "peer",
+        applies=lambda subject: not subject.free_etp or subject.ep_mode == "peer",
         test=_etp,
     ),
     Rule(
         code="ulysses",
         sentence="Ulysses groups are parts of the context parallel group.",
         degrees=("cp", "ulysses_degree"),
-        asks=lambda subject: True,
+        applies=lambda subject: True,
         test=_ulysses,
     ),
     Rule(
         code="sparse",
-        sentence="Folded experts live on the ranks of one dense block: dp_shard, cp and tp.",
+        sentence="Folded experts use the ranks of dp_shard, cp and tp.",
         degrees=("ep", "etp"),
-        asks=lambda subject: subject.ep_mode == "folded",
+        applies=lambda subject: subject.ep_mode == "folded",
         test=_sparse,
     ),
 )
@@ -401,42 +399,42 @@ RULES = (
     _divides("heads-tp", "Attention heads divide over tp.", "heads", "tp"),
     _divides(
         "kv-heads-tp",
-        "Key and value heads divide over tp, so fewer of them than tp is an error too.",
+        "Key and value heads divide over tp, so there are at least tp of them.",
         "kv_heads",
         "tp",
     ),
     Rule(
         code="heads-ulysses",
-        sentence="Every Ulysses rank of a tp rank gets a head of it, best equally many.",
+        sentence="Each Ulysses rank gets at least one head of its tp rank. Equal numbers are "
+        "fastest.",
         degrees=("ulysses_degree", "tp"),
         fields=("heads",),
-        asks=lambda subject: subject.degrees["ulysses_degree"] > 1,
+        applies=lambda subject: subject.degrees["ulysses_degree"] > 1,
         test=_heads_over_ulysses,
     ),
     Rule(
         code="kv-heads-ulysses",
-        sentence="Ulysses ranks best get equal shares of a tp rank's kv heads, or equally many "
-        "share each.",
+        sentence="Ulysses ranks get equal numbers of a tp rank's kv heads, or equal numbers of "
+        "ranks share each kv head. Other numbers work, but cost balance.",
         degrees=("ulysses_degree", "tp"),
         fields=("kv_heads",),
-        asks=lambda subject: subject.degrees["ulysses_degree"] > 1,
+        applies=lambda subject: subject.degrees["ulysses_degree"] > 1,
         test=_kv_heads_over_ulysses,
     ),
     Rule(
         code="experts-ep",
-        sentence="Experts divide over ep; a model without experts has nothing to divide.",
+        sentence="Experts divide over ep. Without experts, ep is 1.",
         degrees=("ep",),
         fields=("experts",),
         test=_experts_over_ep,
     ),
     Rule(
         code="expert-ffn-etp",
-        sentence="The feed-forward width of an expert divides over etp; a model without experts "
-        "has none.",
+        sentence="The feed-forward width of an expert divides over etp.",
         degrees=("etp",),
         fields=("expert_ffn",),
         hints=("experts",),
-        asks=lambda s: s.degrees["etp"] > 1 and s.numbers.get("experts", ("", 1))[1] != 0,
+        applies=lambda s: s.degrees["etp"] > 1 and s.numbers.get("experts", ("", 1))[1] != 0,
         test=_expert_ffn_over_etp,
     ),
     Rule(
@@ -451,32 +449,32 @@ RULES = (
     _divides("vocab-tp", "The vocabulary divides over tp.", "vocab", "tp"),
     Rule(
         code="layers-pp",
-        sentence="Every pipeline stage gets a layer, best equally many.",
+        sentence="Each pipeline stage gets at least one layer. Equal numbers are fastest.",
         degrees=("pp",),
         fields=("layers",),
         test=_layers_over_pp,
     ),
     Rule(
         code="tied-pp",
-        sentence="Tied embeddings best are on one stage: two keep the weight twice and sum its "
-        "gradients.",
+        sentence="Tied embeddings are on one pipeline stage. Two stages would both hold the weight "
+        "and sum its gradients.",
         degrees=("pp",),
         fields=("tied",),
         test=_tied_on_one_stage,
     ),
     Rule(
         code="sequence",
-        sentence="A sequence divides over cp and tp; balanced causal attention cuts it into twice "
-        "cp parts. Without tp, or where tp ranks all hold the whole sequence, the parts may be "
-        "unequal, which costs balance.",
+        sentence="A sequence divides over cp and tp; with balanced causal attention over 2*cp. "
+        "Without tp, or if the ranks of tp hold whole sequences, unequal parts work, but cost "
+        "balance.",
         degrees=("cp", "tp"),
         fields=("seq_len",),
-        asks=lambda subject: prod(_cuts_sequence(subject).values()) > 1,
+        applies=lambda subject: prod(_sequence_degrees(subject).values()) > 1,
         test=_sequence,
     ),
     _divides(
         "batch",
-        "Every data-parallel rank gets the same number of samples.",
+        "Each data-parallel rank gets the same number of samples.",
         "global_batch",
         "dp_replicate",
         SHARDING,

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which axes therefore cross the slower links."""
+"""Nodes of a cluster, and advice about axes that cross nodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,11 @@ class Topology:
 
 
 def node_size(topology: object) -> int:
-    """Return the ranks of a node; what is no `Topology` raises `ParallelDimsError`."""
+    """Return the number of ranks per node.
+
+    Raises:
+        ParallelDimsError: ``topology`` is not a `Topology`.
+    """
     if isinstance(topology, Topology):
         return topology.ranks_per_node
     reason = f"topology={show(topology)} is no Topology; use such as Topology(ranks_per_node=8)"
@@ -42,9 +46,10 @@ def node_size(topology: object) -> int:
 
 
 def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
-    """Yield an error where ranks do not fill the nodes, else advice for each axis across nodes.
+    """Yield an error if the ranks do not fill the nodes, else advice for each axis across nodes.
 
-    Groups inside a node use its fast links alone. What is no `Topology` raises.
+    Raises:
+        ParallelDimsError: ``topology`` is not a `Topology`.
     """
     world, node = layout.world_size, node_size(topology)
     if world > node and world % node:
@@ -67,10 +72,10 @@ def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Viol
 
 
 def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanation, ...]:
-    """Return for each axis whether its groups stay inside a node."""
+    """Return one explanation for each axis: whether its groups are inside one node."""
     node = node_size(topology)
     found = {next(iter(v.values)): v for v in topology_violations(layout, topology)}
-    sentence = "Groups inside a node use its fast links alone."
+    sentence = "Groups inside one node use its fast links only."
     explanations = []
     for axis in ("world_size", *AXES):
         size = layout.world_size if axis == "world_size" else layout.size(axis)

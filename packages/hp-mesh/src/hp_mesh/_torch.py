@@ -1,4 +1,4 @@
-"""Names of torch that are not public, touched here and nowhere else (torch 2.11 to 2.13)."""
+"""All private names of torch that hp-mesh uses (torch 2.11 to 2.13)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,33 +12,33 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 
 def splits_world(world: dist.ProcessGroup) -> bool:
-    """Return whether subgroups must be split off the world's communicator by all ranks together.
+    """Return whether all ranks together must split new groups off the world's communicator.
 
-    ``ProcessGroup.bound_device_id`` is set when NCCL was initialised eagerly (``device_id=`` of
-    ``init_process_group``); ``torch.distributed.config.use_torchcomms`` (2.13) asks for the same.
-    A public predicate does not exist; `torch.distributed.split_group` raises where it cannot work.
+    ``ProcessGroup.bound_device_id`` is set if NCCL was initialized eagerly (``device_id=`` of
+    ``init_process_group``). ``torch.distributed.config.use_torchcomms`` (2.13) requires the same.
+    Torch has no public function that tells it.
     """
     config = getattr(dist, "config", None)
     return world.bound_device_id is not None or bool(getattr(config, "use_torchcomms", False))
 
 
 def registered_groups() -> int:
-    """Return how many process groups this rank is in.
+    """Return the number of process groups of this rank.
 
-    ``new_group(use_local_synchronization=True)`` hashes ``len(_world.pg_names)`` into the name
-    under which members meet, so members that count differently wait for each other for ever. A
-    public replacement would be a name that the caller gives.
+    ``new_group(use_local_synchronization=True)`` hashes ``len(_world.pg_names)`` into the name of
+    the group. Members with different numbers would wait for each other forever. A public
+    replacement would be a group name as an argument.
     """
     return len(distributed_c10d._world.pg_names)
 
 
 def free_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
-    """Return the first count from which local creation gives these groups names that are free.
+    """Return the first count from which local creation gives all ``groups`` unused names.
 
-    ``groups`` are created in turn, each at a count that is one higher. The result is
-    ``at_least`` and `registered_groups`, or higher: closing groups lowers the latter, maybe to a
-    number after which a living group over the same ranks is named. Names are those of
-    ``_process_group_name`` (2.11 to 2.13).
+    Torch names a group after its ranks and the number of groups (``_process_group_name``, 2.11 to
+    2.13), which grows by one with each group. After groups are closed the number is lower, and a
+    name can belong to a living group over the same ranks. The result is at least ``at_least`` and
+    `registered_groups`.
     """
     living = {*distributed_c10d._world.pg_names.values()}
     count = max(at_least, registered_groups())
@@ -57,10 +57,10 @@ def _local_name(ranks: list[int], count: int) -> str:
 
 @contextmanager
 def count_from(count: int) -> Iterator[None]:
-    """Let `registered_groups` be ``count`` at the start of the block, if not higher.
+    """Raise `registered_groups` to ``count`` during the block, if it is lower.
 
-    Entries that stand for no group fill ``_world.pg_names`` (2.11 to 2.13) during the block. As
-    with `skip_names`, numbers are only left out.
+    Placeholder entries in ``_world.pg_names`` (2.11 to 2.13) raise the number. Skipped numbers do
+    no harm.
     """
     names: Any = distributed_c10d._world.pg_names
     fillers = [object() for _ in range(count - len(names))]
@@ -73,44 +73,43 @@ def count_from(count: int) -> Iterator[None]:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether torch still knows a group: not destroyed, alone or with the default one.
+    """Return whether a group exists: it was not destroyed, alone or with the default group.
 
-    ``_world.pg_map`` (2.11 to 2.13). The public functions that ask it raise what they also raise
+    Reads ``_world.pg_map`` (2.11 to 2.13). The public functions raise the same error for this and
     for other reasons.
     """
     return group in distributed_c10d._world.pg_map
 
 
 def named_groups() -> int:
-    """Return the number from which torch names the next group that all ranks create together.
+    """Return the number in the name of the next group that all ranks create together.
 
-    ``_world.group_count`` (2.11 to 2.13); `torch.distributed.distributed_c10d.get_pg_count` reads
-    it too.
+    Reads ``_world.group_count`` (2.11 to 2.13).
     """
     return int(distributed_c10d._world.group_count)
 
 
 def skip_names(count: int) -> None:
-    """Let torch name the next group that all ranks create together ``count``, if not higher.
+    """Raise the number in the name of the next jointly created group to ``count``, if it is lower.
 
-    Ranks that stopped at different groups would otherwise give the next one different names, and
-    wait for each other under them. Numbers are only left out, so that no name comes again.
+    Ranks that stopped at different groups would otherwise give the next group different names, and
+    wait for each other. Numbers are only skipped, so no name is used twice.
     """
     distributed_c10d._world.group_count = max(named_groups(), count)
 
 
 class _StoreByThread(tuple[str, Store]):
-    """The backend and the store of a group, with another store for some threads.
+    """A (backend, store) pair of ``_world.pg_map`` with another store for some threads.
 
-    ``_world.pg_map`` has such pairs, which `torch.distributed.new_group` unpacks.
+    `torch.distributed.new_group` unpacks the pair.
     """
 
-    given: tuple[str, Store]  # the pair as all other threads see it
-    stores: dict[int, Store]  # by the identifier of a thread
+    given: tuple[str, Store]  # the pair for all other threads
+    stores: dict[int, Store]  # by thread identifier
 
     @classmethod
     def of(cls, pair: tuple[str, Store]) -> "_StoreByThread":
-        """Return a pair that is the same to every thread so far."""
+        """Return an equal pair without stores of threads."""
         made = cls(pair)
         made.given, made.stores = pair, {}
         return made
@@ -123,18 +122,17 @@ class _StoreByThread(tuple[str, Store]):
         return (*self,)[index]
 
 
-_changing = Lock()  # of the map, not of what is done meanwhile
+_changing = Lock()  # protects changes of the map only
 
 
 @contextmanager
 def meet_under(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
-    """Let members of groups that this thread creates in the block meet under a prefix in the store.
+    """Give the groups that this thread creates in the block a prefix of the world's store.
 
-    Local creation names a group after its ranks and `registered_groups`. After a group is
-    destroyed the same name can come again, and members would read the old addresses, which stay in
-    the store. ``_world.pg_map`` (2.11 to 2.13) holds the store that new groups get; groups of other
-    threads keep getting the world's own. A public replacement would be a name or a store that the
-    caller gives to ``new_group``.
+    Local creation names a group after its ranks and `registered_groups`. After a group is destroyed
+    its name can be used again, and members would read the old addresses from the store. New groups
+    take the store from ``_world.pg_map`` (2.11 to 2.13). Groups of other threads are not affected.
+    A public replacement would be a name or a store as an argument of ``new_group``.
     """
     known: dict[dist.ProcessGroup, tuple[str, Store]] = distributed_c10d._world.pg_map
     thread = get_ident()
@@ -153,10 +151,10 @@ def meet_under(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:
-    """Let ``mesh`` hold the tuple of ranks of ``other`` where its own is an equal copy.
+    """Replace the rank tuple of ``mesh`` by the equal tuple of ``other``, to save memory.
 
-    Each mesh and submesh has ``_flatten_rank_map`` (2.11 to 2.13), a tuple as long as the world,
-    which is 4.7 MB at 131,072 ranks. Nothing public replaces it; without it only memory is lost.
+    Each mesh and submesh has a tuple ``_flatten_rank_map`` (2.11 to 2.13) as long as the world: 4.7
+    MB at 131,072 ranks. There is no public replacement.
     """
     ranks = getattr(other, "_flatten_rank_map", None)
     if ranks is not None and ranks == getattr(mesh, "_flatten_rank_map", None):
@@ -164,22 +162,22 @@ def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def know_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
-    """Let a full-world mesh know the group of a one-axis mesh that folds several of its axes.
+    """Register the group of a mesh that folds several axes of a full-world mesh.
 
-    ``_alias_groups`` of a full-world mesh, ``{alias: name of a process group}``, is an attribute of
-    this package's own, which hp-dtensor reads beside ``DeviceMesh._flatten_mapping``. Groups are
-    not added to the latter, where torch's DTensor would find them: it merges two all-gathers of
-    ``[Shard(0), Shard(0)]`` into one over the fold, and takes the shards for those of one axis,
-    which they are not where the axes do not divide the rows (2.13).
+    Sets the attribute ``_alias_groups`` of ``root``: names of process groups by axis name. It
+    belongs to this package; hp-dtensor reads it in addition to ``DeviceMesh._flatten_mapping``.
+    The group is not added to ``_flatten_mapping``, because torch's DTensor (2.13) would then merge
+    two all-gathers of ``[Shard(0), Shard(0)]`` into one. The result is wrong if the axes do not
+    divide the rows.
     """
     names: dict[str, str] = vars(root).setdefault("_alias_groups", {})
     names[(fold.mesh_dim_names or ("",))[0]] = fold.get_group().group_name
 
 
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
-    """Return all axes of a mesh folded into one, which is a slice of the same mesh as ``mesh`` is.
+    """Flatten all axes of a mesh into one. The result is a slice of the same root mesh.
 
-    ``DeviceMesh._flatten`` (2.11 to 2.13). Publicly only ``DeviceMesh.from_group`` makes a mesh of
-    ranks that are there, and that one is a slice of nothing.
+    ``DeviceMesh._flatten`` (2.11 to 2.13). The public ``DeviceMesh.from_group`` makes a mesh
+    without a root.
     """
     return mesh._flatten(name)
