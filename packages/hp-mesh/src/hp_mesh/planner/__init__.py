@@ -5,6 +5,8 @@ from ._calibration import Calibration as Calibration
 from ._cluster import ACCELERATORS as ACCELERATORS
 from ._cluster import Accelerator as Accelerator
 from ._cluster import Cluster as Cluster
+from ._hints import Hint as Hint
+from ._hints import hints as hints
 from ._model import MODELS as MODELS
 from ._model import ModelShape as ModelShape
 from ._result import Candidate as Candidate
@@ -30,6 +32,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Comparison",
+    "Hint",
     "MemorySplit",
     "ModelShape",
     "Plan",
@@ -40,6 +43,7 @@ __all__ = [
     "Trust",
     "compare",
     "estimate",
+    "hints",
     "plan",
     "smallest_world",
 ]

@@ -1,18 +1,29 @@
 """Which degrees a run may have: the rules of `ParallelDims.check`, asked early and cheaply."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
+from .._degrees import infer_degrees
 from .._dims import ParallelDims
-from .._errors import Violation, divisors
+from .._errors import (
+    Violation,
+    as_integer,
+    divisors,
+    integer_violations,
+    join_words,
+    number_violation,
+    raise_errors,
+    show,
+)
 from .._model import read_numbers
-from .._rules import RULES, Rule, Subject, judge, names_of
+from .._rules import RULES, Rule, Subject, degree_violations, judge, names_of
 from ._model import ModelShape
 from ._result import Degrees, Rejection, Setting
 from ._train import Schedule, TrainSpec, Zero
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = (*DENSE_AXES, "ep", "etp")
 
 
 class Legality:
@@ -22,8 +33,10 @@ class Legality:
     one rejection then stands for all of them.
     """
 
-    def __init__(self, model: ModelShape, train: TrainSpec) -> None:
-        self._model, self._train = model, train
+    def __init__(
+        self, model: ModelShape, train: TrainSpec, fix: Mapping[str, int] | None = None
+    ) -> None:
+        self._model, self._train, self._fix = model, train, fix or {}
         numbers, wrong = read_numbers(model.to_config(), train.seq_len, train.global_batch)
         self._subject = Subject(
             degrees={},
@@ -69,43 +82,58 @@ class Legality:
         return errors
 
     def legal(self, world: int) -> Iterator[Degrees]:
-        """Yield all legal degrees of a world; what is rejected on the way goes to ``rejected``.
+        """Yield all legal degrees of a world. Rejected ones are appended to ``rejected``.
 
-        Experts are folded only where they can be, as degrees multiply to the world only.
+        Degrees of experts are tried only if they divide the ranks of a dense block.
         """
-        choices = divisors(world) if self._model.experts else ()
+        choices = self._choices("ep", world) if self._model.experts else ()
         experts = [ep for ep in choices if self._keeps(Degrees(ep=ep), "ep")]
-        for tp in divisors(world):
+        for tp in self._choices("tp", world):
             if not self._keeps(Degrees(tp=tp), "tp"):
                 continue
-            for cp in divisors(world // tp):
+            for cp in self._choices("cp", world // tp):
                 if not self._keeps(Degrees(tp=tp, cp=cp), "tp", "cp"):
                     continue
-                for pp in divisors(world // (tp * cp)):
+                for pp in self._choices("pp", world // (tp * cp)):
                     dense = Degrees(tp=tp, cp=cp, pp=pp)
                     if self._keeps(dense, "tp", "cp", "pp"):
                         yield from self._replicas(dense, world, experts)
 
+    def _choices(self, axis: str, ranks: int) -> tuple[int, ...]:
+        """Return the degrees to try on an axis that divides a number of ranks."""
+        fixed = self._fix.get(axis)
+        if fixed is None:
+            return divisors(ranks)
+        return (fixed,) if ranks % fixed == 0 else ()
+
     def _replicas(self, dense: Degrees, world: int, experts: list[int]) -> Iterator[Degrees]:
         dp = world // (dense.tp * dense.cp * dense.pp)
-        for shard in divisors(dp):
+        for shard in self._choices("dp_shard", dp):
             degrees = dense._replace(dp_shard=shard, dp_replicate=dp // shard)
+            if self._fix.get("dp_replicate", degrees.dp_replicate) != degrees.dp_replicate:
+                continue
             if not self._keeps(degrees, *DENSE_AXES):
                 continue
-            yield degrees
+            if self._fix.get("ep", 1) == self._fix.get("etp", 1) == 1:
+                yield degrees
             if self._model.experts:
                 yield from self._folded(degrees, experts)
 
     def _folded(self, degrees: Degrees, experts: list[int]) -> Iterator[Degrees]:
-        block = degrees.dp_shard * degrees.cp * degrees.tp
         for etp in sorted({1, degrees.tp}):
+            if self._fix.get("etp", etp) != etp:
+                continue
             for ep in experts:
-                if ep * etp > 1 and block % (ep * etp) == 0:
-                    folded = degrees._replace(ep=ep, etp=etp)
-                    if errors := self._broken(self._of_experts, folded):
-                        self._reject(folded, (*DENSE_AXES, "ep", "etp"), errors)
-                    else:
-                        yield folded
+                folded = degrees._replace(ep=ep, etp=etp)
+                if ep * etp == 1 or not (folded.fills_block or "ep" in self._fix):
+                    continue
+                errors = self._broken(self._of_experts, folded)
+                if not folded.fills_block:
+                    errors += degree_violations(Subject(degrees=folded._asdict()))
+                if errors:
+                    self._reject(folded, AXES, errors)
+                else:
+                    yield folded
 
     def _keeps(self, degrees: Degrees, *axes: str) -> bool:
         if errors := self._asked(degrees):
@@ -138,6 +166,52 @@ class Legality:
                 reason=f"tp={degrees.tp} does not divide shared_ffn={shared}",
                 legal={"tp": divisors(shared)},
             )
+
+
+def check_fixed(fix: object, model: ModelShape, world: int) -> dict[str, int]:
+    """Return the degrees to which a search is restricted.
+
+    Fixing ``etp`` above 1 also fixes ``tp``, to the same degree.
+
+    Raises:
+        ParallelDimsError: A name is unknown, or no configuration of the world has these degrees.
+    """
+    if not isinstance(fix, Mapping):
+        raise_errors([number_violation("fix", fix, "a mapping of degrees by name, or None")])
+        return {}
+    degrees = {name: as_integer(degree) for name, degree in fix.items()}
+    raise_errors(_fixed_violations(degrees, model, world))
+    if degrees.get("etp", 1) > 1:
+        degrees.setdefault("tp", degrees["etp"])
+    infer_degrees(degrees, DENSE_AXES, world)
+    raise_errors(degree_violations(Subject(degrees={**degrees, "world_size": world})))
+    return degrees
+
+
+def _fixed_violations(
+    fix: Mapping[object, object], model: ModelShape, world: int
+) -> Iterator[Violation]:
+    for name, degree in fix.items():
+        axis, legal = str(name), divisors(world)
+        if name not in AXES:
+            yield Violation(
+                rule="name",
+                values={axis: degree},
+                reason=f"no degree {show(name)}; use {join_words(AXES)}",
+            )
+            continue
+        positive = not list(integer_violations({axis: degree}))
+        if positive and degree in legal:
+            if axis not in DENSE_AXES and degree != 1 and not model.experts:
+                yield number_violation(axis, degree, "1, or give a model with experts")
+            continue
+        rule = f"does not divide world_size={world}" if positive else "is not a positive integer"
+        yield Violation(
+            rule="fixed",
+            values={axis: degree, "world_size": world},
+            reason=f"{axis}={show(degree)} {rule}",
+            legal={axis: legal},
+        )
 
 
 def batch_violations(

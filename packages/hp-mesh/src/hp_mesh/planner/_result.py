@@ -9,6 +9,7 @@ from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 from .._errors import Violation
 from .._layout import Folds, RankLayout
+from ._calibration import Calibration
 from ._cluster import Cluster
 from ._model import ModelShape
 from ._train import Recompute, Schedule, TrainSpec, Zero
@@ -64,6 +65,11 @@ class Degrees(NamedTuple):
     def world(self) -> int:
         """Return the number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def fills_block(self) -> bool:
+        """Return whether the experts' degrees divide the ranks of a dense block."""
+        return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
 
     def dims(self) -> ParallelDims:
         """Return the degrees as a plan has them: folded and without Ulysses."""
@@ -501,6 +507,8 @@ class Plan:
         rejected: Degrees without a valid configuration.
         fitting: Number of candidates that fit.
         bordering: Number of borderline candidates.
+        fix: Degrees to which the search was restricted.
+        calibration: Constants of the cost model.
 
     Examples:
         >>> cluster = Cluster(world_size=8, accelerator="H100")
@@ -516,6 +524,8 @@ class Plan:
     rejected: Sequence[Rejection] = field(repr=False)
     fitting: int
     bordering: int
+    fix: Mapping[str, int] = field(default_factory=dict, hash=False)
+    calibration: Calibration = field(default_factory=Calibration, repr=False)
 
     @property
     def fits(self) -> Sequence[Candidate]:

@@ -17,9 +17,10 @@ from .._errors import (
     raise_errors,
 )
 from .._layout import AxisGroup, RankLayout
-from ._calibration import Calibration, trust_of
+from ._calibration import Calibration
 from ._cluster import Cluster, expert_groups_of, groups_of
-from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
+from ._legal import AXES as DEGREES
+from ._legal import DENSE_AXES, Legality, batch_violations, check_fixed, settings_of
 from ._memory import MemoryModel, Rank
 from ._model import ModelShape
 from ._result import (
@@ -42,6 +43,7 @@ from ._result import (
 )
 from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
+from ._trust import trust_of
 
 DEFAULT = Calibration()
 # How many sets of degrees are looked at between two reports of progress.
@@ -82,6 +84,7 @@ def plan(
     cluster: Cluster,
     train: TrainSpec,
     *,
+    fix: Mapping[str, int] | None = None,
     calibration: Calibration = DEFAULT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -97,6 +100,9 @@ def plan(
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
+        fix: Degrees by name, such as ``{"tp": 8}``: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``,
+            ``tp``, ``ep`` or ``etp``. Only configurations with these degrees are tried. None tries
+            all.
         calibration: Constants of the cost model.
         progress: Called from time to time with the number of estimated sets of degrees and their
             total.
@@ -106,7 +112,8 @@ def plan(
 
     Raises:
         ParallelDimsError: An argument has a wrong type, the accelerator has no fp8 peak for
-            ``float8=True``, or an option needs experts and the model has none.
+            ``float8=True``, an option needs experts and the model has none, or ``fix`` has an
+            unknown name or a degree that no configuration of the world can have.
 
     Examples:
         >>> from hp_mesh.planner import MODELS
@@ -114,10 +121,13 @@ def plan(
         >>> found = plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train)
         >>> found.best.dims.dp_shard * found.best.dims.tp
         8
+        >>> plan(found.model, found.cluster, train, fix={"tp": 8}).best.dims.tp
+        8
     """
     raise_errors(_kind_violations(model, cluster, train))
+    fixed = {} if fix is None else check_fixed(fix, model, cluster.world_size)
     search = Search(model, cluster, train, calibration)
-    legality = Legality(model, train)
+    legality = Legality(model, train, fixed)
     every = list(legality.legal(cluster.world_size))
     found: list[Found] = []
     for done, degrees in enumerate(every):
@@ -127,7 +137,7 @@ def plan(
         if best:
             found.append(best)
         else:
-            axes = DENSE_AXES if not model.experts else (*DENSE_AXES, "ep", "etp")
+            axes = DEGREES if model.experts else DENSE_AXES
             named = {axis: getattr(degrees, axis) for axis in axes}
             legality.rejected.append(Rejection(degrees=named, violations=violations))
     if progress:
@@ -145,6 +155,8 @@ def plan(
         rejected=tuple(legality.rejected),
         fitting=places.count(0),
         bordering=places.count(1),
+        fix=fixed,
+        calibration=calibration,
     )
 
 

@@ -1,0 +1,100 @@
+"""Options of a run that the user left at their default and that would make its best plan faster."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ._result import Candidate, Plan
+from ._search import plan
+from ._train import ANY, TrainSpec
+
+# Smallest gain that is worth a hint, as a share of the step time.
+GAIN = 0.01
+MOST = 3
+# Options that change neither hardware nor numerics, with the value to try. "any" tries all values
+# in one search. The default of the other options is never slower than their other values, or
+# already lets the planner choose.
+TRIED: Mapping[str, Any] = {
+    "fused_loss": True,
+    "schedule": ANY,
+    "zero": ANY,
+    "context": "all-gather",
+    "dispatch": "copies",
+}
+DEFAULTS = {option.name: option.default for option in fields(TrainSpec)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """One option of a run, with a value that makes the best plan faster.
+
+    Args:
+        field: Name of a field of `TrainSpec`.
+        value: Value for this field.
+        step_seconds: Estimated seconds of one step of the best plan with this value.
+
+    Examples:
+        >>> print(Hint(field="fused_loss", value=True, step_seconds=1.5))
+        fused_loss=True: 1.500 s per step
+    """
+
+    field: str
+    value: object
+    step_seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}: {self.step_seconds:.3f} s per step"
+
+
+def hints(plan: Plan) -> tuple[Hint, ...]:
+    """Find the options of a run that would make its best plan fastest.
+
+    Tries every option that the run leaves at its default, one at a time. Options that need other
+    hardware or change numerics are not tried. Each option costs one more search, so `plan` does not
+    compute hints itself.
+
+    Args:
+        plan: Result of `hp_mesh.planner.plan`.
+
+    Returns:
+        At most three hints, the fastest first. With each of them, the best plan takes at least 1 %
+        less time, or fits although nothing fits without it.
+
+    Examples:
+        >>> from hp_mesh.planner import MODELS
+        >>> train = TrainSpec(seq_len=8192, global_batch=512)
+        >>> found = plan(MODELS["llama3-70b"], Cluster(world_size=16, accelerator="H100"), train)
+        >>> [hint.field for hint in hints(found)]
+        ['zero', 'fused_loss']
+    """
+    best = plan.best if plan.fitting else None
+    most = best.time.total * (1 - GAIN) if best else float("inf")
+    found = (hint for hint in _tried(plan) if hint.step_seconds <= most)
+    return tuple(sorted(found, key=lambda hint: hint.step_seconds)[:MOST])
+
+
+def _tried(given: Plan) -> Iterator[Hint]:
+    """Yield the step time with each option, if something fits with it."""
+    for name, value in TRIED.items():
+        if getattr(given.train, name) != DEFAULTS[name] or _idle(given, name):
+            continue
+        train = replace(given.train, **{name: value})
+        found = plan(
+            given.model, given.cluster, train, fix=given.fix, calibration=given.calibration
+        )
+        if found.best and found.fitting:
+            value = _chosen(found.best, name, value)
+            yield Hint(field=name, value=value, step_seconds=found.best.time.total)
+
+
+def _chosen(best: Candidate, name: str, value: object) -> object:
+    """Return the value that the best candidate has for an option."""
+    return getattr(best.setting, name) if value == ANY else value
+
+
+def _idle(given: Plan, name: str) -> bool:
+    """Return whether an option has no effect on any configuration of the run."""
+    axis = {"schedule": "pp", "context": "cp", "dispatch": "ep"}.get(name)
+    if name == "dispatch" and not given.model.experts:
+        return True
+    return axis is not None and given.fix.get(axis) == 1
