@@ -277,7 +277,7 @@ def test_a_table_of_a_framework_that_says_two_things_is_refused(tmp_path: Path) 
     path.write_text('{"tensor_model_parallel_size": 2, "tp": 4, "pp_size": 3}')
     message = refused("check", "--config", str(path), "--world", "8")
     assert "tensor_model_parallel_size=2 and tp=4 differ" in message
-    assert "pp_size=3 is read by no name" in message
+    assert "from_config does not read pp_size=3; use pp" in message
 
 
 def test_an_absent_table_is_refused_with_those_that_are_there(tmp_path: Path) -> None:

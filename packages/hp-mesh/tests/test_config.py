@@ -347,7 +347,9 @@ def test_data_parallel_ranks_are_replicas_times_those_that_shard() -> None:
     message = r"^data_parallel_size=4 is not dp_replicate\*dp_shard=2\*4; leave it out"
     with pytest.raises(ParallelDimsError, match=message):
         ParallelDims.from_config({**megatron, "dp_replicate": 2, "dp_shard": 4}, 16)
-    with pytest.raises(ParallelDimsError, match=r"^data_parallel_size=4 is not dp_replicate=3;"):
+    with pytest.raises(
+        ParallelDimsError, match=r"^data_parallel_size=4 is no multiple of dp_replicate=3;"
+    ):
         ParallelDims.from_config({**megatron, "dp_replicate": 3}, 24)
 
 
@@ -366,28 +368,8 @@ def test_a_degree_that_two_names_give_differently_is_refused() -> None:
     assert ParallelDims.from_config(same, 8).tp == 2
     with pytest.raises(ParallelDimsError) as caught:
         ParallelDims.from_config({"tp_size": 2, "tensor_model_parallel_size": 4}, 8)
-    reason = "tensor_model_parallel_size=4 and tp_size=2 differ, but all of them are tp"
+    reason = "tensor_model_parallel_size=4 and tp_size=2 differ, but all of them set tp"
     assert str(caught.value) == f"{reason}; give one of them"
-
-
-def test_a_name_that_is_nearly_a_degree_s_is_not_ignored() -> None:
-    config = {"tensor_parallel_degree": 2, "expert_paralel_degree": 4, "virtual_stages": 2}
-    with pytest.raises(ParallelDimsError) as caught:
-        ParallelDims.from_config(config, 8)
-    assert str(caught.value) == (
-        "expert_paralel_degree=4 is read by no name; did you mean expert_parallel_degree?"
-    )
-    # Off, no degree at all, or another setting whose name holds that of a degree.
-    for harmless in (
-        {"expert_paralel_degree": 1},
-        {"sequence_parallel": True},
-        {"virtual_pipeline_model_parallel_size": 4},
-        {"pipeline_parallel_layers_per_stage": 4},
-        {"transformer_pipeline_model_parallel_size": 2},
-        {"pipeline_model_parallel_split_rank": 2},
-    ):
-        found = ParallelDims.from_config({"tensor_parallel_degree": 2, **harmless}, 8)
-        assert found == ParallelDims(tp=2, world_size=8)
 
 
 NAMES = (
@@ -400,18 +382,14 @@ NAMES = (
     ("config", "given"),
     [
         (
-            {"tensor_model_paralel_size": 4, "world_size": 8},
-            "is tensor_model_paralel_size for tensor_model_parallel_size misspelled?",
-        ),
-        (
             SimpleNamespace(data_parallel_shards=2, tensor_parallelism=4),
-            "it has data_parallel_shards and tensor_parallelism; is data_parallel_shards for ",
+            "it has data_parallel_shards and tensor_parallelism",
         ),
         ({1: 2}, "it has 1"),
         ({f"option_{i}": i for i in range(40)}, "it has option_0, option_1, option_2, "),
         (object(), "it has no fields"),
     ],
-    ids=["misspelled", "others", "no text", "many", "none"],
+    ids=["others", "no text", "many", "none"],
 )
 def test_a_configuration_with_none_of_the_names_is_refused_with_all_of_them(
     config: object, given: str
@@ -454,7 +432,7 @@ def test_a_configuration_for_another_world_is_refused(config: object) -> None:
     (violation,) = caught.value.violations
     assert violation.rule == "world"
     assert violation.values == {"world_size": 8, "configured": 16}
-    assert str(violation).startswith("world_size=8 is not the world_size=16 that the configuration")
+    assert str(violation).startswith("world_size=8 is not the world_size=16 of the configuration")
     assert ParallelDims.from_config(config, 16).dp_shard == 8
     with pytest.raises(ParallelDimsError, match="world_size='all' is not a degree"):
         ParallelDims.from_config({"tp": 2, "world_size": "all"}, 8)

@@ -1,33 +1,19 @@
-"""Names in configurations that say a degree, but are not among those that are read."""
+"""Names of degrees that `from_config` does not read, and whole configurations."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh._names import NAMES, UNREAD
 
-AXES = {
-    "dp": "dp_shard or dp_replicate",
-    "fsdp": "dp_shard",
-    "cp": "cp",
-    "tp": "tp",
-    "pp": "pp",
-    "ep": "ep",
-    "etp": "etp",
-    "ulysses": "ulysses_degree",
-}
-WORDS = {
-    "context": "cp",
-    "tensor": "tp",
-    "pipeline": "pp",
-    "expert": "ep",
-    "data": "dp_shard or dp_replicate",
-    "sequence": "cp or ulysses_degree",
-}
+# The first parent with the pages: of the repository, or of the folder that vendored tests run in.
+PAGES = Path("tools", "docs", "pages", "hp-mesh")
+PAGE = (
+    next(up / PAGES for up in Path(__file__).parents if (up / PAGES).is_dir()) / "guide-config.md"
+)
 
 
 def refused(config: Any, world: int = 32) -> str:
@@ -36,24 +22,11 @@ def refused(config: Any, world: int = 32) -> str:
     return str(caught.value)
 
 
-@given(st.data())
-def test_a_degree_in_any_spelling_is_read_or_refused_but_never_dropped(data: st.DataObject) -> None:
-    short = data.draw(st.booleans())
-    word = data.draw(st.sampled_from([*(AXES if short else WORDS)]))
-    middle = [] if short else data.draw(st.sampled_from([["parallel"], ["model", "parallel"]]))
-    end = data.draw(st.sampled_from([[], ["size"], ["degree"], ["world", "size"]]))
-    parts = [word, *middle, *end]
-    spell = data.draw(st.sampled_from(["_", "-", "."]))
-    name = spell.join(parts)
-    name = name.upper() if data.draw(st.booleans()) else name
-    beside = data.draw(st.sampled_from(["dp_replicate", "data_parallel_replicate_degree"]))
-    config = {beside: 1, name: data.draw(st.sampled_from([4, "4"]))}
-    try:
-        found = ParallelDims.from_config(config, 32)
-    except ParallelDimsError as error:
-        assert name in str(error)  # noqa: PT017 - either is right, silence is not
-        return
-    assert 4 in (found.dp_shard, found.cp, found.tp, found.pp, found.ep, found.etp)
+def test_the_page_lists_every_name() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    own = {*ParallelDims().to_dict()}
+    names = {name for name in NAMES if not name.startswith("parallelism_config_")} - own
+    assert [name for name in sorted(names | {*UNREAD}) if f"`{name}`" not in text] == []
 
 
 def test_an_error_of_a_dp_shard_that_follows_names_what_was_given() -> None:
@@ -68,58 +41,56 @@ def test_an_error_of_a_dp_shard_that_follows_names_what_was_given() -> None:
         ({"tp": 2, "pipeline": {"stages": 4}}, "pipeline.stages=4", "pp"),
         ({"dp_shard_size": 4, "tp_size": 2, "pp_size": 4}, "pp_size=4", "pp"),
         ({"ep_size": 4, "etp_size": 2, "tp_size": 2}, "etp_size=2", "etp"),
-        ({"tp": 2, "pp_degree": 4}, "pp_degree=4", "pp"),
+        ({"tp": 2, "pp_degree": "4"}, "pp_degree='4'", "pp"),
         ({"dp": 2, "cp_degree": 4}, "cp_degree=4", "cp"),
-        ({"tp": 2, "tensor_parallel": 4}, "tensor_parallel=4", "tp"),
-        ({"tp": 2, "ulysses_size": 4}, "ulysses_size=4", "ulysses_degree"),
-        ({"tp": 2, "parallel": {"pp": 4}}, "parallel.pp=4", "pp"),
-        ({"tp": 2, "run": SimpleNamespace(pp=4)}, "run.pp=4", "pp"),
-        ({"tp": 2, "run": {"mesh": {"pp": 4}}}, "run.mesh.pp=4", "pp"),
-        ({"tp": 2, "PP": 4}, "PP=4", "pp"),
-        ({"tp": 2, "tpSize": 4}, "tpSize=4", "tp"),
-        (
-            {"data_parallel_shard_degree": -1, "parallelism.tensor_parallel_degree": 2},
-            "parallelism.tensor_parallel_degree=2",
-            "tp",
-        ),
+        ({"tp": 2, "dp_degree": 4}, "dp_degree=4", "dp_replicate or dp_shard"),
+        ({"cp": 2, "tensor_parallel_size": 4}, "tensor_parallel_size=4", "tp"),
+        ({"cp": 2, "pipeline_parallel_size": 10**30}, f"pipeline_parallel_size={10**30}", "pp"),
+        ({"cp": 2, "expert_parallel_size": 4}, "expert_parallel_size=4", "ep"),
         ({"tp": 2, "model_parallel_size": 4}, "model_parallel_size=4", "tp or pp"),
+        ({"tp": 2, "fsdp_size": 4}, "fsdp_size=4", "dp_shard"),
     ],
 )
-def test_a_degree_that_is_not_read_is_named_with_what_it_means(
-    config: Any, named: str, meant: str
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_a_known_name_that_is_not_read_is_an_error_with_the_name_to_use(
+    config: dict[str, Any], named: str, meant: str, kind: Any
 ) -> None:
-    message = refused(config)
-    assert message.startswith(f"{named} is read by no name, and looks like {meant}; use ")
-    # What is advised is read.
-    for name in message.splitlines()[0].partition("; use ")[2].replace(" or ", ", ").split(", "):
-        found = ParallelDims.from_config({"cp": 2, name.strip(): 2, "free_etp": True}, 32)
-        assert 2 in [getattr(found, field) for field in meant.split(" or ")]
+    first = refused(kind(**config)).splitlines()[0]
+    assert first == f"from_config does not read {named}; use {meant}"
+    for field in meant.split(" or "):
+        config = {"cp": 2, "dp_replicate": -1, "free_etp": True, field: 2}
+        assert getattr(ParallelDims.from_config(config, 32), field) == 2
+
+
+def test_a_configuration_with_only_unread_names_lists_them() -> None:
+    message = refused({"pp_size": 4, "tensor_parallel_size": 2})
+    assert "has none of the names" in message
+    assert "from_config does not read pp_size=4; use pp" in message
+    assert "from_config does not read tensor_parallel_size=2; use tp" in message
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "meant"),
+    "other",
     [
-        ("dp_shards", 4, "dp_shard"),
-        ("dp_shardd", 4, "dp_shard"),
-        ("dp_shar", 4, "dp_shard"),
-        ("dp_replicated", 4, "dp_replicate"),
-        ("cp_sizes", 4, "cp_size"),
-        ("cp_siz", "4", "cp_size"),
-        ("ep_modes", "peer", "ep_mode"),
-        ("fsdp_fold_cp", False, "fsdp_folds_cp"),
+        {"PP": 4},
+        {"pipeline_degree": 4},
+        {"dp_shards": 4},
+        {"expert_paralel_degree": 4},
+        {"parallel": {"pp": 4}},
+        {"virtual_pipeline_model_parallel_size": 4},
     ],
+    ids=str,
 )
-def test_a_misspelled_name_is_refused_with_the_one_that_was_meant(
-    name: str, value: Any, meant: str
-) -> None:
-    message = refused({"tp": 2, name: value})
-    assert message == f"{name}={value} is read by no name; did you mean {meant}?"
+def test_a_name_that_no_framework_has_is_ignored(other: dict[str, Any]) -> None:
+    assert ParallelDims.from_config({"tp": 2, **other}, 8).dp_shard == 4
 
 
-@pytest.mark.parametrize("value", [1, None, 0, "auto", False, True, "1"])
-def test_a_name_that_is_off_is_no_degree(value: Any) -> None:
-    for name in ("pp_size", "pipeline_degree", "zero_hpz_partition_size", "dp_shards"):
+@pytest.mark.parametrize("value", [1, None, 0, -1, "auto", False, True, "1", [1, 1], "1f1b", 0.5])
+def test_a_known_name_of_at_most_one_is_ignored(value: Any) -> None:
+    for name in ("pp_size", "pp_degree", "hierarchical_context_parallel_sizes"):
         assert ParallelDims.from_config({"tp": 2, name: value}, 8).dp_shard == 4
+    config = {"tp": 2, "zero_optimization": {"zero_hpz_partition_size": value}}
+    assert ParallelDims.from_config(config, 8).dp_shard == 4
 
 
 @pytest.mark.parametrize(
@@ -136,8 +107,8 @@ def test_what_a_framework_has_and_no_degree_says_is_refused_with_what_to_give(
     config: dict[str, Any], advice: str
 ) -> None:
     message = refused({"tensor_model_parallel_size": 2, **config})
-    assert "has no degree here" in message
-    assert advice in message
+    assert message.startswith("from_config does not read ")
+    assert f"; use {advice}" in message
 
 
 def test_instances_of_megatron_s_distributed_optimizer_are_replicas() -> None:
@@ -179,7 +150,7 @@ def test_two_orders_that_differ_are_refused() -> None:
 
 def test_the_names_of_a_nested_table_are_told_where_no_other_is_given() -> None:
     message = refused({"job": {"steps": 1}, "parallelism": {"tensor_parallel_degree": 4}})
-    assert message.endswith("its parallelism has such names; give that")
+    assert message.endswith("its parallelism has such names; pass that")
 
 
 def test_the_world_of_a_configuration_holds_where_none_is_given() -> None:
@@ -224,7 +195,7 @@ def test_tables_of_frameworks_are_read_from_files_as_from_configurations(tmp_pat
     with pytest.raises(ParallelDimsError, match=r"give table='parallelism'$"):
         ParallelDims.from_toml(toml)
     toml.write_text(TOML.replace("pipeline_parallel_degree", "pp_degree"))
-    with pytest.raises(ParallelDimsError, match="pp_degree=2 is read by no name"):
+    with pytest.raises(ParallelDimsError, match=r"from_config does not read pp_degree=2; use pp$"):
         ParallelDims.from_toml(toml, "parallelism", 32)
     toml.write_text("tp = 2\n")
     assert ParallelDims.from_toml(toml, None, 8) == ParallelDims(tp=2, world_size=8)

@@ -1,4 +1,4 @@
-"""Constructor arguments from mappings, configuration objects, files and command lines."""
+"""Degrees from mappings, configuration objects, files and command lines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -7,10 +7,11 @@ from os import PathLike, fspath
 from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag
+from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag, infer_degrees
 from ._errors import ParallelDimsError, Violation, join_words, refusal, show
 from ._names import (
     DATA,
+    DEGREE_FIELDS,
     DIALECTS,
     MAPPING,
     NAMES,
@@ -26,30 +27,29 @@ from ._names import (
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-HELP = {
-    "dp_replicate": "data-parallel replicas of the sharded model",
-    "dp_shard": "ranks that shard parameters; -1 takes what the other degrees leave",
-    "cp": "context-parallel ranks: parts of one sequence",
-    "tp": "tensor-parallel ranks: parts of one layer",
-    "pp": "pipeline stages",
-    "ep": "expert-parallel ranks",
-    "etp": "tensor-parallel ranks inside one expert: 1 or tp",
-    "ulysses_degree": "ranks of cp that exchange heads instead of sequence",
-}
-OTHERS = {
-    "ep_mode": "folded: experts on ranks of dp_shard, cp and tp; peer: on an axis of their own",
-    "order": f"axes, outermost first, e.g. {','.join(BASE_AXES)}",
+FIELDS = (*SETTINGS, "world_size")
+OPTIONS = {
+    "dp_replicate": "number of replicas of the sharded model",
+    "dp_shard": "number of ranks that shard parameters; -1: all ranks that the other degrees leave",
+    "cp": "number of ranks that share one sequence (context parallel)",
+    "tp": "number of ranks that share one layer (tensor parallel)",
+    "pp": "number of pipeline stages",
+    "ep": "number of ranks that hold different experts",
+    "etp": "number of ranks that share one expert: 1 or tp",
+    "ulysses_degree": "number of ranks of cp that exchange heads instead of keys and values",
+    "ep_mode": "folded: experts use the ranks of dp_shard, cp and tp; peer: an axis of their own",
+    "order": f"names of the axes, outermost first, for example {','.join(BASE_AXES)}",
     "fsdp_folds_cp": "true: parameters are sharded over dp_shard and cp; false: over dp_shard",
     "free_etp": "true: etp may be any degree whose product with ep divides dp_shard*cp*tp",
 }
-FIELDS = (*SETTINGS, "world_size")
-MOST_LEVELS = 64  # of a file whose values may be shown
+MAX_LEVELS = 64  # of nested values in a file
 
 
 def check_named(name: str, source: object) -> None:
-    """Raise `ParallelDimsError` for what has no named fields: None, text, numbers and lists."""
-    record = hasattr(source, "_fields")  # a tuple whose items have names
-    if source is None or (isinstance(source, str | bytes | Number | Sequence | Set) and not record):
+    """Raise `ParallelDimsError` if a value cannot have named fields."""
+    is_named_tuple = hasattr(source, "_fields")
+    plain = source is None or isinstance(source, str | bytes | Number | Sequence | Set)
+    if plain and not is_named_tuple:
         raise _nameless(name, source, "a mapping or an object with attributes")
 
 
@@ -61,52 +61,34 @@ def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
 def arguments_from_config(
     config: object, world_size: object
 ) -> tuple[dict[str, Any], list[Violation], bool]:
-    """Return the constructor arguments that a configuration gives, and what is wrong among them.
+    """Read the arguments of `ParallelDims` from a configuration.
 
-    Names are those of `DIALECTS`, also of several at once; an absent name and None mean default.
-    Names of one field may not differ. Other names are ignored, but not one that says a degree
-    other than 1, nor a configuration with none of the names. A ``world_size`` must be the one
-    given beside the configuration, if one is.
+    Args:
+        config: Mapping or object with names of any `Dialect`, also of several at once.
+        world_size: Number of ranks, or None.
 
     Returns:
-        The arguments, the violations, and whether an absent ``etp`` is ``tp``.
+        The arguments; the rules that the configuration breaks; True if ``etp`` has to follow
+        ``tp``.
 
     Raises:
-        ParallelDimsError: The configuration can have no fields, or a value is no degree.
+        ParallelDimsError: ``config`` cannot have named fields, or a value is not a degree.
     """
     check_named("config", config)
     present = [name for name in NAMES if has_field(config, name)]
-    empty = isinstance(config, Mapping) and not config
-    if not present and not empty:
-        return {}, [none_read(config)], False
+    found = [*unread_degrees(config)]
+    is_empty = isinstance(config, Mapping) and not config
+    if not present and not is_empty:
+        return {}, [none_read(config), *found], False
     values = {name: value for name in present if (value := _value(config, name)) is not None}
     configured = read_field(config, "world_size")
-    found = [*_other_world(configured, world_size), *unread_degrees(config), *_take_order(values)]
-    arguments, differing = _merged(values)
+    found += [*_check_world(configured, world_size), *_take_order(values)]
+    arguments = _merge(values, found)
+    found += _take_data(arguments)
+    _take_sequence(arguments)
     arguments["world_size"] = configured if world_size is None else world_size
     follows = all(d.etp_follows_tp or not values.keys() & d.names.keys() for d in DIALECTS)
-    return arguments, found + differing, follows and "etp" not in arguments
-
-
-def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
-    """Replace Megatron-LM's orders, innermost first; yield where there are two that differ."""
-    order = values.get("order")
-    if isinstance(order, str) and "-" in order:
-        values["order"] = order = _outermost_first(order)
-    name = next((name for name in values if NAMES[name] == MAPPING), None)
-    if name is None or not as_flag(name, values.pop(name)):
-        return
-    values["order"] = _outermost_first("tp-cp-ep-pp-dp")
-    if order not in (None, values["order"]):
-        reason = f"{name} is order={show(values['order'])}, which is not order={show(order)}; "
-        reason += "give one of them"
-        yield Violation(rule="names", values={name: True, "order": order}, reason=reason)
-
-
-def _outermost_first(order: str) -> tuple[str, ...]:
-    data = {"dp": ("dp_replicate", "dp_shard")}
-    names = [name.strip() for name in reversed(order.split("-"))]
-    return tuple(axis for name in names for axis in data.get(name, (name,)))
+    return arguments, found, follows and "etp" not in arguments
 
 
 def _value(config: object, name: str) -> Any:
@@ -115,60 +97,113 @@ def _value(config: object, name: str) -> Any:
     return None if isinstance(value, int) and value in off else value
 
 
-def _merged(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Return the fields that names give, and a violation for each that is given differently."""
-    degrees: dict[str, int | None] = {}
-    wrong: list[Violation] = []
-    fields = [NAMES[name] for name in values]
+def _check_world(configured: Any, given: Any) -> Iterator[Violation]:
+    if configured is None or given is None:
+        return
+    worlds = (configured, given)
+    its, world = (as_degree("world_size", w, inferable=False, optional=False) for w in worlds)
+    if its != world:
+        reason = f"world_size={world} is not the world_size={its} of the configuration; pass the "
+        reason += "same number, or remove it from the configuration"
+        values = {"world_size": world, "configured": its}
+        yield Violation(rule="world", values=values, reason=reason)
+
+
+def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
+    """Convert Megatron-LM's order, which is innermost first, and its mapping flag to ``order``."""
+    order = values.get("order")
+    if isinstance(order, str) and "-" in order:
+        values["order"] = order = _outermost_first(order)
+    flag = next((name for name in values if NAMES[name] == MAPPING), None)
+    if flag is None or not as_flag(flag, values.pop(flag)):
+        return
+    values["order"] = _outermost_first("tp-cp-ep-pp-dp")
+    if order not in (None, values["order"]):
+        reason = f"{flag} means order={show(values['order'])}, but order={show(order)} is given; "
+        reason += "give one of them"
+        yield Violation(rule="names", values={flag: True, "order": order}, reason=reason)
+
+
+def _outermost_first(order: str) -> tuple[str, ...]:
+    data = {"dp": ("dp_replicate", "dp_shard")}
+    names = [name.strip() for name in reversed(order.split("-"))]
+    return tuple(axis for name in names for axis in data.get(name, (name,)))
+
+
+def _merge(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
+    """Return one value for each field. Names of one field with different values go to ``found``."""
+    by_field: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        # What has its own name alone is judged with all other fields, and need be no degree.
-        if name != NAMES[name] or fields.count(name) > 1:
+        by_field.setdefault(NAMES[name], {})[name] = value
+    arguments: dict[str, Any] = {}
+    wrong: list[Violation] = []
+    for field, given in by_field.items():
+        arguments[field] = given.get(field, next(iter(given.values())))
+        if [*given] == [field]:  # `resolve_fields` checks it, together with the other fields
+            continue
+        degrees: dict[str, int | None] = {}
+        for name, value in given.items():
             try:
                 degrees[name] = as_degree(name, value, inferable=True, optional=False)
             except ParallelDimsError as error:
                 wrong += error.violations
+        if len({*degrees.values()}) > 1:
+            found.append(_differing(field, degrees))
     if wrong:
         raise ParallelDimsError(wrong)
-    arguments: dict[str, Any] = {}
-    differing: list[Violation] = []
-    for field in dict.fromkeys(fields):
-        names = [name for name in values if NAMES[name] == field]
-        own = [name for name in names if name == field]
-        arguments[field] = values[(own or names)[0]]
-        if len({degrees.get(name) for name in names}) > 1:
-            differing.append(_differing(field, sorted(names), degrees, values))
-    differing += _take_data(arguments)
-    return _with_sequence(arguments), differing
+    return arguments
+
+
+def _differing(field: str, degrees: Mapping[str, int | None]) -> Violation:
+    names = sorted(degrees)
+    texts = join_words((f"{name}={degrees[name]}" for name in names), "and")
+    return Violation(
+        rule="dp" if names == ["dp", "dp_shard"] else "names",
+        values={name: degrees[name] for name in names},
+        reason=f"{texts} differ, but all of them set {field}; give one of them",
+    )
 
 
 def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
-    """Replace data-parallel ranks by those that shard; yield where the two degrees make others."""
+    """Replace the number of data-parallel ranks by ``dp_replicate`` and ``dp_shard``."""
     ranks = arguments.pop(DATA, None)
     if ranks is None:
         return
-    given = {name: arguments.get(name) for name in ("dp_replicate", "dp_shard")}
     data = as_degree("data_parallel_size", ranks, inferable=True, optional=False) or 1
-    replicate, shard = (
-        as_degree(name, value, inferable=True, optional=True) for name, value in given.items()
-    )
+    given: dict[str, int] = {
+        name: as_degree(name, arguments[name], inferable=True, optional=False) or 1
+        for name in ("dp_replicate", "dp_shard")
+        if name in arguments
+    }
+    replicate = given.get("dp_replicate", 1)
     if data == INFERRED:
-        if shard is None and replicate != INFERRED:
-            arguments["dp_shard"] = INFERRED
+        if replicate != INFERRED:
+            arguments.setdefault("dp_shard", INFERRED)
         return
-    # Of -1 and one that is not given the other is what remains.
-    if replicate == INFERRED and shard != INFERRED and data % (shard or 1) == 0:
-        arguments |= {"dp_replicate": data // (shard or 1), "dp_shard": shard or 1}
-    elif shard in (None, INFERRED) and replicate != INFERRED and data % (replicate or 1) == 0:
-        arguments["dp_shard"] = data // (replicate or 1)
-    elif replicate != INFERRED != shard and (replicate or 1) * (shard or 1) != data:
-        names = {name: value for name, value in given.items() if value is not None}
-        texts = "*".join(names) + "=" + "*".join(str(value) for value in names.values())
-        reason = f"data_parallel_size={data} is not {texts}; leave it out, or give what it is"
-        yield Violation(rule="names", values={"data_parallel_size": data, **names}, reason=reason)
+    shard = given.get("dp_shard", 1 if replicate == INFERRED else INFERRED)
+    degrees = {"dp_replicate": replicate, "dp_shard": shard}
+    try:
+        arguments |= infer_degrees(degrees, ("dp_replicate", "dp_shard"), data)
+    except ParallelDimsError:
+        relation = "is not" if len(given) > 1 else "is no multiple of"
+        texts = "*".join(given) + "=" + "*".join(str(degree) for degree in given.values())
+        reason = f"data_parallel_size={data} {relation} {texts}; leave it out or correct it"
+        yield Violation(rule="names", values={"data_parallel_size": data, **given}, reason=reason)
+
+
+def _take_sequence(arguments: dict[str, Any]) -> None:
+    """Replace the number of ranks that exchange heads by ``cp`` and ``ulysses_degree``."""
+    ranks = arguments.pop(SEQUENCE, None)
+    if ranks is None:
+        return
+    ulysses = as_degree(SEQUENCE, ranks, inferable=False, optional=False) or 1
+    cp = as_degree("cp", arguments.get("cp"), inferable=False, optional=True) or 1
+    if ulysses > 1:
+        arguments |= {"cp": cp * ulysses, "ulysses_degree": ulysses}
 
 
 def name_data(error: ParallelDimsError, config: object) -> ParallelDimsError:
-    """Return the error with the name in ``config`` from which ``dp_shard`` was read."""
+    """Add to an error about ``dp_shard`` the name in ``config`` from which it was read."""
     fields = (DATA, "dp_shard")
     names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
     if not names or any(name in str(error) for name in names):
@@ -181,45 +216,8 @@ def name_data(error: ParallelDimsError, config: object) -> ParallelDimsError:
     )
 
 
-def _with_sequence(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace sequence parallel ranks that exchange heads by Ulysses ranks among those of cp."""
-    ranks = arguments.pop(SEQUENCE, None)
-    if ranks is None:
-        return arguments
-    ulysses = as_degree(SEQUENCE, ranks, inferable=False, optional=False) or 1
-    cp = as_degree("cp", arguments.get("cp"), inferable=False, optional=True) or 1
-    if ulysses == 1:
-        return arguments
-    return {**arguments, "cp": cp * ulysses, "ulysses_degree": ulysses}
-
-
-def _differing(
-    field: str, names: list[str], degrees: Mapping[str, Any], values: Mapping[str, Any]
-) -> Violation:
-    given = {name: values[name] for name in names}
-    texts = join_words((f"{name}={degrees[name]}" for name in names), "and")
-    if names == ["dp", "dp_shard"]:
-        reason = f"{texts} differ, but dp is an older name of dp_shard; give one of them"
-        return Violation(rule="dp", values=given, reason=reason)
-    reason = f"{texts} differ, but all of them are {field}; give one of them"
-    return Violation(rule="names", values=given, reason=reason)
-
-
-def _other_world(configured: Any, given: Any) -> list[Violation]:
-    if configured is None or given is None:
-        return []
-    worlds = (configured, given)
-    its, world = (as_degree("world_size", w, inferable=False, optional=False) for w in worlds)
-    if its == world:
-        return []
-    reason = f"world_size={world} is not the world_size={its} that the configuration is for; "
-    reason += "give both the same, or leave it out of the configuration"
-    values = {"world_size": world, "configured": its}
-    return [Violation(rule="world", values=values, reason=reason)]
-
-
 def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:
-    """Return a mapping's fields as constructor arguments, and a violation for each other key."""
+    """Return the fields of a mapping as arguments, and a violation for each unknown key."""
     if not isinstance(mapping, Mapping):
         raise _nameless("mapping", mapping, "a mapping such as to_dict returns")
     unknown = [
@@ -233,39 +231,38 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
     ]
     inner = table_of_degrees(mapping)
     if inner is not None and len(unknown) == len(mapping):
-        reason = f"{inner} has names of degrees, and its surroundings none; give table={inner!r}"
+        reason = f"{inner} has names of degrees, the table around it has none; give table={inner!r}"
         unknown.append(Violation(rule="field", values={"table": inner}, reason=reason))
     return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 
 def add_arguments(parser: "ArgumentParser") -> None:
-    """Add ``--dp-replicate``, ``--dp-shard``, ... ``--ep-mode`` and ``--order``, all optional.
+    """Add one optional argument for each field except ``world_size``.
 
-    Values stay text here, so that a wrong one gets the error that every other way in gives.
+    Values stay strings, so that a wrong value raises the same error as everywhere else.
     """
     group = parser.add_argument_group("parallel degrees")
-    for name, text in HELP.items():
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="N", help=text)
-    for name, text in OTHERS.items():
-        metavar = name.upper().replace("_", "-")
-        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+    for name, text in OPTIONS.items():
+        option = name.replace("_", "-")
+        metavar = "N" if name in DEGREE_FIELDS else option.upper()
+        group.add_argument(f"--{option}", metavar=metavar, help=text)
 
 
 def arguments_from_args(args: "Namespace") -> dict[str, Any]:
-    """Return the constructor arguments that were given on the command line."""
+    """Return the arguments that were given on a command line."""
     given = {name: read_field(args, name) for name in SETTINGS}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
-    """Return a TOML file's content, or the table under a name such as ``"run.mesh"``."""
+    """Return the content of a TOML file, or one table of it, such as ``"run.mesh"``."""
     import tomllib
 
     return _read(path, table, tomllib.load)
 
 
 def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
-    """Return a YAML file's content, or the mapping under a name such as ``"run.mesh"``."""
+    """Return the content of a YAML file, or one mapping of it, such as ``"run.mesh"``."""
     try:
         import yaml
     except ImportError as error:
@@ -286,31 +283,37 @@ READERS = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": _
 
 
 def read_file(path: str, table: str | None = None) -> Mapping[str, Any]:
-    """Return the content of a TOML, YAML or JSON file, which its suffix tells apart, or a table.
+    """Return the content of a TOML, YAML or JSON file, or one table of it.
+
+    Args:
+        path: Path of the file. Its suffix selects the format.
+        table: Name of a table, with dots between levels. None reads the top level.
+
+    Returns:
+        The fields by name.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It has another suffix, holds no text of its format, or is nested too deeply to
-            be shown again; as `ParallelDimsError` where it holds no such table.
+        ValueError: The suffix is unknown, the content is not of its format, or it has more than 64
+            levels. If the table does not exist, the error is a `ParallelDimsError`.
     """
     reader = READERS.get(splitext(path)[1].lower())
     if reader is None:
         raise ValueError(f"its name must end in {join_words(READERS)}")
     try:
-        found = reader(path, table)
+        content = reader(path, table)
+        deep = _is_deep(content)
     except RecursionError:
         deep = True
-    else:
-        deep = _is_deep(found)
     if deep:
-        raise ValueError(f"its values are nested in more than {MOST_LEVELS} levels")
-    return found
+        raise ValueError(f"its values are nested in more than {MAX_LEVELS} levels")
+    return content
 
 
 def _is_deep(content: object) -> bool:
     level = [content]
-    for _ in range(MOST_LEVELS):
-        # YAML may name one value in several places, and even inside itself.
+    for _ in range(MAX_LEVELS):
+        # In YAML, a value may occur several times and even contain itself.
         inner = {id(value): value for outer in level for value in _values(outer)}
         level = [*inner.values()]
     return bool(level)

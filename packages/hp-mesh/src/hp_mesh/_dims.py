@@ -150,11 +150,12 @@ class ParallelDims(_Origin):
     def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
         """Read degrees from a mapping, or from the attributes of an object, and resolve them.
 
-        Known names are the fields of this class, ``dp`` for ``dp_shard``, and the names that
-        torchtitan, Megatron-LM, accelerate and DeepSpeed use. Other names are ignored, unless they
-        look like a degree above 1 in another spelling, at any level of nesting.
+        Reads the fields of this class, ``dp`` for ``dp_shard``, and the names that torchtitan,
+        Megatron-LM, accelerate and DeepSpeed use. Some frameworks have further names of degrees,
+        such as ``pp_size``. They are not read: if such a name has a value above 1, the error says
+        which name to use. All other names are ignored.
 
-        A name that is absent or None has its default. ``etp`` is an exception: with the names of
+        A field that is absent or None has its default. ``etp`` is an exception: with the names of
         this class or of Megatron-LM it defaults to ``tp``, as in Megatron-LM, and `summary` says
         so. An ``order`` with dashes has Megatron-LM's meaning: innermost first.
 
@@ -167,8 +168,9 @@ class ParallelDims(_Origin):
 
         Raises:
             ParallelDimsError: A value is not a degree; the degrees do not fit the world size; two
-                names of one degree have different values; a name looks like a degree but is not
-                known; the world size is missing or differs; or ``config`` has no known name.
+                names of one degree have different values; a name of a degree that is not read has a
+                value above 1; the world size is missing or differs; or ``config`` has none of the
+                names that are read.
 
         Examples:
             >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard

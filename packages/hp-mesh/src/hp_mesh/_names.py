@@ -1,49 +1,40 @@
-"""Names of degrees: those that are read, by framework, and those that look like a degree's."""
+"""Names of parallel degrees in the configurations of several frameworks."""
 
-import re
-from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from types import SimpleNamespace
 from typing import Any
 
-from ._degrees import as_degree
-from ._errors import ParallelDimsError, Violation, join_words, show
+from ._errors import Violation, join_words, show
 
-SETTINGS = (
-    *("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree"),
-    *("ep_mode", "order", "fsdp_folds_cp", "free_etp"),
-)
-CHOICES = {"ep_mode": "folded", "fsdp_folds_cp": "True", "free_etp": "False"}  # and their defaults
-SEQUENCE = "sequence"  # sequence parallel ranks that exchange heads: cp and ulysses_degree at once
-DATA = "data"  # data-parallel ranks: dp_replicate times dp_shard
-MAPPING = "mapping"  # whether Megatron-LM places pp inside dp
-MOST_NAMES = 6  # of a configuration's own that a sentence lists
-MOST_LETTERS = 30  # of each
-MOST_NESTED = 4  # levels of a configuration that are searched for degrees
-# Ratios of `difflib`: from the first on a name may be meant, from the others on it is refused.
-# Short names resemble more names that mean something else.
-SIMILAR, ALIKE, NEARLY_SAME = 0.8, 0.85, 0.91
-LONG, SHORTEST = 10, 6  # letters of a name that is refused from ALIKE, and from NEARLY_SAME on
+DEGREE_FIELDS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
+SETTINGS = (*DEGREE_FIELDS, "ep_mode", "order", "fsdp_folds_cp", "free_etp")
+# Names that do not set one field directly. `_config` converts each of them.
+DATA = "data"  # number of data-parallel ranks: sets dp_replicate and dp_shard
+SEQUENCE = "sequence"  # ranks that exchange heads: sets cp and ulysses_degree
+MAPPING = "mapping"  # Megatron-LM's flag that places pp inside dp: sets order
+# An error lists at most so many names of a configuration, each with at most so many letters.
+MOST_NAMES = 6
+MOST_LETTERS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The names that degrees have in one framework's configuration.
+    """Names of degrees in the configuration of one framework.
 
     Attributes:
-        framework: Its name.
-        names: The field of `ParallelDims` that each name gives; a dot leads into a nested mapping.
-        etp_follows_tp: An absent ``etp`` is ``tp`` there; otherwise it is 1.
-        off: Values that mean that the name says nothing, besides None.
-        unserved: Names that say what no degree here does, with what to give instead.
+        framework: Name of the framework. Empty for hp-mesh itself.
+        names: Field of `ParallelDims` that each name sets. A dot leads into a nested mapping.
+        etp_follows_tp: If True, an absent ``etp`` equals ``tp``. If False, it is 1.
+        off: Values that have the same meaning as an absent name.
+        unread: Names of degrees that `ParallelDims` cannot read, with the replacement. ``{0}`` is
+            the value.
     """
 
     framework: str
     names: Mapping[str, str]
     etp_follows_tp: bool = False
     off: tuple[int, ...] = ()
-    unserved: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 _ACCELERATE = {
@@ -60,14 +51,13 @@ OWN = Dialect(
     names={**{name: name for name in SETTINGS}, "dp": "dp_shard"},
     etp_follows_tp=True,
 )
-# Where the names are defined: torchtitan/config/parallelism.py (job_config.py before, with the
-# expert tensor degree) of pytorch/torchtitan; of NVIDIA/Megatron-LM
-# megatron/core/model_parallel_config.py, data_parallel_size, instances and mapping of
-# megatron/training/arguments.py and the order of megatron/core/parallel_state.py;
-# src/accelerate/parallelism_config.py of huggingface/accelerate, with the prefix of its files; of
-# deepspeedai/DeepSpeed deepspeed/runtime/tensor_parallel/config.py, deepspeed/runtime/config.py,
-# deepspeed/runtime/zero/config.py and, for the argument ep_size of its layer,
-# deepspeed/moe/layer.py.
+# Sources of the names:
+# - pytorch/torchtitan: torchtitan/config/parallelism.py; job_config.py of older versions.
+# - NVIDIA/Megatron-LM: megatron/core/model_parallel_config.py, megatron/core/parallel_state.py
+#   (order), megatron/training/arguments.py (data_parallel_size, instances, mapping).
+# - huggingface/accelerate: src/accelerate/parallelism_config.py. Its files add a prefix.
+# - deepspeedai/DeepSpeed: deepspeed/runtime/config.py, runtime/tensor_parallel/config.py,
+#   runtime/zero/config.py, and deepspeed/moe/layer.py (argument ep_size).
 DIALECTS = (
     OWN,
     Dialect(
@@ -96,7 +86,7 @@ DIALECTS = (
             "use_tp_pp_dp_mapping": MAPPING,
         },
         etp_follows_tp=True,
-        unserved={
+        unread={
             "hierarchical_context_parallel_sizes": "cp with ulysses_degree for the inner ranks",
             "encoder_tensor_model_parallel_size": _ENCODER,
             "encoder_pipeline_model_parallel_size": _ENCODER,
@@ -117,66 +107,32 @@ DIALECTS = (
             "ep_size": "ep",
         },
         off=(0,),
-        unserved={"zero_hpz_partition_size": _GROUPS, "mics_shard_size": _GROUPS},
+        unread={
+            "pipeline.stages": "pp",
+            "zero_optimization.zero_hpz_partition_size": _GROUPS,
+            "zero_optimization.mics_shard_size": _GROUPS,
+        },
     ),
 )
+# Names of degrees in other frameworks and in short spellings. If they were ignored, a run would
+# silently use other degrees than its configuration asks for.
+OTHER_NAMES = {
+    **{f"{axis}_degree": axis for axis in ("tp", "pp", "cp", "ep", "etp")},
+    **{f"{axis}_size": axis for axis in ("pp", "etp")},
+    "dp_degree": "dp_replicate or dp_shard",
+    "fsdp_size": "dp_shard",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "expert_parallel_size": "ep",
+    "model_parallel_size": "tp or pp",
+    "ulysses_sequence_parallel_size": "cp and ulysses_degree",
+}
 NAMES = {name: field for dialect in DIALECTS for name, field in dialect.names.items()}
-_UNSERVED = {n: (d.framework, advice) for d in DIALECTS for n, advice in d.unserved.items()}
-
-# The words of an axis. An abbreviation says it alone; a word says it with one of `_PARALLEL`.
-_ABBREVIATIONS = {
-    "dp": ("dp_shard", "dp_replicate"),
-    "ddp": ("dp_replicate",),
-    "fsdp": ("dp_shard",),
-    "hsdp": ("dp_shard", "dp_replicate"),
-    "cp": ("cp",),
-    "sp": ("cp", "ulysses_degree"),
-    "ulysses": ("ulysses_degree",),
-    "tp": ("tp",),
-    "pp": ("pp",),
-    "ep": ("ep",),
-    "etp": ("etp",),
-}
-_WORDS = {
-    "expert": ("ep",),
-    "experts": ("ep",),
-    "moe": ("ep",),
-    "tensor": ("tp",),
-    "pipeline": ("pp",),
-    "pipe": ("pp",),
-    "context": ("cp",),
-    "sequence": ("cp", "ulysses_degree"),
-    "seq": ("cp", "ulysses_degree"),
-    "replicate": ("dp_replicate",),
-    "replica": ("dp_replicate",),
-    "shard": ("dp_shard",),
-    "data": ("dp_shard", "dp_replicate"),
-    "model": ("tp", "pp"),
-}
-_PARALLEL = {"parallel", "parallelism", "degree", "degrees", "stages", "shards"}
-_FILLERS = {"size", "sizes", "num", "number", "of", "n", "world", "ranks", "way", "group"}
-
-
-def looks_like(name: str) -> tuple[str, ...]:
-    """Return the fields that a name may mean by its words; none where it says something else.
-
-    A degree's name has words of axes, of parallelism and of sizes, and no others: not
-    ``pipeline_parallel_layers_per_stage``.
-    """
-    words = [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
-    if {*words} - {*_ABBREVIATIONS, *_WORDS, *_PARALLEL, *_FILLERS}:
-        return ()
-    short = [_ABBREVIATIONS[w] for w in words if w in _ABBREVIATIONS]
-    if {"expert", "moe"} & {*words} and "tensor" in words and _PARALLEL & {*words}:
-        return ("etp",)
-    if short:
-        return short[-1]
-    said = [fields for word, fields in _WORDS.items() if word in words]
-    return said[0] if said and _PARALLEL & {*words} else ()
+UNREAD = {n: advice for d in DIALECTS for n, advice in d.unread.items()} | OTHER_NAMES
 
 
 def read_field(source: object, name: str) -> Any:
-    """Return an entry of a mapping or an attribute of an object, None where it is absent.
+    """Return an entry of a mapping or an attribute of an object, or None if it is absent.
 
     A dot in the name leads into a nested mapping or object.
     """
@@ -186,7 +142,10 @@ def read_field(source: object, name: str) -> Any:
 
 
 def has_field(source: object, name: str) -> bool:
-    """Whether a name that `read_field` takes is there, also with None as its value."""
+    """Return whether a name is present, also if its value is None.
+
+    A dot in the name leads into a nested mapping.
+    """
     outer, _, inner = name.partition(".")
     if inner:
         nested = read_field(source, outer)
@@ -195,139 +154,56 @@ def has_field(source: object, name: str) -> bool:
 
 
 def is_of_framework(table: Mapping[str, Any]) -> bool:
-    """Whether a table has a degree's name that is no field of `ParallelDims`."""
+    """Return whether a table has a name of a degree that is not a field of `ParallelDims`."""
     return any(has_field(table, name) for name in NAMES if name not in SETTINGS)
 
 
 def table_of_degrees(config: object) -> str | None:
-    """Return the path to the first nested table that has names of degrees."""
-    paths = (path.rpartition(".")[0] for path, leaf, _ in _paths(config) if path != leaf in NAMES)
-    return next(paths, None)
+    """Return the first field that holds a table with names of degrees, or None."""
+    fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    for name, value in fields.items():
+        is_table = isinstance(value, Mapping) or is_dataclass(value)
+        if is_table and any(has_field(value, known) for known in NAMES):
+            return str(name)
+    return None
 
 
 def unread_degrees(config: object) -> Iterator[Violation]:
-    """Yield a violation for each name, at any level, that says a degree and is not read."""
-    known = [name for name in NAMES if len(name) >= SHORTEST]
-    for path, leaf, source in _paths(config):
-        if path in NAMES:
-            continue
-        if leaf in _UNSERVED:
-            value = _entry(source, leaf)
-            if _says_something(value):
-                yield _no_degree(path, leaf, value)
-            continue
-        meant = looks_like(leaf) or looks_like(path)
-        near = None if path != leaf else _misspelled(leaf, known)
-        if near is not None and meant and NAMES[near] not in meant:
-            near = None
-        if (near is None and not meant) or _is_computed(source, leaf):
-            continue
-        value = _entry(source, leaf)
-        given = f"{path}={show(value) if not isinstance(value, str) else value}"
-        if near is not None and (_is_degree(value) or _is_choice(NAMES[near], value)):
-            reason = f"{given} is read by no name; did you mean {near}?"
-            yield Violation(rule="fields", values={path: value}, reason=reason)
-        elif meant and _is_degree(value):
-            names = [
-                n for d in DIALECTS for n in _listed(d) if d.names[n] in meant and "." not in n
-            ]
-            reason = f"{given} is read by no name, and looks like {join_words(meant)}; "
-            reason += f"use {join_words(names)}"
-            yield Violation(rule="fields", values={path: value}, reason=reason)
+    """Yield a violation for each known name of a degree above 1 that `from_config` cannot read."""
+    for name, advice in UNREAD.items():
+        value = read_field(config, name)
+        if _is_above_one(value):
+            reason = f"from_config does not read {name}={show(value)}; use {advice.format(value)}"
+            yield Violation(rule="fields", values={name: value}, reason=reason)
 
 
-def _paths(source: object) -> Iterator[tuple[str, str, object]]:
-    """Yield each name with the path to it and what has it, outer levels first."""
-    level: list[tuple[str, object]] = [("", source)]
-    for _ in range(MOST_NESTED):
-        nested: list[tuple[str, object]] = []
-        for prefix, outer in level:
-            for name in own_names(outer):
-                yield prefix + name, name, outer
-                value = None if "." in name else _nested(outer, name)
-                nested += [] if value is None else [(f"{prefix}{name}.", value)]
-        level = nested
-
-
-def _entry(source: object, name: str) -> Any:
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-
-
-def _is_computed(source: object, name: str) -> bool:
-    """Whether an object makes the value of its other fields, which are read themselves."""
-    return isinstance(getattr(type(source), name, None), property)
-
-
-def _nested(source: object, name: str) -> object:
-    """Return what has named fields in a field that is data: a property is not computed for it."""
-    fields = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
-    value = fields.get(name)
-    record = isinstance(value, Mapping | Namespace | SimpleNamespace) or is_dataclass(value)
-    return value if record and not isinstance(value, type) else None
-
-
-def _misspelled(name: str, known: Sequence[str]) -> str | None:
-    if len(name) < SHORTEST:
-        return None
-    own = len(name) >= LONG and not any(each in name for each in known)
-    return _near(name, known, ALIKE if own else NEARLY_SAME)
-
-
-def _near(name: str, known: Iterable[str], ratio: float) -> str | None:
-    from difflib import get_close_matches  # takes a while to load, and is seldom needed
-
-    return next(iter(get_close_matches(name, [*known], n=1, cutoff=ratio)), None)
-
-
-def _is_degree(value: Any) -> bool:
+def _is_above_one(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_above_one, value))
     try:
-        return as_degree("", value, inferable=True, optional=False) != 1
-    except ParallelDimsError:
+        return int(value) > 1
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
-def _is_choice(field: str, value: Any) -> bool:
-    return field in CHOICES and isinstance(value, bool | str) and str(value) != CHOICES[field]
-
-
-def _says_something(value: Any) -> bool:
-    off = isinstance(value, int | str) and not _is_degree(value)
-    return bool(value) and not off and value != -1
-
-
-def _no_degree(path: str, leaf: str, value: Any) -> Violation:
-    framework, advice = _UNSERVED[leaf]
-    reason = f"{path}={show(value)} of {framework} has no degree here; "
-    reason += f"give {advice.format(value)}"
-    return Violation(rule="fields", values={path: value}, reason=reason)
-
-
 def none_read(config: object) -> Violation:
-    """Return the violation of a configuration that has none of the names."""
-    # Not the value itself: what an object shows of itself may differ between ranks.
-    names = own_names(config)
+    """Return the violation of a configuration that has none of the known names."""
+    names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
+    names = [name for name in names if not name.startswith("_")]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     has = join_words([*(name[:MOST_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
     others = join_words(f"{d.framework} ({', '.join(_listed(d))})" for d in DIALECTS if d != OWN)
-    near = ((name, _near(name, NAMES, SIMILAR)) for name in names)
-    meant = join_words((f"{name[:MOST_LETTERS]} for {m}" for name, m in near if m), "and")
-    inner = table_of_degrees(config)
+    table = table_of_degrees(config)
+    # The representation of the configuration may differ between ranks, so only its type is given.
+    kind = type(config).__name__
     return Violation(
         rule="fields",
-        values={"config": type(config).__name__},
-        reason=f"config of type {type(config).__name__} has none of the names "
-        f"{join_words(OWN.names)}; nor those of {others}; it has {has or 'no fields'}"
-        + (f"; is {meant} misspelled?" if meant else "")
-        + (f"; its {inner} has such names; give that" if inner else ""),
+        values={"config": kind},
+        reason=f"config of type {kind} has none of the names {join_words(OWN.names)}; nor names of "
+        f"{others}; it has {has or 'no fields'}"
+        + (f"; its {table} has such names; pass that" if table else ""),
     )
 
 
 def _listed(dialect: Dialect) -> list[str]:
     return [name for name in dialect.names if "parallelism_config_" not in name]
-
-
-def own_names(source: object) -> list[str]:
-    """Return the keys of a mapping or the public attributes of an object."""
-    if isinstance(source, Mapping):
-        return [*map(str, source)]
-    return [name for name in dir(source) if not name.startswith("_")]
