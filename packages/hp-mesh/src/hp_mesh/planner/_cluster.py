@@ -1,7 +1,7 @@
 """Accelerators, how fast they reach each other, and what collectives take."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from .._errors import (
@@ -14,6 +14,7 @@ from .._errors import (
     take_integers,
 )
 from .._layout import AxisGroup, RankLayout
+from ._train import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +135,20 @@ class Cluster:
     world_size: int
     accelerator: Accelerator | str
     ranks_per_node: int = 8
-    intra_gbs: float | None = None
-    inter_gbs: float | None = None
-    intra_us: float = 2.0
-    inter_us: float = 20.0
+    intra_gbs: float | None = field(
+        default=None,
+        metadata=option("bandwidth per device and direction inside a node", unit="GB/s"),
+    )
+    inter_gbs: float | None = field(
+        default=None,
+        metadata=option("bandwidth per device and direction between nodes", unit="GB/s"),
+    )
+    intra_us: float = field(
+        default=2.0, metadata=option("latency of one hop inside a node", unit="microseconds")
+    )
+    inter_us: float = field(
+        default=20.0, metadata=option("latency of one hop between nodes", unit="microseconds")
+    )
     memory_fraction: float | None = None
 
     def __post_init__(self) -> None:

@@ -1,15 +1,15 @@
 """What is trained, and how: sequences, batch, precision, recomputation, schedule, states."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 from .._errors import (
     Violation,
     amount_violations,
-    choice_violations,
     flag_violations,
     integer_violations,
+    join_words,
     number_violation,
     raise_errors,
     take_integers,
@@ -26,6 +26,17 @@ STAGES: tuple[Zero, ...] = (None, 0, 1, 2, 3)
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2}
 ANY = "any"
+
+
+def option(help: str, *, unit: str = "", choices: tuple[object, ...] = ()) -> dict[str, Any]:
+    """Return the metadata of a field from which the command line makes an option.
+
+    Args:
+        help: Description. The command line appends the default.
+        unit: Unit of a number. A field without unit and choices is a flag.
+        choices: Legal values, besides a default of None.
+    """
+    return {"help": help, "unit": unit, "choices": choices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,30 +96,103 @@ class TrainSpec:
         4194304
     """
 
-    seq_len: int
-    global_batch: int
-    micro_batch: int | None = None
-    recompute: Recompute | None = None
-    recompute_layers: int | None = None
-    float8: bool = False
-    schedule: Schedule | Literal["any"] = "1f1b"
-    virtual_stages: int = 1
-    receive_buffers: Literal["in-flight", "all"] = "in-flight"
-    zero: Zero | Literal["any"] = None
-    gradient_dtype: Dtype = "float32"
-    moment_dtype: Dtype = "float32"
-    fused: bool | Literal["attention"] = True
-    fused_loss: bool = False
-    attention: Literal["native", "flash-2"] = "native"
-    context: Literal["ring", "all-gather"] = "ring"
-    dispatch: Literal["deduplicated", "copies"] = "deduplicated"
-    fp8_dispatch: bool = False
-    max_nodes: int | None = None
-    memory_fraction: float = 0.95
+    seq_len: int = field(metadata=option("length of a sequence", unit="tokens"))
+    global_batch: int = field(
+        metadata=option("size of an optimizer step, over all ranks", unit="sequences")
+    )
+    micro_batch: int | None = field(
+        default=None, metadata=option("size of a microbatch (default: the best)", unit="sequences")
+    )
+    recompute: Recompute | None = field(
+        default=None,
+        metadata=option(
+            "activations that backward recomputes: none; selective: the attention core; "
+            "selective-op: all but attention outputs and every second matrix product; "
+            "full: whole layers (default: the best)",
+            choices=RECOMPUTE,
+        ),
+    )
+    recompute_layers: int | None = field(
+        default=None,
+        metadata=option("layers per pipeline rank that recompute (default: all)", unit="layers"),
+    )
+    float8: bool = field(default=False, metadata=option("multiply linear layers in fp8"))
+    schedule: Schedule | Literal["any"] = field(
+        default="1f1b",
+        metadata=option("pipeline schedule; any: the best", choices=(*SCHEDULES, ANY)),
+    )
+    virtual_stages: int = field(
+        default=1,
+        metadata=option(
+            "stages per pipeline rank of an interleaved schedule; 1: the best", unit="stages"
+        ),
+    )
+    receive_buffers: Literal["in-flight", "all"] = field(
+        default="in-flight",
+        metadata=option(
+            "receive buffers of a pipeline rank: for the microbatches in flight, or for all of a "
+            "step, as in torch.distributed.pipelining",
+            choices=("in-flight", "all"),
+        ),
+    )
+    zero: Zero | Literal["any"] = field(
+        default=None,
+        metadata=option(
+            "ZeRO stage; none: as in FSDP, which is stage 3 with one gather and one reduction per "
+            "step if there are pipeline stages; any: the best (default: none)",
+            choices=(0, 1, 2, 3, None, ANY),
+        ),
+    )
+    gradient_dtype: Dtype = field(
+        default="float32",
+        metadata=option("dtype in which gradients are accumulated and reduced", choices=DTYPES),
+    )
+    moment_dtype: Dtype = field(
+        default="float32", metadata=option("dtype of the optimizer's moments", choices=DTYPES)
+    )
+    fused: bool | Literal["attention"] = field(
+        default=True,
+        metadata=option(
+            "use fused kernels everywhere, nowhere or for attention only",
+            choices=(True, False, "attention"),
+        ),
+    )
+    fused_loss: bool = field(
+        default=False,
+        metadata=option("compute the loss in chunks, so that not all logits exist at once"),
+    )
+    attention: Literal["native", "flash-2"] = field(
+        default="native",
+        metadata=option(
+            "attention kernels: the device's own, or FlashAttention-2",
+            choices=("native", "flash-2"),
+        ),
+    )
+    context: Literal["ring", "all-gather"] = field(
+        default="ring",
+        metadata=option("communication over cp", choices=("ring", "all-gather")),
+    )
+    dispatch: Literal["deduplicated", "copies"] = field(
+        default="deduplicated",
+        metadata=option(
+            "send a token once per node with experts of it, or once per expert",
+            choices=("deduplicated", "copies"),
+        ),
+    )
+    fp8_dispatch: bool = field(default=False, metadata=option("send tokens to experts in fp8"))
+    max_nodes: int | None = field(
+        default=None,
+        metadata=option(
+            "nodes that may have experts of one token (default: the model's limit)", unit="nodes"
+        ),
+    )
+    memory_fraction: float = field(
+        default=0.95,
+        metadata=option("part of a device's memory that a plan may use", unit="fraction"),
+    )
 
     def __post_init__(self) -> None:
-        names = ("seq_len", "global_batch", "micro_batch", "virtual_stages")
-        take_integers(self, (*names, "recompute_layers", "max_nodes"))
+        take_integers(self, _INTEGERS)
         raise_errors(_violations(self))
 
     @property
@@ -127,33 +211,31 @@ class TrainSpec:
         return 2 * BYTES[self.moment_dtype]
 
 
+# Fields that hold an integer, or None.
+_INTEGERS = tuple(
+    each.name
+    for each in fields(TrainSpec)
+    if each.metadata["unit"] and int in (each.type, *get_args(each.type))
+)
+
+
 def _violations(train: TrainSpec) -> Iterator[Violation]:
-    sizes: dict[str, object] = {
-        "seq_len": train.seq_len,
-        "global_batch": train.global_batch,
-        "virtual_stages": train.virtual_stages,
-    }
-    optional = ("micro_batch", "recompute_layers", "max_nodes")
-    sizes |= {name: getattr(train, name) for name in optional if getattr(train, name) is not None}
-    yield from integer_violations(sizes)
-    flags = ("float8", "fused_loss", "fp8_dispatch")
-    yield from flag_violations({name: getattr(train, name) for name in flags})
-    if train.fused != "attention":
-        yield from flag_violations({"fused": train.fused})
-    if train.recompute is not None:
-        yield from choice_violations("recompute", train.recompute, RECOMPUTE)
+    for each in fields(train):
+        name, value, choices = each.name, getattr(train, each.name), each.metadata["choices"]
+        if value is None and each.default is None:
+            continue
+        if name in _INTEGERS:
+            yield from integer_violations({name: value})
+        elif each.default is False:
+            yield from flag_violations({name: value})
+        # True == 1, but one is not legal if the other is.
+        elif choices and (value, type(value) is bool) not in [
+            (c, type(c) is bool) for c in choices
+        ]:
+            yield number_violation(name, value, join_words(map(repr, choices)))
     if train.recompute == "none" and train.recompute_layers is not None:
         legal = "None, or another recompute than 'none'"
         yield number_violation("recompute_layers", train.recompute_layers, legal)
-    yield from choice_violations("schedule", train.schedule, (*SCHEDULES, ANY))
-    if train.zero != ANY and (isinstance(train.zero, bool) or train.zero not in STAGES):
-        yield number_violation("zero", train.zero, "0, 1, 2, 3, None or 'any'")
-    yield from choice_violations("gradient_dtype", train.gradient_dtype, DTYPES)
-    yield from choice_violations("moment_dtype", train.moment_dtype, DTYPES)
-    yield from choice_violations("receive_buffers", train.receive_buffers, ("in-flight", "all"))
-    yield from choice_violations("attention", train.attention, ("native", "flash-2"))
-    yield from choice_violations("context", train.context, ("ring", "all-gather"))
-    yield from choice_violations("dispatch", train.dispatch, ("deduplicated", "copies"))
     if train.schedule not in ("interleaved", ANY) and train.virtual_stages != 1:
         legal = "1, or schedule='interleaved'"
         yield number_violation("virtual_stages", train.virtual_stages, legal)
