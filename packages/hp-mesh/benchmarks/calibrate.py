@@ -1,10 +1,11 @@
 """Fit the planner's constants to published runs, and print what they are off by.
 
-Data: `published_runs.json`, `planner_runs.json` and `nanotron_runs.csv` beside this file, each row
-with its source. Errors are given twice: with the constants of `hp_mesh.planner.CONSTANTS`, and
-cross-validated, where the constants are fitted again without any row of the source that the row is
-from. The fit is a penalised least-squares fit of logarithms: every constant is pulled towards its
-prior, a figure that follows from hardware or from kernels, so that few rows cannot move it far.
+Data: `published_runs.json`, `planner_runs.json`, `scale_runs.json` and `nanotron_runs.csv` beside
+this file, each row with its source. No constant is fitted to `scale_runs.json`. Errors of the other
+runs are given twice: with the constants of `hp_mesh.planner.CONSTANTS`, and cross-validated, where
+the constants are fitted again without any row of the source that the row is from. The fit is a
+penalised least-squares fit of logarithms: every constant is pulled towards its prior, a figure that
+follows from hardware or from kernels, so that few rows cannot move it far.
 
     python benchmarks/calibrate.py            # tables with the constants as they are
     python benchmarks/calibrate.py --fit      # the same, and cross-validation; prints the fit
@@ -150,7 +151,7 @@ def planner_runs() -> list[Run]:
     """Return the runs of the second edition.
 
     Megatron's distributed optimizer is ZeRO stage 1, and its recipes add gradients up in bf16;
-    Automodel trains with FSDP.
+    Automodel and MaxText train with FSDP.
     """
     facts = json.loads((HERE / "planner_runs.json").read_text())
     models = {name: ModelShape(name=name, **sizes) for name, sizes in facts["models"].items()}
@@ -169,7 +170,7 @@ def planner_runs() -> list[Run]:
             "recompute": row["recompute"],
             "float8": row["fp8"],
             "fused": row["fused"],
-            "zero": 3 if row["shard"] else None if "Automodel" in row["source"] else 1,
+            "zero": None if row["shard"] or "Automodel" in row["source"] else 1,
             "gradient_dtype": "float32" if row["gpu"].startswith("A100") else "bfloat16",
             "dispatch": "deduplicated" if "DeepEP" in row["note"] else "copies",
             "schedule": "interleaved" if row["v"] > 1 else "1f1b",
@@ -178,6 +179,46 @@ def planner_runs() -> list[Run]:
         source, model, chip = row["source"], models[row["model"]], row["gpu"]
         rows.append(make(model, source, chip, world, degrees, train, row["published"]))
     return rows
+
+
+def scale_runs() -> list[Run]:
+    """Return the runs of FSDP and of ZeRO stage 3 at scale, which are never fitted to."""
+    facts = json.loads((HERE / "scale_runs.json").read_text())
+    models = {name: ModelShape(name=name, **sizes) for name, sizes in facts["models"].items()}
+    rows = []
+    for row in facts["runs"]:
+        model, train, published = models[row["model"]], row["train"], dict(row["published"])
+        if "tflops_hardware" in published:  # these count the recomputation, and whole scores
+            width, layers = model.hidden, model.layers
+            ends = train["seq_len"] / (6 * width) + model.vocab / (16 * layers * width)
+            flops = 96 * train["global_batch"] * train["seq_len"] * layers * width**2 * (1 + ends)
+            rate = published["tflops_hardware"] * 1e12 * row["world"]
+            published = {"step_seconds": flops / rate}
+        place = row["source"], row["gpu"], row["world"]
+        rows.append(make(model, *place, row["dims"], train, published))
+    return rows
+
+
+def report_scale(runs: Sequence[Run]) -> None:
+    """Print the errors of runs at scale by device, kind of sharding and number of devices."""
+    groups: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for run, error in time_errors(runs, Calibration()).items():
+        sharding = "FSDP" if run.train.zero is None else f"ZeRO {run.train.zero}"
+        sharding += f", pp={run.dims.pp}" if run.dims.pp > 1 else ""
+        groups[run.cluster.device.name, sharding, run.cluster.world_size].append(error)
+    rows = [
+        (
+            *key,
+            len(errors),
+            f"{mean_size(errors):.1%}",
+            f"{statistics.mean(exp(error) - 1 for error in errors):+.1%}",
+            percent(min(errors)),
+            percent(max(errors)),
+        )
+        for key, errors in sorted(groups.items())
+    ]
+    columns = ["device", "sharding", "devices", "runs", "error", "signed", "lowest", "highest"]
+    show("mean absolute error of time at scale, no run fitted to", rows, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,6 +482,7 @@ def main() -> None:
         show("constants", rows, ["constant", "in the table", "fitted"])
     report_times(runs, validated)
     report_schedules(runs, validated)
+    report_scale(scale_runs())
     report_memory(runs)
     report_trials(Calibration())
 

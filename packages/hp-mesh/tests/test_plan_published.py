@@ -3,8 +3,10 @@
 from statistics import mean
 from typing import Any, NamedTuple
 
+import pytest
+
 from hp_mesh import ParallelDims
-from hp_mesh.planner import MODELS, Candidate, Cluster, TrainSpec, estimate, plan
+from hp_mesh.planner import MODELS, Candidate, Cluster, ModelShape, TrainSpec, estimate, plan
 
 GIB = 2**30
 
@@ -98,3 +100,50 @@ def test_published_configurations_are_in_the_top_ten_and_within_a_tenth_of_the_b
 def degrees(candidate: Candidate) -> tuple[int, ...]:
     dims = candidate.dims
     return (dims.dp_replicate, dims.dp_shard or 1, dims.cp, dims.tp, dims.pp)
+
+
+# arXiv 2104.04473, table 2: models of 175B and 530B without tensor or pipeline parallelism, trained
+# with ZeRO stage 3 of DeepSpeed on A100. The last figure is TFLOP/s, which count the recomputation.
+STAGE_3 = [
+    (96, 12288, 96, 384, 1536, 4, 144),
+    (96, 12288, 96, 768, 1536, 2, 88),
+    (96, 12288, 96, 1536, 1536, 1, 44),
+    (105, 20480, 128, 640, 2560, 4, 138),
+    (105, 20480, 128, 1120, 2240, 2, 98),
+    (105, 20480, 128, 2240, 2240, 1, 48),
+]
+
+
+def stage_3(run: tuple[int, ...], zero: int | None) -> tuple[Candidate, float]:
+    """Return an estimate and the published seconds of a step."""
+    layers, hidden, heads, world, batch, micro_batch, tflops = run
+    model = ModelShape(
+        layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=51200, glu=False
+    )
+    fields: dict[str, Any] = {"recompute": "full", "fused": False, "zero": zero}
+    fields |= {"gradient_dtype": "bfloat16", "micro_batch": micro_batch}
+    train = TrainSpec(seq_len=2048, global_batch=batch, **fields)
+    cluster = Cluster(world_size=world, accelerator="A100-80")
+    ends = 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+    flops = 96 * batch * 2048 * layers * hidden**2 * (1 + ends)
+    seconds = flops / (tflops * 1e12 * world)
+    return estimate(model, cluster, train, ParallelDims(dp_shard=world)), seconds
+
+
+def test_stage_3_of_deepspeed_is_within_a_third_at_any_scale_and_a_fifth_on_average() -> None:
+    errors = []
+    for run in STAGE_3:
+        own, seconds = stage_3(run, zero=3)
+        errors.append(abs(own.time.total / seconds - 1))
+        assert own.trust.resembles == "ZeRO stage 3 of DeepSpeed on A100"
+        assert own.trust.error == pytest.approx(0.18)
+    assert max(errors) <= 1 / 3
+    assert mean(errors) <= 0.18
+
+
+def test_fsdp_prefetches_what_stage_3_waits_for() -> None:
+    for run in STAGE_3:
+        deepspeed, fsdp = stage_3(run, zero=3)[0], stage_3(run, zero=None)[0]
+        assert deepspeed.time.compute == fsdp.time.compute
+        assert deepspeed.time.total > 1.15 * fsdp.time.total
+        assert deepspeed.memory == fsdp.memory

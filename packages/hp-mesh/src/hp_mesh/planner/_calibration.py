@@ -62,6 +62,8 @@ class Calibration:
         overlap_cost: Share of overlapped communication that still slows the computation.
         tp_hidden: Share of tensor-parallel communication that overlaps with computation.
         ep_hidden: Share of expert-parallel communication that overlaps, without DualPipe.
+        stage3_collectives: Number of all-gathers, or reduce-scatters, of one pass over a layer with
+            ZeRO stage 3.
         layer_seconds: Host time of one layer with eager kernels, forward and backward, in seconds.
         eager_hop_seconds: Seconds per hop of a tensor-parallel collective of eager kernels if the
             pipeline stages are on several nodes.
@@ -176,6 +178,11 @@ class Calibration:
     tp_hidden: float = _constant(0.46, "part of tensor-parallel traffic beside products", FIT)
     ep_hidden: float = _constant(
         0.18, "part of expert traffic beside other kernels, without DualPipe", FIT
+    )
+    stage3_collectives: float = _constant(
+        4,
+        "collectives of one pass over a layer with ZeRO stage 3: one for each weight",
+        "count of weights of a GPT layer",
     )
     # Host.
     layer_seconds: float = _constant(

@@ -76,8 +76,10 @@ class Traffic(NamedTuple):
 
     The ends are the embedding and the output matrix. ``gather`` collects parameters, ``reduce``
     leaves each rank its shard of their gradients, ``replicas`` sums shards over replicas.
+    ``hops`` is the latency of one collective, which ``gather`` and ``reduce`` include once.
     """
 
+    hops: float
     gather: float
     reduce: float
     replicas: float
@@ -310,6 +312,7 @@ class TimeModel:
         (gather, reduce), (end_gather, end_reduce) = self._dense_sharding[key]
         expert_gather, expert_reduce = self._shared(groups["efsdp"], experts)
         return Traffic(
+            hops=self._links.latency(groups["dense"]),
             gather=gather + expert_gather,
             reduce=reduce + expert_reduce,
             replicas=self._summed(groups, dense / degrees.fsdp + experts / degrees.efsdp),
@@ -629,7 +632,7 @@ class TimeModel:
     ) -> tuple[float, float]:
         """Return the exposed seconds of sharded parameters and of replicas in one step.
 
-        Stage 3 gathers for both passes of every microbatch and reduces after each; FSDP with
+        Stage 3 and FSDP gather for both passes of every microbatch and reduce after each. FSDP with
         pipeline stages, and stages 1 and 2, gather once; stage 2 reduces for every microbatch.
         Stage 0 sums whole gradients, once. All layers of the rank hide what its ends need too.
         """
@@ -640,7 +643,12 @@ class TimeModel:
         replicas = layers * traffic.replicas + one.ends * traffic.end_replicas
         cost, zero = self._constants.overlap_cost, setting.zero
         first = traffic.gather
-        if zero == 3 or (zero is None and degrees.pp == 1):
+        if zero == 3:
+            # DeepSpeed: one collective for each weight, with nothing beside it.
+            hops = 3 * layers * (self._constants.stage3_collectives - 1) * traffic.hops
+            summed = _exposed(replicas, backward, cost)
+            return microbatches * (2 * gather + reduce + hops), summed
+        if zero is None and degrees.pp == 1:
             sharding = microbatches * _exposed(gather, forward, cost)
             returned = gather + reduce
             sharding += microbatches * _exposed(returned, backward, cost)

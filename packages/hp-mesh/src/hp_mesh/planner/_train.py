@@ -63,8 +63,9 @@ class TrainSpec:
             in flight; ``"all"``: one for each microbatch of a step, as in
             ``torch.distributed.pipelining``.
         zero: ZeRO stage over ``dp_shard`` and ``cp`` (arXiv 1910.02054). 0: nothing is sharded; 1:
-            optimizer state; 2: gradients too; 3: parameters too, gathered for every microbatch.
-            None is stage 3 as in FSDP: with pipeline stages, parameters stay unsharded during the
+            optimizer state; 2: gradients too; 3: parameters too, as in DeepSpeed: each weight is
+            gathered separately for every microbatch, without overlap. None is stage 3 as in FSDP:
+            layers are prefetched; with pipeline stages, parameters stay unsharded during the
             step and gradients are accumulated unsharded. ``"any"`` lets the planner choose.
         gradient_dtype: Dtype in which gradients are accumulated and reduced.
         moment_dtype: Dtype of the optimizer's two moments.

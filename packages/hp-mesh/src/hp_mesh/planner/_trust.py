@@ -20,13 +20,17 @@ class Published(NamedTuple):
 
 # The families of accelerators by what their kernels have in common.
 AMPERE_RUNS = "dense bf16 on A100"
+DEEPSPEED_RUNS = "ZeRO stage 3 of DeepSpeed on A100"
+STAGE_3 = "ZeRO stage 3"
 AMPERE = ("A100-40", "A100-80")
 HOPPER = ("H100", "H100-96", "H800", "H200")
-# Runs without pipeline stages, and with those of each schedule: they are off by as much as it takes
-# to price a pipeline. A class without a schedule has no published run of that kind.
+# Runs without pipeline stages, with those of each schedule, and with ZeRO stage 3 (not FSDP). If a
+# class has no entry of a kind, it has no published run of that kind. The runs of ZeRO stage 3 were
+# not used in any fit.
 CLASSES = {
     ("ampere", "bf16", False): {
         "": Published(AMPERE_RUNS, 6, 0.04, 128),
+        STAGE_3: Published(DEEPSPEED_RUNS, 6, 0.18, 2240),
         "1f1b": Published(AMPERE_RUNS, 3, 0.04, 2520),
         "interleaved": Published(AMPERE_RUNS, 4, 0.06, 280),
     },
@@ -61,13 +65,15 @@ def trust_of(
     precision = "fp8" if train.float8 else "bf16"
     kinds = CLASSES.get((family, precision, model.experts > 0), {})
     schedule = setting.schedule if degrees.pp > 1 else ""
-    published = kinds.get(schedule)
+    stage_3 = setting.zero == 3 and degrees.fsdp > 1 and not schedule
+    published = kinds.get(STAGE_3 if stage_3 else schedule)
     if setting.zero == 0 and schedule:
         apart = "ZeRO stage 0 with pipeline stages, which stalls in ways that are not explained"
         return Trust(resembles="", runs=0, error=None, differs=(apart,))
     if published is None:
         apart = f"{precision} {'with' if model.experts else 'without'} experts on {chip}"
-        apart += f" with {schedule} pipelines" if kinds else ""
+        if kinds:
+            apart += f" with {STAGE_3}" if stage_3 else f" with {schedule} pipelines"
         return Trust(resembles="", runs=0, error=None, differs=(apart,))
     differs = tuple(_differences(published, cluster, train, degrees, setting, time))
     error = published.error if len(differs) < 2 else None
@@ -99,7 +105,7 @@ def _differences(
         yield "parts of a sequence meet in another way than in a ring"
     if train.fused == "attention":
         yield "eager elementwise kernels"
-    if train.fused is False and published.name != AMPERE_RUNS:
+    if train.fused is False and published.name not in (AMPERE_RUNS, DEEPSPEED_RUNS):
         yield "attention that stores its scores"
     if train.seq_len > 262144:
         yield f"seq_len={train.seq_len}; the published runs have 262144 at most"
