@@ -20,7 +20,8 @@ from .._model import read_numbers
 from .._rules import RULES, Rule, Subject, degree_violations, judge, names_of
 from ._model import ModelShape
 from ._result import Degrees, Rejection, Setting
-from ._train import Schedule, TrainSpec, Zero
+from ._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
+from ._train import ANY, TrainSpec, Zero
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 AXES = (*DENSE_AXES, "ep", "etp")
@@ -146,10 +147,10 @@ class Legality:
 
     def _own(self, degrees: Degrees) -> Iterator[Violation]:
         """Yield what the estimates need beyond the rules of a mesh."""
-        # An interleaved schedule has at least two, also where their number is open.
+        # An adjustable schedule has at least two, also if their number is open.
         stages, layers = max(2, self._train.virtual_stages), self._model.layers
-        interleaved = self._train.schedule == "interleaved" and degrees.pp > 1
-        if interleaved and degrees.pp * stages > layers + 2:
+        adjustable = self._train.schedule in ADJUSTABLE and degrees.pp > 1
+        if adjustable and degrees.pp * stages > layers + 2:
             # The embedding and the output matrix may be stages of their own.
             yield Violation(
                 rule="virtual-stages",
@@ -233,26 +234,13 @@ def batch_violations(
         )
         return
     microbatches, pp = local // micro_batch, degrees.pp
-    if setting.virtual_stages > 1 and microbatches % pp:
-        yield Violation(
-            rule="interleaved",
-            values={"pp": pp, "microbatches": microbatches},
-            reason=f"pp={pp} does not divide microbatches={microbatches}, as an "
-            "interleaved schedule needs",
-            legal={"pp": divisors(microbatches)},
-        )
-    if setting.schedule == "dualpipe" and pp > 1 and (pp % 2 or microbatches % 2):
-        yield Violation(
-            rule="dualpipe",
-            values={"pp": pp, "microbatches": microbatches},
-            reason=f"pp={pp} and microbatches={microbatches} are not both even, as microbatches "
-            "enter a DualPipe schedule from both ends",
-        )
+    violations = SCHEDULES[setting.schedule].violations
+    if violations and pp > 1:
+        yield from violations(pp, microbatches)
 
 
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
     """Return the settings to try at a number of stages, those of the run where it fixes them."""
-    schedules: list[tuple[Schedule, int]]
     most = (model.layers + 2) // pp
     stages = [n for n in (train.virtual_stages,) if 1 < n <= most]
     if train.virtual_stages == 1 and pp > 1:
@@ -261,15 +249,14 @@ def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
         for n in range(2, most + 1):
             fewest.setdefault(ceil(model.layers / (pp * n)), n)
         stages = [*fewest.values()]
-    if train.schedule != "any" and train.schedule != "interleaved":
-        schedules = [(train.schedule, 1)]
-    elif pp == 1:
-        one: tuple[Schedule, int] = ("interleaved", train.virtual_stages)
-        schedules = [("1f1b", 1) if train.schedule == "any" else one]
-    elif train.schedule == "interleaved":
-        schedules = [("interleaved", n) for n in stages or [2]]
+    schedules: list[tuple[ScheduleName, int]]
+    if train.schedule == ANY:
+        fixed = [name for name in SCHEDULES if name not in ADJUSTABLE]
+        schedules = [(name, 1) for name in fixed] if pp > 1 else [(DEFAULT, 1)]
+        schedules += [(name, n) for name in ADJUSTABLE for n in stages if pp > 1]
+    elif pp > 1 and train.schedule in ADJUSTABLE:
+        schedules = [(train.schedule, n) for n in stages or [2]]
     else:
-        schedules = [("1f1b", 1), ("zero-bubble", 1), ("dualpipe", 1)]
-        schedules += [("interleaved", n) for n in stages]
-    zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == "any" else (train.zero,)
+        schedules = [(train.schedule, train.virtual_stages)]
+    zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
     return [Setting(name, stages, zero) for name, stages in schedules for zero in zeros]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ._calibration import Calibration
 from ._model import ModelShape
 from ._result import Degrees, Setting
+from ._schedules import SCHEDULES
 from ._train import Recompute, TrainSpec, Zero
 
 
@@ -132,8 +133,11 @@ class MemoryModel:
         recompute: Recompute,
     ) -> tuple[float, ...]:
         tokens, share = micro_batch * self._train.seq_len / degrees.cp, self._fragmentation
-        in_flight = _in_flight(degrees.pp, setting, last=rank.logits > 0)
-        in_flight = min(in_flight, microbatches)
+        in_flight = 1.0
+        if degrees.pp > 1:
+            schedule, stages = SCHEDULES[setting.schedule], setting.virtual_stages
+            in_flight = schedule.in_flight(degrees.pp, stages, last=rank.logits > 0)
+            in_flight = min(in_flight, microbatches)
         kept, working = self._activations(degrees, rank, recompute)
         logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
         # The logits are gone when the first layer is computed again, and leave their place.
@@ -167,9 +171,8 @@ class MemoryModel:
         if self._eager and degrees.dp > 1:
             # bf16 gradients to reduce, beside the sums of the step.
             gathered += half * whole
-        if setting.schedule == "dualpipe":
-            # Both ends of the pipeline hold each stage.
-            parameters += half * whole
+        if pp > 1:
+            parameters += (SCHEDULES[setting.schedule].weight_copies - 1) * half * whole
         outputs = received = 0.0
         if pp > 1:
             # Outputs are kept until their gradients come back.
@@ -278,17 +281,3 @@ class MemoryModel:
         if recompute == "none" and not fused:
             others += constants.score_bytes * model.heads * self._train.seq_len
         return half * (kept / tp + routed) + others / tp
-
-
-def _in_flight(pp: int, setting: Setting, *, last: bool) -> float:
-    """Return of how many microbatches a rank holds activations.
-
-    arXiv 2205.05198, section 4.3; ZB-H1 holds those of 1F1B's first rank on every rank (arXiv
-    2401.10241, section 2.1), DualPipe one more on every rank (arXiv 2412.19437, table 2).
-    """
-    if setting.schedule == "dualpipe":
-        return pp + 1 if pp > 1 else 1
-    if setting.schedule == "interleaved":
-        rest = (pp - 1) / setting.virtual_stages
-        return pp - rest if last else pp + rest
-    return 1 if last and setting.schedule == "1f1b" else pp

@@ -12,7 +12,8 @@ from .._layout import Folds, RankLayout
 from ._calibration import Calibration
 from ._cluster import Cluster
 from ._model import ModelShape
-from ._train import Recompute, Schedule, TrainSpec, Zero
+from ._schedules import DEFAULT, ScheduleName
+from ._train import Recompute, TrainSpec, Zero
 
 GIB = 2**30
 # How far above the limit an estimate may be and still be worth a try: the estimate's own error.
@@ -116,7 +117,7 @@ class Setting(NamedTuple):
         Setting(schedule='1f1b', virtual_stages=1, zero=None)
     """
 
-    schedule: Schedule
+    schedule: ScheduleName
     virtual_stages: int
     zero: Zero
 
@@ -154,7 +155,7 @@ class Trust:
         )
 
 
-USUAL = Setting("1f1b", 1, None)
+USUAL = Setting(DEFAULT, 1, None)
 UNKNOWN = Trust(resembles="", runs=0, error=None)
 
 
@@ -276,7 +277,7 @@ class Candidate:
     trust: Trust = UNKNOWN
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ScheduleName:
         """Pipeline schedule."""
         return self.setting.schedule
 

@@ -41,6 +41,7 @@ from ._result import (
     degrees_of,
     place_of_best,
 )
+from ._schedules import SCHEDULES
 from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
 from ._trust import trust_of
@@ -366,7 +367,7 @@ class Search:
         broken: tuple[Violation, ...] = ()
         for setting in self._variants[degrees.pp]:
             legal = sizes
-            if given is not None or setting.virtual_stages > 1 or setting.schedule == "dualpipe":
+            if given is not None or SCHEDULES[setting.schedule].violations:
                 reasons = {
                     size: tuple(batch_violations(degrees, self._train, setting, size))
                     for size in sizes

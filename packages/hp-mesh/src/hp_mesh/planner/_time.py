@@ -10,6 +10,7 @@ from ._cluster import Cluster, Links
 from ._memory import Rank
 from ._model import ModelShape
 from ._result import Degrees, Setting
+from ._schedules import SCHEDULES
 from ._train import Recompute, TrainSpec
 
 # Over which communication is told apart.
@@ -452,7 +453,7 @@ class TimeModel:
         # What depends on the stages too: which layers recompute, and eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         # Forward of one microbatch and backward of another hide each other's exchange.
-        paired = setting.schedule == "dualpipe" and degrees.pp > 1
+        paired = SCHEDULES[setting.schedule].overlaps_experts and degrees.pp > 1
         dense = (micro_batch, recompute, stages, groups["tp"], groups["ring"], groups["ulysses"])
         routed = (*dense, degrees.etp, paired, groups["ep"])
         key = with_experts, routed
@@ -675,7 +676,10 @@ def _stage(
     setting: Setting,
 ) -> Stage:
     """Return one microbatch on a rank with some layers, and perhaps the output matrix."""
-    busy = layers * (one.compute + one.tp + one.cp + one.ep) + head + send
+    busy, bubble = layers * (one.compute + one.tp + one.cp + one.ep) + head + send, 0.0
+    if pp > 1:
+        seconds = busy, layers * one.forward, layers * one.weights
+        bubble = SCHEDULES[setting.schedule].bubble(pp, setting.virtual_stages, *seconds)
     return Stage(
         compute=layers * one.compute + head,
         tp=layers * one.tp,
@@ -683,7 +687,7 @@ def _stage(
         ep=layers * one.ep,
         send=send,
         busy=busy,
-        bubble=_bubble(pp, setting, busy, layers * one.forward, layers * one.weights),
+        bubble=bubble,
         layers=layers,
         ends=ends,
         free_forward=one.free_forward,
@@ -695,17 +699,3 @@ def _exposed(communication: float, beside: float, cost: float) -> float:
     """Return what communication adds to the computation that it runs beside."""
     hidden = min(communication, max(0.0, beside))
     return communication - hidden + cost * hidden
-
-
-def _bubble(pp: int, setting: Setting, busy: float, forward: float, weights: float) -> float:
-    """Return how long a pipeline rank waits, for the seconds of one microbatch on it.
-
-    1F1B and interleaved: arXiv 2104.04473, section 2.2. ZB-H1 fills it with weights' gradients
-    (arXiv 2401.10241, table 2), DualPipe also with the other direction (arXiv 2412.19437, table 2).
-    """
-    if setting.schedule == "zero-bubble":
-        return (pp - 1) * max(0.0, busy - 2 * weights)
-    if setting.schedule == "dualpipe":
-        both = busy + (busy - forward) - 3 * weights
-        return max(0.0, pp / 2 - 1) * max(0.0, both)
-    return (pp - 1) / setting.virtual_stages * busy

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .._errors import (
     Violation,
@@ -14,18 +14,17 @@ from .._errors import (
     raise_errors,
     take_integers,
 )
+from ._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
 
 Recompute: TypeAlias = Literal["none", "selective", "selective-op", "full"]
-Schedule: TypeAlias = Literal["1f1b", "interleaved", "zero-bubble", "dualpipe"]
 Zero: TypeAlias = Literal[0, 1, 2, 3] | None
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "selective-op", "full")
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "dualpipe")
 STAGES: tuple[Zero, ...] = (None, 0, 1, 2, 3)
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2}
-ANY = "any"
+ANY: Final = "any"
 
 
 def option(help: str, *, unit: str = "", choices: tuple[object, ...] = ()) -> dict[str, Any]:
@@ -118,8 +117,8 @@ class TrainSpec:
         metadata=option("layers per pipeline rank that recompute (default: all)", unit="layers"),
     )
     float8: bool = field(default=False, metadata=option("multiply linear layers in fp8"))
-    schedule: Schedule | Literal["any"] = field(
-        default="1f1b",
+    schedule: ScheduleName | Literal["any"] = field(
+        default=DEFAULT,
         metadata=option("pipeline schedule; any: the best", choices=(*SCHEDULES, ANY)),
     )
     virtual_stages: int = field(
@@ -237,8 +236,8 @@ def _violations(train: TrainSpec) -> Iterator[Violation]:
     if train.recompute == "none" and train.recompute_layers is not None:
         legal = "None, or another recompute than 'none'"
         yield number_violation("recompute_layers", train.recompute_layers, legal)
-    if train.schedule not in ("interleaved", ANY) and train.virtual_stages != 1:
-        legal = "1, or schedule='interleaved'"
+    if train.schedule not in (*ADJUSTABLE, ANY) and train.virtual_stages != 1:
+        legal = f"1, or schedule={join_words(map(repr, ADJUSTABLE))}"
         yield number_violation("virtual_stages", train.virtual_stages, legal)
     wrong = list(amount_violations({"memory_fraction": train.memory_fraction}))
     if not wrong and train.memory_fraction > 1:
