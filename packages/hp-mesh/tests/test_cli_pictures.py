@@ -272,7 +272,8 @@ def test_a_plan_in_which_nothing_fits_says_so_and_calls_none_the_fastest() -> No
 
 def test_a_legend_is_read_row_by_row_in_the_order_of_the_bars(planned: Plan) -> None:
     figure = draw_plan(planned)
-    legend = figure.legends[0]
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
     extent(figure, legend)
     places = {
         text.get_text(): (-round(text.get_window_extent().y0), text.get_window_extent().x0)

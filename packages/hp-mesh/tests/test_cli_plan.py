@@ -198,7 +198,7 @@ def test_everything_wrong_with_a_plan_is_in_one_message() -> None:
     argv += ["--global-batch", "8", "--micro-batch", "-1", "--recompute", "some", "--top", "0"]
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
-    for part in ("llama9", "--world '0'", "'h7'", "--seq-len 'x'", "--micro-batch '-1'"):
+    for part in ("llama9", "--world '0'", "'h7'", "seq_len='x'", "micro_batch=-1"):
         assert part in err
     for part in ("'some'", "--top '0'"):
         assert part in err

@@ -1,4 +1,4 @@
-"""The command line as a process: without torch, without rich, into a closed pipe, on a terminal."""
+"""The command line as a process: without torch or rich, into a closed pipe, on a terminal."""
 
 import io
 import json
@@ -44,13 +44,36 @@ def test_both_modules_run_the_command(module: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("module", ["torch", "rich", "matplotlib"])
+PLAN = "plan --model llama3-8b --world 8 --seq-len 8192 --global-batch 16"
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib"])
 def test_all_commands_work_without(module: str) -> None:
-    plan = "plan --model llama3-8b --world 8 --seq-len 8192 --global-batch 16"
-    for line in (plan, " ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
+    for line in (PLAN, " ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
         done = blocked(module, *line.split())
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert done.stdout
+
+
+def test_without_rich_one_line_names_the_extra() -> None:
+    for line in (PLAN, " ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
+        done = blocked("rich", *line.split())
+        name = line.split()[0]
+        message = f"hp-mesh {name}: tables need rich: pip install 'hp-mesh[cli]'\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_json_and_code_and_exit_codes_need_no_rich() -> None:
+    done = blocked("rich", *CHECK, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["ok"]
+    done = blocked("rich", "check", "tp=16", "--model", "llama3-8b", "--json")
+    assert (done.returncode, json.loads(done.stdout)["ok"]) == (2, False)
+    done = blocked("rich", *PLAN.split(), "--memory-fraction", "0.01", "--json")
+    assert done.returncode == 1
+    done = blocked("rich", *PLAN.split(), "--as-code")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ParallelDims(" in done.stdout
 
 
 def test_a_reader_that_goes_away_leaves_no_traceback() -> None:

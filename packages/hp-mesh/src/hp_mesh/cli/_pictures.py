@@ -1,36 +1,42 @@
-"""Pictures with matplotlib: which rank sits where, and where the time and memory of plans go.
+"""Pictures with matplotlib: the ranks of ``show`` and the best candidates of ``plan``.
 
 Colours are those of Okabe and Ito, "Color Universal Design" (2008), which people with any colour
-vision can tell apart: the plain ones for bars, and the same mixed with white as grounds on which
-dark text stays legible. What is drawn has its meaning as ``gid``, which an SVG keeps as ``id``.
+vision can distinguish. Each drawn part has a ``gid``, which an SVG file stores as ``id``.
 """
 
 from collections.abc import Mapping, Sequence
 from math import ceil, sqrt
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
 from ..planner import Plan
 from ._reports import (
     GIB,
+    GROUP_COLOURS,
+    NOTHING,
+    Answer,
+    Planned,
     RankMap,
     ends,
+    format_seconds,
     plan_rows,
+    plan_title,
+    plural,
     rank_list,
+    settings,
     word_line,
 )
-from ._tables import GROUP_COLOURS, NOTHING, format_seconds, plan_title, settings
 
-INK, FAINT, PAPER, EDGE, GROUND = "#1a1a1a", "#5f6368", "#ffffff", "#9aa0a6", "#f4f5f7"
+INK, FAINT, EDGE, GROUND, LIMIT = "#1a1a1a", "#5f6368", "#9aa0a6", "#f4f5f7", "#b00020"
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 SKY, VERMILION, YELLOW, BLACK, GREY = "#56b4e9", "#d55e00", "#f0e442", "#222222", "#cccccc"
-LIMIT = "#b00020"
-# By name and not by order of appearance, so that a colour means the same in every picture.
+# A part has the same colour in every picture.
 TIME_COLOURS = {
     "compute": BLUE,
     "tp": ORANGE,
@@ -50,83 +56,87 @@ MEMORY_COLOURS = {
     "logits": VERMILION,
     "buffers": GREEN,
 }
-DPI = 100  # so that one pixel is 0.72 points of text
-MARGIN = 24
-GAP = 14
-PAD = 10
-HEAD = 26  # above the cells of a node
-LINE = 14
+DPI = 72  # so that a pixel of a layout is a point of text
+MARGIN, GAP, PAD, HEAD, LINE = 24, 14, 10, 26, 14
 LEGEND_WIDTH = 230
-MOST_NODES, FEWER_NODES = 64, 31  # the latter where some are left out
-MOST_CELLS, FEWER_CELLS = 72, 63  # of one node
-MOST_ROWS = 8
-ROW = 46
-COLUMNS = 5  # of the legend of a plan
-MOST_OVER = 1.5  # times the limit; longer bars of memory are cut there
+MOST_NODES, FEWER_NODES = 64, 31  # the second one if some are left out
+MOST_CELLS, FEWER_CELLS = 72, 63
+MOST_ROWS = 8  # of a plan
+COLUMNS = 5  # of a legend
+MOST_OVER = 1.5  # a bar of memory ends at so many times the limit
+
+
+def draw(answer: Answer) -> Figure:
+    """Draw the answer of ``show`` or ``plan``."""
+    if isinstance(answer, RankMap):
+        return draw_ranks(answer)
+    assert isinstance(answer, Planned)
+    return draw_plan(answer.plan)
 
 
 def save(figure: Figure, path: str) -> None:
-    """Write a picture in the format that the path's suffix names, such as SVG, PNG or PDF.
+    """Write a picture in the format of the path's suffix.
 
     Raises:
         ValueError: Matplotlib does not write this format.
         OSError: The file cannot be written.
     """
+    metadata = {"Date": None} if path.lower().endswith(".svg") else {}
     with rc_context({"svg.hashsalt": "hp-mesh"}):
-        metadata: dict[str, str | None] = {"Date": None} if path.lower().endswith(".svg") else {}
-        figure.savefig(path, dpi=2 * DPI, facecolor=PAPER, metadata=metadata)
+        figure.savefig(path, dpi=2 * DPI, metadata=metadata)
 
 
 def draw_ranks(found: RankMap) -> Figure:
-    """Return the picture of which rank sits where: a box for each node, a cell for each rank.
+    """Draw a box for each node with a cell for each rank.
 
-    Ranks of one group of the chosen axis share a colour and a number. Of many nodes the middle is
-    left out, and it says so.
+    The cells of one group of the chosen axis have the same colour and number. If there are many
+    nodes, those in the middle are left out.
     """
     boxes = _with_gap(found.nodes, MOST_NODES, FEWER_NODES)
     drawn = len(_with_gap(min(found.width, found.world), MOST_CELLS, FEWER_CELLS))
     across = drawn if drawn < 4 else 4 if drawn <= 8 else 8
-    head = _width(str(found.world - 1), 13, bold=True) + 8 + _width(f"#{len(found.groups) - 1}", 10)
-    lines = [_width(f"{axis} {found.layout.size(axis) - 1}", 10.5) for axis in found.axes]
-    cell = (ceil(max([head, *lines])) + 12, 24 + LINE * len(found.axes) + 4 * bool(found.axes))
+    texts = [f"{axis} {found.layout.size(axis) - 1}" for axis in found.axes]
+    head = _width(f"{found.world - 1} ", 13) + _width(f"#{len(found.groups) - 1}", 10)
+    cell = ceil(max(head, *(_width(text, 10.5) for text in texts), 0)) + 14
+    cells = (cell, 28 + LINE * len(texts))
     node = (
-        max(across * (cell[0] + 4) - 4 + 2 * PAD, 150 if None in boxes else 90),
-        HEAD + ceil(drawn / across) * (cell[1] + 4) - 4 + PAD,
+        max(across * (cell + 4) - 4 + 2 * PAD, 150 if None in boxes else 90),
+        HEAD + ceil(drawn / across) * (cells[1] + 4) - 4 + PAD,
     )
     columns = _columns(len(boxes), sqrt(len(boxes) * node[1] / node[0] * 2.2))
-    headings = _headings(found)
-    widest = max(_width(text, size, bold=bold) for text, size, bold in headings)
-    width = max(columns * (node[0] + GAP) - GAP, widest, 420) + 2 * MARGIN
-    per_row = max(1, int((width - 2 * MARGIN) // LEGEND_WIDTH))
+    lines = (found.dims.summary(), found.place, _grouping(found))
+    widest = max(columns * (node[0] + GAP) - GAP, _width(lines[0], 17), _width(lines[2], 13), 420)
     legend = found.groups[: len(GROUP_COLOURS)]
+    per_row = max(1, int(widest // LEGEND_WIDTH))
     top = MARGIN + 74 + ceil(len(legend) / per_row) * 22
     height = top + ceil(len(boxes) / columns) * (node[1] + GAP) - GAP + MARGIN
-    figure, axes = _canvas(width, height)
-    for (text, size, bold), base in zip(headings, (16, 38, 57), strict=True):
-        _text(axes, MARGIN, MARGIN + base, text, size, bold=bold, colour=INK if bold else FAINT)
+    figure = Figure(figsize=((widest + 2 * MARGIN) / DPI, height / DPI), dpi=DPI)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, widest + 2 * MARGIN), ylim=(height, 0))
+    axes.axis("off")
+    _text(axes, MARGIN, MARGIN + 16, lines[0], 17, weight="bold")
+    _text(axes, MARGIN, MARGIN + 38, lines[1], 12.5, color=FAINT)
+    _text(axes, MARGIN, MARGIN + 57, lines[2], 12.5, color=FAINT)
     for i, group in enumerate(legend):
         x, y = MARGIN + i % per_row * LEGEND_WIDTH, MARGIN + 68 + i // per_row * 22
-        _box(axes, (x, y), (16, 14), GROUP_COLOURS[i], gid=f"legend {i}")
+        _box(axes, (x, y), (16, 14), f"legend {i}", facecolor=GROUP_COLOURS[i])
         _text(axes, x + 22, y + 12, f"#{i} {found.axis}: {rank_list(group, 5)}", 12)
     for i, number in enumerate(boxes):
-        place = (
-            MARGIN + i % columns * (node[0] + GAP),
-            top + i // columns * (node[1] + GAP),
-        )
+        place = (MARGIN + i % columns * (node[0] + GAP), top + i // columns * (node[1] + GAP))
         if number is None:
             _draw_gap(axes, found, place, node, boxes)
         else:
-            _draw_node(axes, found, number, place, node, cell, across)
+            _draw_node(axes, found, number, place, node, cells, across)
     return figure
 
 
-def _headings(found: RankMap) -> tuple[tuple[str, float, bool], ...]:
-    size, count = len(found.groups[0]), len(found.groups)
-    line = f"colour and #: {count} {found.axis} group{'s' * (count != 1)} "
-    line += f"of {size} rank{'s' * (size != 1)}{' each' * (count != 1)}"
+def _grouping(found: RankMap) -> str:
+    count, size = len(found.groups), len(found.groups[0])
+    line = f"colour and #: {plural(count, f'{found.axis} group')} of {plural(size, 'rank')}"
+    line += " each" if count > 1 else ""
     if count > len(GROUP_COLOURS):
-        line += f"; colours repeat after {len(GROUP_COLOURS)}, numbers do not"
-    return (found.dims.summary(), 17, True), (found.place, 12.5, False), (line, 12.5, False)
+        line += f"; colours repeat after {len(GROUP_COLOURS)} groups"
+    return line
 
 
 def _draw_gap(
@@ -139,11 +149,11 @@ def _draw_gap(
     first = boxes.index(None)
     last = found.nodes - (len(boxes) - first)
     ranks = found.ranks_of(first)[0], found.ranks_of(last)[-1]
-    _box(axes, place, size, PAPER, corner=8, dashed=True, gid="gap")
+    _box(axes, place, size, "gap", facecolor="white", linestyle="--")
     lines = f"{last - first + 1} nodes left out", f"{first} to {last}"
     for i, text in enumerate((*lines, f"ranks {ranks[0]} to {ranks[1]}")):
         x, y = place[0] + size[0] / 2, place[1] + size[1] / 2 - 14 + 18 * i
-        _text(axes, x, y, text, 12, bold=i == 0, anchor="center")
+        _text(axes, x, y, text, 12, ha="center")
 
 
 def _draw_node(
@@ -155,230 +165,131 @@ def _draw_node(
     cell: tuple[float, float],
     across: int,
 ) -> None:
-    _box(axes, place, size, GROUND, corner=8, gid=f"node {number}")
+    _box(axes, place, size, f"node {number}", facecolor=GROUND)
     name = "all ranks" if found.ranks_per_node is None else f"node {number}"
-    _text(axes, place[0] + PAD, place[1] + 17, name, 12, bold=True)
+    _text(axes, place[0] + PAD, place[1] + 17, name, 12, weight="bold")
     ranks = found.ranks_of(number)
     drawn = _with_gap(len(ranks), MOST_CELLS, FEWER_CELLS)
     for i, index in enumerate(drawn):
         x = place[0] + PAD + i % across * (cell[0] + 4)
         y = place[1] + HEAD + i // across * (cell[1] + 4)
         if index is None:
-            more = f"{len(ranks) - len(drawn) + 1} more"
-            _text(axes, x + cell[0] / 2, y + 16, more, 11, anchor="center")
+            _text(axes, x + 6, y + 16, f"{len(ranks) - len(drawn) + 1} more", 11)
             continue
-        rank = ranks[index]
-        group = found.group_of[rank]
+        rank, group = ranks[index], found.group_of[ranks[index]]
         colour = GROUP_COLOURS[group % len(GROUP_COLOURS)]
-        _box(axes, (x, y), cell, colour, corner=4, gid=f"rank {rank}")
-        _text(axes, x + 6, y + 16, str(rank), 13, bold=True)
-        _text(axes, x + cell[0] - 6, y + 16, f"#{group}", 10, anchor="right")
+        _box(axes, (x, y), cell, f"rank {rank}", facecolor=colour)
+        _text(axes, x + 6, y + 16, str(rank), 13, weight="bold")
+        _text(axes, x + cell[0] - 6, y + 16, f"#{group}", 10, ha="right")
         for line, (axis, coordinate) in enumerate(found.coordinates(rank).items()):
             _text(axes, x + 6, y + 32 + LINE * line, f"{axis} {coordinate}", 10.5)
 
 
 def draw_plan(found: Plan) -> Figure:
-    """Return the picture of a plan: a bar of time and one of memory for the best candidates.
-
-    The limit of the memory is a line.
-    """
+    """Draw the best candidates, each with a bar of time and a bar of memory."""
     rows = [row.candidate for row in plan_rows(found, MOST_ROWS)]
-    names = [word_line(row.dims) for row in rows]
-    details = [settings(row) for row in rows]
-    widths = [_width(text, 12.5, bold=True) for text in names]
-    label = ceil(max([*widths, *(_width(text, 10.5) for text in details)], default=300)) + 16
-    panel, above = 490, 128
-    width = max(2 * MARGIN + label + 2 * panel + 40, _width(plan_title(found), 17, bold=True) + 48)
-    height = above + 30 + ROW * len(rows) + MARGIN
-    figure, axes = _canvas(width, height)
-    _text(axes, MARGIN, MARGIN + 14, plan_title(found), 17, bold=True)
+    figure = Figure(figsize=(16, 2.4 + 0.6 * len(rows)), dpi=DPI)
+    figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.2)
+    figure.suptitle(plan_title(found), x=0.01, ha="left", weight="bold", size=15, color=INK)
     if not rows:
-        _text(axes, MARGIN, MARGIN + 36, NOTHING, 12.5, colour=FAINT)
+        figure.supxlabel(NOTHING, x=0.01, ha="left")
         return figure
-    limit = rows[0].limit / GIB
-    needs = [row.memory.total / GIB for row in rows]
     nothing = rows[0].fit == "does not fit"
-    told = "nothing fits; the nearest misses" if nothing else "the best"
-    told += f" of {len(found.candidates)} candidates, estimated; "
-    told += "" if nothing else "splits of dp share a row; "
-    told += "under an axis's name is communication that computing does not hide"
-    most = float("inf") if nothing else MOST_OVER * limit
-    told += f"; bars end at {MOST_OVER} times the memory limit" if max(needs) > most else ""
-    _text(axes, MARGIN, MARGIN + 36, told, 12.5, colour=FAINT)
-    for i, (name, detail) in enumerate(zip(names, details, strict=True)):
-        y = above + 30 + i * ROW
-        if i % 2 == 0:
-            _box(axes, (MARGIN - 8, y - 6), (width - 2 * MARGIN + 16, ROW - 2), GROUND, edge="none")
-        _text(axes, MARGIN, y + 12, name, 12.5, bold=True)
-        _text(axes, MARGIN, y + 28, detail, 10.5, colour=FAINT)
-    best = rows[0].time.total
-    paces = [
-        f"{format_seconds(row.time.total)} s"
-        + ("" if nothing else f"  {row.time.total / best:.2f}x")
-        for row in rows
-    ]
-    fits = [
-        f"{need:.1f} GiB" + (f" {row.fit}" if row.fit != "fits" else "")
-        for need, row in zip(needs, rows, strict=True)
-    ]
-    rectangle = (label + MARGIN, above + 24, 310, ROW * len(rows))
-    _bars(
-        figure,
-        rectangle,
-        "time of one step",
-        "s",
-        [row.time.parts for row in rows],
-        paces,
-        TIME_COLOURS,
-    )
+    note = "nothing fits; the nearest misses" if nothing else "the best"
+    note += f" of {len(found.candidates)} candidates, estimated; the name of an axis stands for "
+    note += "communication that does not overlap with computation"
+    note += "" if nothing else "; splits of dp share a row"
+    limit, best = rows[0].limit / GIB, rows[0].time.total
     gibibytes = [{name: part / GIB for name, part in row.memory.parts.items()} for row in rows]
-    rectangle = (rectangle[0] + panel + 40, *rectangle[1:])
-    memory = _bars(
-        figure, rectangle, "memory of one GPU", "GiB", gibibytes, fits, MEMORY_COLOURS, limit, most
-    )
-    memory.axvline(limit, color=LIMIT, linewidth=1.5, gid="limit")
-    memory.annotate(
-        f"limit {limit:.1f} GiB",
-        (limit, 1),
-        (0, 4),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="center",
-        fontsize=0.72 * 11,
-        fontweight="bold",
-        color=LIMIT,
+    needs = [sum(parts.values()) for parts in gibibytes]
+    most = max(needs) if nothing else min(max(*needs, limit), MOST_OVER * limit)
+    note += f"; bars end at {MOST_OVER} times the memory limit" if max(needs) > most else ""
+    figure.supxlabel(note, x=0.01, ha="left", size=10, color=FAINT)
+    left, right = figure.subplots(1, 2, sharey=True)
+    ratios = [""] * len(rows) if nothing else [f"  {row.time.total / best:.2f}x" for row in rows]
+    paces = [f"{format_seconds(r.time.total)} s{x}" for r, x in zip(rows, ratios, strict=True)]
+    longest = max(row.time.total for row in rows)
+    times = [row.time.parts for row in rows]
+    _bars(left, "time of one step", "s", times, longest, paces, TIME_COLOURS)
+    fits = [f"{x:.1f} GiB{_unless_fits(r.fit)}" for r, x in zip(rows, needs, strict=True)]
+    _bars(right, "memory of one GPU", "GiB", gibibytes, most, fits, MEMORY_COLOURS)
+    left.set_yticks(range(len(rows)), [f"{word_line(r.dims)}\n{settings(r)}" for r in rows])
+    right.axvline(limit, color=LIMIT, gid="limit")
+    right.text(
+        limit, len(rows) - 0.45, f"limit {limit:.1f} GiB", color=LIMIT, ha="center", va="top"
     )
     return figure
 
 
+def _unless_fits(fit: str) -> str:
+    return "" if fit == "fits" else f" {fit}"
+
+
 def _bars(
-    figure: Figure,
-    rectangle: tuple[float, float, float, float],
+    axes: Axes,
     heading: str,
     unit: str,
     rows: Sequence[Mapping[str, float]],
+    longest: float,
     texts: Sequence[str],
     colours: Mapping[str, str],
-    least: float = 0,
-    most: float = float("inf"),
-) -> Axes:
-    """Draw one stacked bar for each row into a rectangle of pixels, with a legend above."""
-    (width, height) = (size * DPI for size in figure.get_size_inches())
-    x, y, across, down = rectangle
-    axes = figure.add_axes((x / width, 1 - (y + down) / height, across / width, down / height))
-    longest = min(max([least, *(sum(row.values()) for row in rows)]), most)
-    axes.set(xlim=(0, longest), ylim=(len(rows), 0))
-    axes.axis("off")
+) -> None:
+    """Draw a stacked bar and its text for each row, and a legend."""
+    axes.set(xlim=(0, longest), ylim=(len(rows) - 0.4, -0.6), xticks=())
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
     names = [name for name in colours if any(row.get(name, 0) > 0 for row in rows)]
     starts = [0.0] * len(rows)
     for name in names:
         lengths = [row.get(name, 0.0) for row in rows]
-        middles = [i + 0.4 for i in range(len(rows))]
-        drawn = axes.barh(middles, lengths, 0.5, starts, color=colours[name], label=name)
+        drawn = axes.barh(range(len(rows)), lengths, 0.6, starts, color=colours[name])
         for bar, length in zip(drawn, lengths, strict=True):
             bar.set_gid(f"{name}: {length:.3g} {unit}")
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     for i, text in enumerate(texts):
-        axes.annotate(
-            text,
-            (1, i + 0.4),
-            (8, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            fontsize=0.72 * 12,
-            color=INK,
-        )
-    # Matplotlib fills a legend column by column; it is read row by row.
+        place: Any = axes.get_yaxis_transform()
+        axes.text(1.01, i, text, transform=place, va="center", color=INK)
+    # Matplotlib fills a legend by columns. This order makes it readable by rows.
     listed = [name for column in range(COLUMNS) for name in names[column::COLUMNS]]
-    legend = figure.legend(
-        handles=[Patch(facecolor=colours[name], edgecolor=EDGE, label=name) for name in listed],
+    axes.legend(
+        handles=[Patch(facecolor=colours[name], label=name) for name in listed],
         title=heading,
-        loc="upper left",
-        bbox_to_anchor=(x / width, 1 - (y - 78) / height),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
         ncols=COLUMNS,
-        fontsize=0.72 * 11,
-        title_fontproperties={"weight": "bold", "size": 0.72 * 13},
+        title_fontproperties={"weight": "bold"},
         alignment="left",
         frameon=False,
-        borderpad=0,
         borderaxespad=0,
         handlelength=1.2,
         columnspacing=1.2,
-        labelspacing=0.35,
     )
-    legend.set_gid(heading)
-    return axes
-
-
-def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure of this many pixels, measured from the top left corner."""
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    return figure, axes
 
 
 def _box(
-    axes: Axes,
-    place: tuple[float, float],
-    size: tuple[float, float],
-    fill: str,
-    *,
-    edge: str = EDGE,
-    corner: float = 0,
-    dashed: bool = False,
-    gid: str | None = None,
+    axes: Axes, place: tuple[float, float], size: tuple[float, float], gid: str, **style: Any
 ) -> None:
-    box: Patch = Rectangle(place, *size)
-    if corner:
-        style = f"round,pad=0,rounding_size={corner}"
-        box = FancyBboxPatch(place, *size, boxstyle=style)
-    box.set(facecolor=fill, edgecolor=edge, linewidth=0.72, linestyle="--" if dashed else "-")
-    box.set_gid(gid)
-    axes.add_patch(box)
+    axes.add_patch(Rectangle(place, *size, gid=gid, edgecolor=EDGE, linewidth=0.7, **style))
 
 
-def _text(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    *,
-    bold: bool = False,
-    anchor: str = "left",
-    colour: str = INK,
-) -> None:
-    """Write on the baseline ``y``; ``size`` is in pixels."""
-    weight = "bold" if bold else "normal"
-    axes.text(
-        x,
-        y,
-        text,
-        fontsize=0.72 * size,
-        fontweight=weight,
-        ha=anchor,
-        va="baseline",
-        color=colour,
-        parse_math=False,
-    )
+def _text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
+    style = {"color": INK, "va": "baseline", "parse_math": False, **style}
+    axes.text(x, y, text, fontsize=size, **style)
 
 
-def _width(text: str, size: float, *, bold: bool = False) -> float:
-    """Return the width of a text in pixels."""
-    font = FontProperties(weight="bold" if bold else "normal")
+def _width(text: str, size: float) -> float:
+    """Return the width of a bold text in pixels."""
+    font = FontProperties(weight="bold")
     return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) if text else 0.0
 
 
 def _with_gap(count: int, most: int, fewer: int) -> list[int | None]:
-    """Return which of ``count`` boxes to draw, None where the middle is left out."""
+    """Return the positions of the boxes to draw. None stands for the middle that is left out."""
     head, tail = ends(count, most if count <= most else fewer)
     return [*head, *([None] if tail else []), *tail]
 
 
 def _columns(count: int, wanted: float) -> int:
-    """Return about as many columns as wanted, such that the last row is full if that can be."""
+    """Return a number of columns near ``wanted``. Prefers one that fills the last row."""
     near = [n for n in range(1, count + 1) if wanted / 1.6 <= n <= wanted * 1.6]
     return min(near or [1], key=lambda n: (count % n > 0, max(n / wanted, wanted / n)))

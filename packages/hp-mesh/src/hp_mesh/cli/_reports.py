@@ -1,12 +1,13 @@
-"""What the command line tells, before anyone decides how it looks: ranks, plans, documents."""
+"""Answers of the commands as values, each with its JSON document and exit code."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 from .._dims import ParallelDims
-from .._errors import Violation
+from .._errors import Explanation, Report, Violation
 from .._layout import RankLayout
 from ..planner import Candidate, Comparison, ModelShape, Plan, Rejection
 from ..planner._result import CLOSE
@@ -14,12 +15,19 @@ from ..planner._result import CLOSE
 GIB = 2**30
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
 SPLIT = ("dp_replicate", "dp_shard")
+NOTHING = "no configuration keeps all rules"
+# Okabe and Ito's colours (see `_pictures`), mixed with white.
+GROUP_COLOURS = (
+    *("#a9d3ec", "#f7d58c", "#9fdcc6", "#ecc6da"),
+    *("#d9d9d9", "#f2b48c", "#faf4a6", "#a79ccf"),
+)
+Document: TypeAlias = Mapping[str, object]
 
 
 def ends(count: int, most: int) -> tuple[range, range]:
-    """Return which of ``count`` things to show at the start and at the end, at most ``most``.
+    """Choose at most ``most`` of ``count`` positions: from the start, and a quarter from the end.
 
-    All are at the start where they fit; otherwise three of four are.
+    If ``count`` is at most ``most``, the first range has all positions and the second is empty.
     """
     if count <= most:
         return range(count), range(count, count)
@@ -28,155 +36,375 @@ def ends(count: int, most: int) -> tuple[range, range]:
 
 
 def rank_list(ranks: Sequence[int], most: int = 12) -> str:
-    """Return ranks in their order, as ``0-7`` where they are neighbours, the middle left out."""
+    """Write ranks as ``0-7`` if they are consecutive, else one by one without the middle."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
     head, tail = ends(len(ranks), most)
-    texts = [str(ranks[i]) for i in head]
-    texts += ["..."] if tail else []
+    texts = [str(ranks[i]) for i in head] + ["..."] * bool(tail)
     return " ".join([*texts, *(str(ranks[i]) for i in tail)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMap:
-    """Nodes, ranks and their coordinates, with the groups of one ``axis`` numbered.
+def plural(count: int, noun: str) -> str:
+    """Write a count and a noun, as in ``1 rank`` and ``2 ranks``."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"
 
-    ``nesting`` are the axes with several ranks, outermost first; ``axes`` has a folded ep too,
-    which has no place of its own among them. ``group_of`` gives the number of each rank's group,
-    ``groups`` the ranks of each number. Without ``ranks_per_node`` all ranks share one box.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Answer of ``check``."""
 
     dims: ParallelDims
-    layout: RankLayout
+    report: Report
+
+    @property
+    def exit_code(self) -> int:
+        """2 if a rule is broken."""
+        return 2 if self.report.errors else 0
+
+    def document(self) -> Document:
+        """Return the violations and the absent fields."""
+        return {
+            "dims": self.dims.to_dict(),
+            "ok": not self.report.errors,
+            "violations": [violation_document(violation) for violation in self.report],
+            "skipped": list(self.report.skipped),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """Answer of ``explain``."""
+
+    dims: ParallelDims
+    rules: Sequence[Explanation]
+
+    @property
+    def exit_code(self) -> int:
+        """2 if a rule is broken."""
+        return 2 if any(rule.verdict == "error" for rule in self.rules) else 0
+
+    def document(self) -> Document:
+        """Return every rule with its numbers and its verdict."""
+        names = ("rule", "sentence", "values", "verdict", "text")
+        rules = [{name: getattr(rule, name) for name in names} for rule in self.rules]
+        return {"dims": self.dims.to_dict(), "rules": rules}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Ranks of degrees on nodes. If ``ranks_per_node`` is None, the nodes are unknown."""
+
+    dims: ParallelDims
     ranks_per_node: int | None
     axis: str
-    nesting: tuple[str, ...]
-    axes: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-    group_of: Mapping[int, int]
+    exit_code = 0
+
+    @cached_property
+    def layout(self) -> RankLayout:
+        """Layout of the degrees."""
+        return self.dims.layout()
+
+    def crosses_nodes(self, name: str) -> bool | None:
+        """Return True if groups of an axis or alias have several nodes, None if unknown."""
+        node = self.ranks_per_node
+        return None if node is None else self.layout.crosses_nodes(name, node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups(Ranks):
+    """Answer of ``groups``: all groups of an axis or alias, or the group of one rank."""
+
+    rank: int | None
+
+    def document(self) -> Document:
+        """Return the groups, or the one group."""
+        layout = self.layout
+        found: dict[str, object] = {
+            "dims": self.dims.to_dict(),
+            "axis": self.axis,
+            "size": layout.size(self.axis),
+            "ranks_per_node": self.ranks_per_node,
+            "crosses_nodes": self.crosses_nodes(self.axis),
+        }
+        if self.rank is None:
+            return {**found, "groups": [*map(list, layout.groups(self.axis))]}
+        return {**found, "rank": self.rank, "group": list(layout.group(self.axis, self.rank))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMap(Ranks):
+    """Answer of ``show``: every rank with its coordinates and its group on one axis.
+
+    Ranks are drawn in boxes: one per node, or one for all ranks if the nodes are unknown.
+    """
+
+    @cached_property
+    def nesting(self) -> tuple[str, ...]:
+        """Axes with more than one rank, outermost first. A folded ``ep`` is not one of them."""
+        folded = self.dims.ep_mode == "folded"
+        names = [name for name in self.dims.order if not (folded and name == "ep")]
+        return tuple(name for name in names if self.layout.size(name) > 1)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Axes whose coordinates are shown: `nesting`, and ``ep`` if it has several ranks."""
+        ep = ("ep",) if "ep" not in self.nesting and self.layout.size("ep") > 1 else ()
+        return (*self.nesting, *ep)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of the chosen axis."""
+        return tuple(self.layout.groups(self.axis))
+
+    @cached_property
+    def group_of(self) -> Mapping[int, int]:
+        """Index in `groups` for each rank."""
+        return {rank: number for number, group in enumerate(self.groups) for rank in group}
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return self.layout.world_size
 
     @property
     def width(self) -> int:
-        """Return the ranks of one box: a node, or all where the nodes are not known."""
+        """Number of ranks of a full box."""
         return self.ranks_per_node or self.world
 
     @property
     def nodes(self) -> int:
-        """Return the number of boxes, the last one perhaps not full."""
+        """Number of boxes. The last one may be partly full."""
         return -(-self.world // self.width)
 
     @property
     def place(self) -> str:
-        """Return in one line where the ranks are and which axes nest how."""
-        ranks = f"{self.world} rank{'s' * (self.world != 1)}"
-        nodes = f" on {self.nodes} node{'s' * (self.nodes != 1)} of {self.ranks_per_node}"
+        """One line with the number of ranks and nodes and the nesting of the axes."""
+        nodes = f" on {plural(self.nodes, 'node')} of {self.ranks_per_node}"
         if self.ranks_per_node is None:
             nodes = ", nodes not known: give --ranks-per-node"
         nesting = f"; outermost first: {' > '.join(self.nesting)}" if self.nesting else ""
-        return f"{ranks}{nodes}{nesting}"
+        return f"{plural(self.world, 'rank')}{nodes}{nesting}"
 
     def families(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of axes and aliases with several ranks, equal groups together.
+        """Return the names of axes and aliases with several ranks. Names with equal groups share.
 
-        Groups of one name are shifted copies of each other, so that rank 0's tells them apart.
+        All groups of a name have the same pattern, so the group of rank 0 identifies it.
         """
+        layout = self.layout
         found: dict[tuple[int, ...], list[str]] = {}
-        for name in (*self.axes, *self.layout.names):
-            group = self.layout.group(name, 0)
+        for name in (*self.axes, *layout.names):
+            group = layout.group(name, 0)
             if len(group) > 1 and name not in found.setdefault(group, []):
                 found[group].append(name)
         return tuple(map(tuple, found.values()))
 
     def ranks_of(self, node: int) -> range:
-        """Return the ranks of one node."""
+        """Return the ranks of one box."""
         first = node * self.width
         return range(first, min(first + self.width, self.world))
 
-    def crosses_nodes(self, name: str) -> bool | None:
-        """Return whether an axis or alias leaves a node, None where the nodes are not known."""
-        node = self.ranks_per_node
-        return None if node is None else self.layout.crosses_nodes(name, node)
-
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each of ``axes``."""
+        """Return a rank's coordinate on each of `axes`."""
         return {axis: self.layout.coordinate(axis, rank) for axis in self.axes}
+
+    def document(self) -> Document:
+        """Return the size of every axis, whether it crosses nodes, and every rank's coordinates."""
+        layout, node = self.layout, self.ranks_per_node
+        return {
+            "dims": self.dims.to_dict(),
+            "ranks_per_node": node,
+            "axes": {
+                name: {"size": layout.size(name), "crosses_nodes": self.crosses_nodes(name)}
+                for name in layout.names
+            },
+            "ranks": [
+                {
+                    "rank": rank,
+                    "node": node and rank // node,
+                    "coordinates": layout.coordinates(rank) | {"ep": layout.coordinate("ep", rank)},
+                }
+                for rank in range(self.world)
+            ],
+        }
 
 
 def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) -> RankMap:
-    """Return the map of resolved degrees; ``axis`` is by default the innermost one.
+    """Return the ranks of resolved degrees. ``axis`` defaults to the innermost one.
 
-    Raises `LayoutError` for an axis that the layout does not have.
+    Raises `LayoutError` if the layout has no such axis.
     """
-    layout = dims.layout()
-    folded = dims.ep_mode == "folded"
-    names = [name for name in dims.order if not (folded and name == "ep")]
-    nesting = tuple(name for name in names if layout.size(name) > 1)
-    chosen = axis or (nesting or names)[-1]
-    groups = tuple(layout.groups(chosen))
-    return RankMap(
-        dims=dims,
-        layout=layout,
-        ranks_per_node=ranks_per_node,
-        axis=chosen,
-        nesting=nesting,
-        axes=(*nesting, "ep") if folded and layout.size("ep") > 1 else nesting,
-        groups=groups,
-        group_of={rank: number for number, group in enumerate(groups) for rank in group},
+    dims.layout().size(axis or "tp")
+    found = RankMap(dims=dims, ranks_per_node=ranks_per_node, axis=axis or "")
+    return found if axis else replace(found, axis=(found.nesting or ("tp",))[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectionGroup:
+    """One rule, the number of rejections that it caused, and the first of them."""
+
+    rule: str
+    count: int
+    example: Rejection
+
+    @property
+    def violation(self) -> Violation:
+        """The rule's violation in the example."""
+        return next(v for v in self.example.violations if v.rule == self.rule)
+
+
+def group_rejections(rejected: Iterable[Rejection]) -> tuple[RejectionGroup, ...]:
+    """Group rejections by rule, most frequent first. One with several rules is in each group."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, Rejection] = {}
+    for rejection in rejected:
+        for rule in dict.fromkeys(violation.rule for violation in rejection.violations):
+            counts[rule] += 1
+            examples.setdefault(rule, rejection)
+    return tuple(
+        RejectionGroup(rule=rule, count=count, example=examples[rule])
+        for rule, count in counts.most_common()
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Answer of ``plan``. If nothing fits, ``smallest`` is a number of devices that is enough."""
+
+    plan: Plan
+    top: int
+    smallest: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1 if nothing fits."""
+        return 0 if self.plan.fits else 1
+
+    @cached_property
+    def rejections(self) -> tuple[RejectionGroup, ...]:
+        """Rejections by rule."""
+        return group_rejections(self.plan.rejected)
+
+    def document(self) -> Document:
+        """Return counts, the best candidates and rejections. Memory is in bytes, time in s."""
+        found = self.plan
+        return {
+            **_model_document(found.model),
+            "world_size": found.cluster.world_size,
+            "accelerator": found.cluster.device.name,
+            "counts": {
+                "considered": found.considered,
+                "fits": len(found.fits),
+                "borderline": len(found.borderline),
+                "does not fit": len(found.too_large),
+                "rejected": len(found.rejected),
+            },
+            "smallest_world": self.smallest,
+            "recommended": found.best and _candidate_document(found.best),
+            "candidates": [*map(_candidate_document, found.candidates[: self.top])],
+            "rejected": [
+                {
+                    "rule": group.rule,
+                    "count": group.count,
+                    "example": {
+                        "degrees": dict(group.example.degrees),
+                        "text": str(group.violation),
+                    },
+                }
+                for group in self.rejections
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimated:
+    """Answer of ``estimate``: one configuration and the best one of the same run."""
+
+    plan: Plan
+    comparison: Comparison
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the configuration does not fit."""
+        return 1 if self.comparison.own.fit == "does not fit" else 0
+
+    def document(self) -> Document:
+        """Return both configurations and the differences of their parts."""
+        found = self.comparison
+        return {
+            **_model_document(self.plan.model),
+            "configuration": _candidate_document(found.own),
+            "best": _candidate_document(found.best),
+            "slowdown": found.slowdown,
+            "more_time": dict(found.time),
+            "more_memory": dict(found.memory),
+            "violations": [violation_document(violation) for violation in found.violations],
+        }
+
+
+Answer: TypeAlias = Checked | Explained | Groups | RankMap | Planned | Estimated
+
+
+def violation_document(violation: Violation) -> Document:
+    """Return a violation and its text."""
+    return {
+        "rule": violation.rule,
+        "level": violation.level,
+        "reason": violation.reason,
+        "values": dict(violation.values),
+        "legal": {name: list(numbers) for name, numbers in violation.legal.items()},
+        "text": str(violation),
+    }
+
+
+def _candidate_document(candidate: Candidate) -> Document:
+    names = (
+        *("micro_batch", "microbatches", "recompute", "schedule", "virtual_stages", "zero"),
+        *("fit", "limit", "tokens_per_second_per_gpu", "mfu"),
+    )
+    return {
+        "dims": candidate.dims.to_dict(),
+        **{name: getattr(candidate, name) for name in names},
+        "memory": {**candidate.memory.parts, "total": candidate.memory.total},
+        "time": {**candidate.time.parts, "total": candidate.time.total},
+        "trust": str(candidate.trust),
+    }
+
+
+def _model_document(model: ModelShape) -> Document:
+    sizes = {"parameters": model.parameters, "active_parameters": model.active_parameters}
+    return {"model": model.name, **sizes}
+
+
+def chosen(dims: ParallelDims) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, without the world and ``dp_shard=1``."""
+    found = {each.name: getattr(dims, each.name) for each in fields(dims)}
+    default = {each.name: each.default for each in fields(dims)} | {"world_size": dims.world_size}
+    return {
+        name: value
+        for name, value in found.items()
+        if value != default[name] and (name, value) != ("dp_shard", 1)
+    }
+
+
 def word_line(dims: ParallelDims) -> str:
-    """Return the words that the command line takes for these degrees, without the world."""
+    """Write degrees as arguments of the command line, without the world."""
     words = [
         f"{name}={','.join(value) if name == 'order' else value}"
-        for name, value in _choices(dims).items()
+        for name, value in chosen(dims).items()
     ]
     return " ".join(words) or "dp_shard=1"
 
 
 def constructor_line(dims: ParallelDims) -> str:
-    """Return the Python expression for these degrees, with the world."""
-    arguments = {**_choices(dims), "world_size": dims.layout().world_size}
+    """Write resolved degrees as a Python expression."""
+    arguments = {**chosen(dims), "world_size": dims.layout().world_size}
     return f"ParallelDims({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
-def _choices(dims: ParallelDims) -> dict[str, Any]:
-    """Return the fields that differ from their defaults; ``dp_shard=1`` goes without saying."""
-    values = {field.name: (field.default, getattr(dims, field.name)) for field in fields(dims)}
-    del values["world_size"]
-    return {
-        name: value
-        for name, (default, value) in values.items()
-        if value != default and (name, value) != ("dp_shard", 1)
-    }
-
-
-def parameters_line(model: ModelShape) -> str:
-    """Return how many parameters a model has, and how many of them one token uses."""
-    total = f"{model.parameters / 1e9:.3g}B parameters"
-    active = f"{model.active_parameters / 1e9:.3g}B of them active in one token"
-    return f"{total}, {active}" if model.experts else total
-
-
-def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
-    """Return what a candidate costs and saves against the fastest."""
-    slower = percent(chosen.time.total / fastest.time.total - 1)
-    less = (fastest.memory.total - chosen.memory.total) / GIB
-    free = (fastest.limit - fastest.memory.total) / GIB
-    return (
-        f"{slower} slower than the fastest, {less:.1f} GiB less: "
-        f"the fastest would leave {free:.1f} GiB"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """A candidate, its place among all from 1 on, and how many ``splits`` it stands for too."""
+    """A candidate of a table, its place from 1 on, and the number of ``splits`` folded into it."""
 
     place: int
     candidate: Candidate
@@ -184,11 +412,11 @@ class Row:
 
 
 def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
-    """Return the first rows, at most ``most``, by place.
+    """Return at most ``most`` rows, best first.
 
-    Candidates that differ only in how dp is split into dp_replicate and dp_shard share the row of
-    the first of them, as far as they are within 1% of its time and not faster.
-    Those that do not fit are not folded, for a split decides how far they are from fitting.
+    Candidates that differ only in ``dp_replicate`` and ``dp_shard`` share the row of the fastest
+    one if they take at most 1 % longer. Candidates that do not fit have a row each, because the
+    split decides how much memory they need.
     """
     rows: list[Row] = []
     leaders: dict[object, int] = {}
@@ -198,7 +426,7 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
         if leader is not None and _close(one, rows[leader].candidate):
             rows[leader] = replace(rows[leader], splits=rows[leader].splits + 1)
         elif len(rows) < most or any(_near(one, row.candidate) for row in rows[:most]):
-            # Also rows that are not told keep those of theirs from the rows that are.
+            # Rows past ``most`` are collected too: candidates fold into them, not into shown rows.
             leaders[key] = len(rows)
             rows.append(Row(place=place, candidate=one))
         else:
@@ -215,23 +443,25 @@ def _close(one: Candidate, first: Candidate) -> bool:
 
 
 def _all_but_split(one: Candidate) -> tuple[object, ...]:
-    """Return what candidates have in common that differ in the split of dp alone."""
     degrees = (getattr(one.dims, f.name) for f in fields(one.dims) if f.name not in SPLIT)
     return one.fit, one.micro_batch, one.recompute, one.setting, *degrees
 
 
-def largest_exposed(candidate: Candidate) -> tuple[str, float]:
-    """Return the axis whose exposed communication takes longest, and its share of the step."""
-    axis, seconds = max(
-        candidate.time.communication.items(), key=lambda item: item[1], default=("", 0.0)
+def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
+    """Compare the recommended candidate with the fastest one."""
+    slower = percent(chosen.time.total / fastest.time.total - 1)
+    less = (fastest.memory.total - chosen.memory.total) / GIB
+    free = (fastest.limit - fastest.memory.total) / GIB
+    return (
+        f"{slower} slower than the fastest, {less:.1f} GiB less: "
+        f"the fastest would leave {free:.1f} GiB"
     )
-    return axis, seconds / candidate.time.total
 
 
 def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> str:
-    """Return what holds a candidate back most against the best one."""
+    """Return the main reason why a candidate ranks below the best one."""
     if candidate.memory.total > candidate.limit:
-        # Where the best one fits, what it has less of is to blame; else simply the largest part.
+        # Compare with the best if it fits, else name the largest part.
         others = best.memory.parts if best.fit == "fits" else {}
         part = _most_extra(candidate.memory.parts, others)
         over = (candidate.memory.total - candidate.limit) / GIB
@@ -246,167 +476,47 @@ def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> 
         return f"compute {percent(candidate.time.compute / best.time.compute - 1)} slower"
     if part in WITHOUT_AXIS:
         return f"{part} {percent(share)}"
-    inside = not _leaves_node(best, part, ranks_per_node)
-    if inside and _leaves_node(candidate, part, ranks_per_node):
+    crosses, best_crosses = (
+        one.dims.layout().crosses_nodes(part, ranks_per_node) for one in (candidate, best)
+    )
+    if crosses and not best_crosses:
         return f"{part} crosses nodes, {percent(share)} exposed"
     return f"exposed {part} {percent(share)}"
 
 
 def percent(share: float) -> str:
-    """Return a share as text, with a decimal where it would otherwise say little."""
+    """Write a share in percent, with one decimal below 10 %."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-
-
-def _leaves_node(candidate: Candidate, axis: str, ranks_per_node: int) -> bool:
-    return candidate.dims.layout().crosses_nodes(axis, ranks_per_node)
 
 
 def _most_extra(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
     return max(parts, key=lambda name: parts[name] - others.get(name, 0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectionGroup:
-    """One rule, how many rejections it is a reason of, and the first of them."""
-
-    rule: str
-    count: int
-    example: Rejection
-
-    @property
-    def violation(self) -> Violation:
-        """Return what the rule said of the example."""
-        return next(v for v in self.example.violations if v.rule == self.rule)
-
-
-def group_rejections(rejected: Iterable[Rejection]) -> tuple[RejectionGroup, ...]:
-    """Return the rules that rejected something, the most frequent first.
-
-    A rejection that breaks several rules counts for each of them.
-    """
-    counts: Counter[str] = Counter()
-    examples: dict[str, Rejection] = {}
-    for rejection in rejected:
-        for rule in {violation.rule: None for violation in rejection.violations}:
-            counts[rule] += 1
-            examples.setdefault(rule, rejection)
-    return tuple(
-        RejectionGroup(rule=rule, count=count, example=examples[rule])
-        for rule, count in counts.most_common()
+def plan_title(found: Plan) -> str:
+    """Write model, cluster and step of a plan in one line."""
+    cluster, train = found.cluster, found.train
+    return (
+        f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
+        f"{cluster.ranks_per_node} per node; {train.global_batch} sequences of {train.seq_len} "
+        f"tokens per step{', float8' if train.float8 else ''}"
     )
 
 
-def dims_document(dims: ParallelDims) -> Mapping[str, object]:
-    """Return resolved degrees as a mapping that `ParallelDims.from_dict` takes back."""
-    return dims.to_dict()
+def settings(candidate: Candidate) -> str:
+    """Write microbatches, recomputation, schedule and ZeRO stage in one line."""
+    batches = plural(candidate.microbatches, "microbatch")
+    sequences = plural(candidate.micro_batch, "sequence")
+    return f"{batches} of {sequences}, recompute {candidate.recompute}{variant(candidate)}"
 
 
-def violation_document(violation: Violation) -> Mapping[str, object]:
-    """Return a violation with its text."""
-    return {
-        "rule": violation.rule,
-        "level": violation.level,
-        "reason": violation.reason,
-        "values": dict(violation.values),
-        "legal": {name: list(numbers) for name, numbers in violation.legal.items()},
-        "text": str(violation),
-    }
+def variant(candidate: Candidate) -> str:
+    """Write schedule and ZeRO stage if they are not the defaults."""
+    text = "" if candidate.schedule == "1f1b" else f", {candidate.schedule}"
+    text += f" of {candidate.virtual_stages} stages" if candidate.virtual_stages > 1 else ""
+    return text if candidate.zero is None else f"{text}, ZeRO {candidate.zero}"
 
 
-def plan_document(
-    found: Plan,
-    top: Iterable[Candidate],
-    rejections: Iterable[RejectionGroup],
-    smallest: int | None = None,
-) -> Mapping[str, object]:
-    """Return the counts, what to run, the best candidates and the rejections by rule.
-
-    Memory is in bytes, time in seconds. ``smallest`` is the number of devices that would do where
-    nothing fits.
-    """
-    return {
-        **model_document(found.model),
-        "world_size": found.cluster.world_size,
-        "accelerator": found.cluster.device.name,
-        "counts": {
-            "considered": found.considered,
-            "fits": len(found.fits),
-            "borderline": len(found.borderline),
-            "does not fit": len(found.too_large),
-            "rejected": len(found.rejected),
-        },
-        "smallest_world": smallest,
-        "recommended": None if found.best is None else candidate_document(found.best),
-        "candidates": [candidate_document(candidate) for candidate in top],
-        "rejected": [
-            {
-                "rule": group.rule,
-                "count": group.count,
-                "example": {"degrees": dict(group.example.degrees), "text": str(group.violation)},
-            }
-            for group in rejections
-        ],
-    }
-
-
-def candidate_document(candidate: Candidate) -> Mapping[str, object]:
-    """Return a candidate with its splits and rates."""
-    return {
-        "dims": dims_document(candidate.dims),
-        "micro_batch": candidate.micro_batch,
-        "microbatches": candidate.microbatches,
-        "recompute": candidate.recompute,
-        "schedule": candidate.schedule,
-        "virtual_stages": candidate.virtual_stages,
-        "zero": candidate.zero,
-        "fit": candidate.fit,
-        "memory": {**candidate.memory.parts, "total": candidate.memory.total},
-        "limit": candidate.limit,
-        "time": {**candidate.time.parts, "total": candidate.time.total},
-        "tokens_per_second_per_gpu": candidate.tokens_per_second_per_gpu,
-        "mfu": candidate.mfu,
-        "trust": str(candidate.trust),
-    }
-
-
-def model_document(model: ModelShape) -> Mapping[str, object]:
-    """Return a model's name, its parameters, and those that one token uses."""
-    return {
-        "model": model.name,
-        "parameters": model.parameters,
-        "active_parameters": model.active_parameters,
-    }
-
-
-def estimate_document(found: Plan, comparison: Comparison) -> Mapping[str, object]:
-    """Return a configuration, the best of its run, and by what their parts differ."""
-    return {
-        **model_document(found.model),
-        "configuration": candidate_document(comparison.own),
-        "best": candidate_document(comparison.best),
-        "slowdown": comparison.slowdown,
-        "more_time": dict(comparison.time),
-        "more_memory": dict(comparison.memory),
-        "violations": [violation_document(violation) for violation in comparison.violations],
-    }
-
-
-def show_document(found: RankMap) -> Mapping[str, object]:
-    """Return the size of every axis, whether it leaves its node, and the place of every rank."""
-    layout = found.layout
-    return {
-        "dims": dims_document(found.dims),
-        "ranks_per_node": found.ranks_per_node,
-        "axes": {
-            name: {"size": layout.size(name), "crosses_nodes": found.crosses_nodes(name)}
-            for name in layout.names
-        },
-        "ranks": [
-            {
-                "rank": rank,
-                "node": found.ranks_per_node and rank // found.ranks_per_node,
-                "coordinates": layout.coordinates(rank) | {"ep": layout.coordinate("ep", rank)},
-            }
-            for rank in range(found.world)
-        ],
-    }
+def format_seconds(seconds: float) -> str:
+    """Write seconds with about three digits."""
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"

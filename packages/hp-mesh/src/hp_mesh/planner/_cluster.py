@@ -137,11 +137,15 @@ class Cluster:
     ranks_per_node: int = 8
     intra_gbs: float | None = field(
         default=None,
-        metadata=option("bandwidth per device and direction inside a node", unit="GB/s"),
+        metadata=option(
+            "bandwidth per device and direction inside a node (default: data sheet)", unit="GB/s"
+        ),
     )
     inter_gbs: float | None = field(
         default=None,
-        metadata=option("bandwidth per device and direction between nodes", unit="GB/s"),
+        metadata=option(
+            "bandwidth per device and direction between nodes (default: data sheet)", unit="GB/s"
+        ),
     )
     intra_us: float = field(
         default=2.0, metadata=option("latency of one hop inside a node", unit="microseconds")

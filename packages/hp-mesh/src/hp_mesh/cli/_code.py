@@ -1,0 +1,151 @@
+"""A candidate of a plan as Python for this package, TOML for torchtitan, flags for Megatron-LM."""
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import fields, replace
+
+from .._names import DIALECTS
+from ..planner import Candidate, TrainSpec
+from ._reports import constructor_line
+
+PACKAGE = __name__.partition(".cli")[0]
+# Fields of a run that need no translation, or that only the estimate reads.
+STATED = frozenset({"seq_len", "global_batch", "micro_batch", "memory_fraction"})
+# Values that are missing in a table have no equivalent in the framework.
+TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+TITAN_RECOMPUTE: Mapping[str, Mapping[str, object]] = {
+    "none": {"mode": "none"},
+    "selective-op": {"mode": "selective", "selective_ac_option": "op"},
+    "full": {"mode": "full"},
+}
+TITAN_ZERO = {None: "default", 3: "always"}
+MEGATRON_RECOMPUTE = {
+    "none": "",
+    "selective": "--recompute-granularity selective",
+    "full": "--recompute-granularity full",
+}
+MEGATRON_FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy {} --use-distributed-optimizer "
+    "--no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor"
+)
+MEGATRON_ZERO = {
+    None: MEGATRON_FSDP.format("optim_grads_params"),
+    0: "",
+    1: "--use-distributed-optimizer",
+    2: MEGATRON_FSDP.format("optim_grads"),
+    3: MEGATRON_FSDP.format("optim_grads_params"),
+}
+MEGATRON_CONTEXT = {"ring": "p2p", "all-gather": "allgather"}
+
+
+def as_code(best: Candidate, train: TrainSpec) -> str:
+    """Write a candidate as settings for three frameworks.
+
+    Each part ends with a comment that lists the options without an equivalent.
+
+    Args:
+        best: The candidate.
+        train: The training run of its plan.
+    """
+    train = chosen_run(best, train)
+    parts = (_python(best, train), _torchtitan(best, train), _megatron(best, train))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def chosen_run(best: Candidate, train: TrainSpec) -> TrainSpec:
+    """Return the training run with the values that the planner chose for a candidate."""
+    return replace(
+        train,
+        micro_batch=best.micro_batch,
+        recompute=best.recompute,
+        recompute_layers=None if best.recompute == "none" else train.recompute_layers,
+        schedule=best.schedule,
+        virtual_stages=best.virtual_stages,
+        zero=best.zero,
+    )
+
+
+def _given(train: TrainSpec) -> dict[str, object]:
+    """Return the fields of a run that differ from their defaults."""
+    values = {each.name: (getattr(train, each.name), each.default) for each in fields(train)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
+    """Yield a comment that lists the given fields of a run that are not in ``stated``."""
+    others = [f"{name}={value!r}" for name, value in _given(train).items() if name not in stated]
+    if others:
+        yield f"# no equivalent: {', '.join(others)}"
+
+
+def _degrees(best: Candidate, framework: str) -> dict[str, int]:
+    """Return the degrees by a framework's names. The first name of a degree is the current one."""
+    (names,) = (dialect.names for dialect in DIALECTS if dialect.framework == framework)
+    current = {field: name for name, field in reversed([*names.items()])}
+    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+    return {current[each]: getattr(best.dims, each) for each in degrees if each in current}
+
+
+def _python(best: Candidate, train: TrainSpec) -> Iterator[str]:
+    yield f"# {PACKAGE}"
+    yield f"from {PACKAGE} import ParallelDims, TrainSpec"
+    yield ""
+    yield f"dims = {constructor_line(best.dims)}"
+    yield f"train = TrainSpec({', '.join(f'{k}={v!r}' for k, v in _given(train).items())})"
+
+
+def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:
+    parallelism: dict[str, object] = {**_degrees(best, "torchtitan")}
+    if best.dims.etp == 1:  # versions from 2026 on have no such degree
+        del parallelism["expert_tensor_parallel_degree"]
+    stated, sequences = {*STATED}, best.micro_batch
+    if best.dims.pp > 1:
+        sequences *= best.microbatches
+        parallelism["pipeline_parallel_microbatch_size"] = best.micro_batch
+        # An interleaved schedule has two stages per rank there, unless their layers are given.
+        if best.schedule in TITAN_SCHEDULES and best.virtual_stages <= 2:
+            parallelism["pipeline_parallel_schedule"] = TITAN_SCHEDULES[best.schedule]
+            stated |= {"schedule", "virtual_stages"}
+    if best.zero in TITAN_ZERO:
+        parallelism["fsdp_reshard_after_forward"] = TITAN_ZERO[best.zero]
+        stated.add("zero")
+    sizes = {"seq_len": train.seq_len, "local_batch_size": sequences}
+    tables: dict[str, Mapping[str, object]] = {"parallelism": parallelism}
+    tables["training"] = {**sizes, "global_batch_size": train.global_batch}
+    if best.recompute in TITAN_RECOMPUTE:
+        tables["activation_checkpoint"] = TITAN_RECOMPUTE[best.recompute]
+        stated.add("recompute")
+    yield "# torchtitan: a TOML file; as flags, --parallelism.tensor_parallel_degree=..."
+    for table, values in tables.items():
+        yield f"[{table}]"
+        for name, value in values.items():
+            yield f"{name} = {value}" if isinstance(value, int) else f'{name} = "{value}"'
+    yield from _unstated(train, stated)
+
+
+def _megatron(best: Candidate, train: TrainSpec) -> Iterator[str]:
+    degrees = _degrees(best, "Megatron-LM")
+    flags = [f"--{name.replace('_', '-')} {degree}" for name, degree in degrees.items()]
+    flags += [f"--micro-batch-size {best.micro_batch}", f"--global-batch-size {train.global_batch}"]
+    flags += [f"--seq-length {train.seq_len}", "--bf16"]
+    stated = {*STATED, "context", "gradient_dtype", "float8"}
+    if best.dims.tp > 1:
+        flags.append("--sequence-parallel")
+    if best.dims.cp > 1:
+        flags.append(f"--cp-comm-type {MEGATRON_CONTEXT[train.context]}")
+    if best.schedule == "interleaved":
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {best.virtual_stages}")
+        stated |= {"schedule", "virtual_stages"}
+    if best.recompute in MEGATRON_RECOMPUTE:
+        flags.append(MEGATRON_RECOMPUTE[best.recompute])
+        stated |= {"recompute", "recompute_layers"}
+    if best.recompute == "full":
+        layers = train.recompute_layers
+        method = "uniform" if layers is None else "block"
+        flags.append(f"--recompute-method {method} --recompute-num-layers {layers or 1}")
+    flags.append(MEGATRON_ZERO[best.zero])
+    stated.add("zero")
+    flags.append("--grad-reduce-in-bf16" if train.gradient_dtype == "bfloat16" else "")
+    flags.append("--fp8-format hybrid" if train.float8 else "")
+    yield "# Megatron-LM: flags of pretrain_gpt.py"
+    yield " ".join(filter(None, flags)).replace(" --", " \\\n--")
+    yield from _unstated(train, stated)

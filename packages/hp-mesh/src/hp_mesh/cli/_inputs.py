@@ -1,0 +1,376 @@
+"""Options of the commands: what argparse accepts, and how the texts become values.
+
+argparse keeps all values as text. They are read afterwards, so that one error lists everything
+that is wrong with a command line.
+"""
+
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, replace
+from itertools import islice
+from os.path import exists
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .._config import FIELDS, arguments_from_config, read_file
+from .._degrees import INFERRED, PEER_AXES, as_degree, world_axes
+from .._dims import ParallelDims
+from .._errors import (
+    LARGEST,
+    LayoutError,
+    ParallelDimsError,
+    Violation,
+    join_words,
+    raise_errors,
+    refusal,
+)
+from .._model import read_numbers
+from .._names import is_of_framework
+from .._rules import Subject, check_rules
+from .._topology import Topology, topology_violations
+from ..planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
+
+NODE = 8  # ranks of a node, if neither the user nor a file says otherwise
+MOST_RANKS = 2**18  # more would take too long to list
+MOST_DIGITS = 10  # of an integer; longer ones are above every limit here
+Value = TypeVar("Value")
+
+
+class Reader:
+    """Calls functions that read inputs, and collects the violations that they raise."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+
+    def __call__(self, read: Callable[..., Value], *values: Any, **options: Any) -> Value | None:
+        """Return the result of ``read``, or None if it raises for a wrong input."""
+        try:
+            return read(*values, **options)
+        except ParallelDimsError as error:
+            self.violations += error.violations
+        except LayoutError as error:
+            self.violations.append(Violation(rule="layout", reason=str(error), values={}))
+        return None
+
+    def finish(self) -> None:
+        """Raise one error with all violations, if there are any."""
+        raise_errors(self.violations)
+
+
+def add_degrees(parser: ArgumentParser) -> None:
+    """Add ``NAME=VALUE``, ``--config``, ``--world`` and ``--ranks-per-node``."""
+    text = "degrees and order: tp=8 pp=2 dp_shard=-1"
+    parser.add_argument("words", nargs="*", metavar="NAME=VALUE", help=text)
+    text = "degrees from a .toml, .yaml or .json file, with the names of hp-mesh or of another "
+    text += "framework; NAME=VALUE replaces them"
+    parser.add_argument("--config", metavar="FILE[:TABLE]", help=text)
+    add_world(parser, default="the product of the given degrees")
+
+
+def add_world(parser: ArgumentParser, default: str | None = None) -> None:
+    """Add ``--world`` and ``--ranks-per-node``. Without a default, the world is required."""
+    text = "number of ranks" + (f" (default: {default})" if default else "")
+    names, required = ("--world", "--gpus"), default is None
+    parser.add_argument(*names, dest="world", metavar="N", required=required, help=text)
+    text = f"ranks of one node (default: {NODE}, if the ranks fill such nodes)"
+    parser.add_argument("--ranks-per-node", metavar="N", help=text)
+
+
+def add_model(parser: ArgumentParser, *, required: bool = False) -> None:
+    """Add ``--model``, ``--seq-len`` and ``--global-batch``."""
+    text = f"path of a config.json or its folder, or one of {', '.join(MODELS)}"
+    parser.add_argument("--model", metavar="NAME|FILE", required=required, help=text)
+    add_fields(parser, TrainSpec, required=required)
+
+
+def add_sequence(parser: ArgumentParser) -> None:
+    """Add the options of a sequence that rules read."""
+    text = "each rank of cp gets two parts of a sequence, which balances causal attention"
+    parser.add_argument("--causal-balance", action="store_true", help=text)
+    text = "between layers, all ranks of tp hold the whole sequence, so tp need not divide it"
+    option = "--no-sequence-parallel"
+    parser.add_argument(option, dest="sequence_parallel", action="store_false", help=text)
+
+
+def add_run(parser: ArgumentParser) -> None:
+    """Add the options of cluster and training run."""
+    machines = parser.add_argument_group("machines")
+    text = f"TOML file with the fields of an Accelerator, or one of {', '.join(ACCELERATORS)} "
+    text += "(default: H100)"
+    machines.add_argument("--gpu", metavar="NAME|FILE[:TABLE]", default="H100", help=text)
+    add_fields(machines, Cluster)
+    add_fields(parser.add_argument_group("training"), TrainSpec)
+
+
+def add_fields(
+    parser: ArgumentParser | _ArgumentGroup, spec: type, *, required: bool | None = None
+) -> None:
+    """Add an option for each field of a dataclass that has a description.
+
+    Args:
+        parser: Where to add them.
+        spec: `TrainSpec` or `Cluster`.
+        required: None adds the fields that have a default. True and False add the others, as
+            options that must or may be given.
+    """
+    for each in fields(spec):
+        if "help" not in each.metadata or (each.default is MISSING) == (required is None):
+            continue
+        option, choices = f"--{each.name.replace('_', '-')}", each.metadata["choices"]
+        text = each.metadata["help"]
+        if each.default is False:
+            parser.add_argument(option, action="store_true", default=None, help=text)
+            continue
+        metavar = (
+            f"{{{','.join(map(_word, choices))}}}" if choices else each.metadata["unit"].upper()
+        )
+        text += "" if each.default in (None, MISSING) else f" (default: {_word(each.default)})"
+        parser.add_argument(option, metavar=metavar, required=bool(required), help=text)
+
+
+def _word(value: object) -> str:
+    """Write a value as on the command line."""
+    return str(value).lower()
+
+
+def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
+    """Return the given options of a dataclass's fields. A wrong value stays as it was given."""
+    given = {}
+    for each in fields(spec):
+        text = getattr(args, each.name, None)
+        if "help" in each.metadata and text is not None:
+            words = {_word(value): value for value in each.metadata["choices"]}
+            given[each.name] = words.get(_word(text), _number(text))
+    return given
+
+
+def _number(text: Any) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text) if isinstance(text, str) else text
+        except ValueError:
+            continue
+    return text
+
+
+def read_count(option: str, text: str | None, *, least: int = 1, most: int = LARGEST) -> int | None:
+    """Read an integer. None stays None."""
+    if text is None:
+        return None
+    number = _integer(text)
+    if number is None or number < least:
+        legal = "a positive integer" if least else "an integer from 0"
+        raise refusal("number", f"{option} {text!r} is not {legal}", {option: text})
+    if number > most:
+        raise refusal("number", f"{option} {text!r} is not at most {most}", {option: text})
+    return number
+
+
+def _integer(text: str) -> int | None:
+    """Read decimal digits. A very long number becomes one that is above every limit."""
+    if not (text.isascii() and text.isdecimal()):
+        return None
+    return int(text) if len(text) <= MOST_DIGITS else 10**MOST_DIGITS
+
+
+def read_words(words: list[str], legal: tuple[str, ...] = FIELDS) -> dict[str, Any]:
+    """Read words such as ``tp=8``. A value that is not an integer stays text."""
+    reader, found = Reader(), dict[str, Any]()
+    for word in words:
+        reader(_read_word, word, legal, found)
+    reader.finish()
+    return found
+
+
+def _read_word(word: str, legal: tuple[str, ...], found: dict[str, Any]) -> None:
+    name, equals, text = word.partition("=")
+    if not (name and equals and text):
+        raise refusal("word", f"{word!r} is not NAME=VALUE; write e.g. tp=8", {})
+    if name not in legal:
+        reason = f"{name!r} is not a field; use {join_words(legal)}"
+        raise refusal("field", reason, {name: text})
+    if name in found:
+        raise refusal("word", f"{name} is given twice; give it once", {name: text})
+    number = _integer(text)
+    found[name] = text if number is None else number
+
+
+def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], ParallelDims | None]:
+    """Return the given fields, and the resolved degrees if all inputs of them can be read."""
+    before = len(reader.violations)
+    words = reader(read_words, args.words) or {}
+    given = reader(_over_table, args.config, words) or words
+    reader(_check_sizes, given)
+    world = reader(read_count, "--world", args.world, most=MOST_RANKS)
+    if len(reader.violations) > before:
+        return given, None
+    return given, reader(_make_dims, given, world)
+
+
+def _over_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file's table, replaced by words."""
+    table = read_table(place) if place else {}
+    if not is_of_framework(table):
+        return {**table, **words}
+    arguments, found, etp_is_tp = arguments_from_config(table, None)
+    raise_errors(found)
+    given = {**arguments, **words}
+    return {"etp": given["tp"], **given} if etp_is_tp and "tp" in given else given
+
+
+def _make_dims(given: Mapping[str, Any], world: int | None) -> ParallelDims:
+    dims = ParallelDims.from_dict(given)
+    if world is None and dims.world_size is None:
+        unknown = [name for name in world_axes(dims.ep_mode) if getattr(dims, name) == INFERRED]
+        if unknown:
+            reason = f"{unknown[0]}=-1 follows from the world; give --world N"
+            raise refusal("resolved", reason, dict.fromkeys(unknown, INFERRED))
+        world = replace(dims, dp_shard=dims.dp_shard or 1).layout().world_size
+        _check_sizes({"world_size": world})
+    return dims if world is None else dims.resolve(world)
+
+
+def _check_sizes(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        number = _integer(value) if isinstance(value, str) else value
+        if name in FIELDS and isinstance(number, int) and number > MOST_RANKS:
+            reason = f"{name}={value} is more than the {MOST_RANKS} ranks that can be laid out here"
+            raise refusal("size", reason, {name: number})
+
+
+def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | None]:
+    """Return the resolved degrees and the ranks of a node, or raise everything that is wrong."""
+    _, dims = read_dims(args, reader)
+    node = _read_node(args, reader, dims.layout().world_size if dims else None)
+    if dims is None or reader.violations:
+        raise ParallelDimsError(reader.violations)
+    return dims, node
+
+
+def _read_node(
+    args: Namespace, reader: Reader, world: int | None, *, must_fill: bool = True
+) -> int | None:
+    """Return the ranks of a node, or None if none are given and the world does not fill usual ones.
+
+    Collects a violation if the world must fill the given nodes and does not.
+    """
+    node = reader(read_count, "--ranks-per-node", args.ranks_per_node)
+    if args.ranks_per_node is None:
+        return None if world and world > NODE and world % NODE else NODE
+    if must_fill and node and world:
+        layout = ParallelDims(world_size=world).layout()
+        # The first violation is the error. The others are advice, and take time for each axis.
+        found = topology_violations(layout, Topology(ranks_per_node=node))
+        reader(raise_errors, islice(found, 1))
+    return node
+
+
+def read_question(args: Namespace, reader: Reader) -> tuple[ParallelDims, dict[str, Any]]:
+    """Return the degrees and the arguments of their check, or raise everything that is wrong."""
+    given, dims = read_dims(args, reader)
+    world = dims.layout().world_size if dims else None
+    node = _read_node(args, reader, world, must_fill=False)
+    model = reader(read_model, args.model) if args.model else {}
+    model = model.to_config() if isinstance(model, ModelShape) else model or {}
+    options = {name: getattr(args, name) for name in ("causal_balance", "sequence_parallel")}
+    numbers = {
+        each: reader(read_count, f"--{each.replace('_', '-')}", getattr(args, each))
+        for each in ("seq_len", "global_batch")
+    }
+    if dims is None or reader.violations:
+        reader(_check_alone, given, model, numbers, options)
+        raise ParallelDimsError(reader.violations)
+    topology = Topology(ranks_per_node=node) if node else None
+    return dims, {"model": model, **numbers, **options, "topology": topology}
+
+
+def _check_alone(
+    given: Mapping[str, Any],
+    model: object,
+    counts: Mapping[str, int | None],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise the model's errors that do not depend on the unknown degrees.
+
+    An unknown degree counts as 1. More ranks cannot repair an error, because each rule asks that a
+    product of degrees divides a number or is at most that number.
+    """
+    numbers, wrong = read_numbers(model, counts["seq_len"], counts["global_batch"])
+    degrees = {}
+    for name in (*PEER_AXES, "etp", "ulysses_degree"):
+        degree = Reader()(as_degree, name, given.get(name), inferable=False, optional=True)
+        degrees[name] = degree or 1
+    sharding = ("dp_shard", "ep") if given.get("ep_mode") == "peer" else ("dp_shard",)
+    subject = Subject(degrees=degrees, sharding=sharding, numbers=numbers, wrong=wrong, **options)
+    raise_errors(check_rules(subject).errors)
+
+
+def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, Any, Any]:
+    """Return model, cluster and training run. Each is None if it is wrong."""
+    model = reader(read_shape, args.model)
+    chip = reader(read_chip, args.gpu)
+    given = read_fields(args, Cluster)
+    node = _read_node(args, reader, world)
+    given |= {"ranks_per_node": node} if args.ranks_per_node else {}
+    # With a world of 1 the other values can be checked.
+    cluster = chip and reader(Cluster, **{"world_size": world or 1, **chip, **given})
+    return model, cluster, reader(TrainSpec, **read_fields(args, TrainSpec))
+
+
+def read_model(name: str) -> ModelShape | Mapping[str, Any]:
+    """Return a model of the catalogue, or the content of a configuration file."""
+    if name in MODELS:
+        return MODELS[name]
+    if Path(name).is_dir():
+        name = str(Path(name, "config.json"))
+    if not Path(name).suffix and not exists(name):
+        reason = f"no model {name!r}; use {join_words(MODELS)}, or the path of a config.json"
+        raise refusal("model", reason, {"model": name})
+    return _read(name, "")
+
+
+def read_shape(name: str) -> ModelShape:
+    """Return the shape of a model."""
+    found = read_model(name)
+    return found if isinstance(found, ModelShape) else ModelShape.from_config(found)
+
+
+def read_chip(name: str) -> dict[str, Any]:
+    """Return the arguments of `Cluster` for an accelerator: its name, or the content of a file."""
+    if Path(name.partition(":")[0]).suffix.lower() != ".toml":
+        return {"accelerator": name}
+    given = read_table(name)
+    chip = {each.name: each for each in fields(Accelerator)}
+    links = [each.name for each in fields(Cluster) if "help" in each.metadata]
+    known = (*chip, *links, "ranks_per_node")
+    for key, value in given.items():
+        if key not in known:
+            reason = f"{name} has {key!r}, which is none of {join_words(known)}"
+            raise refusal("accelerator", reason, {key: value})
+    missing = [n for n, each in chip.items() if each.default is MISSING and n not in given]
+    if missing:
+        reason = f"{name} lacks {join_words(missing, 'and')}"
+        raise refusal("accelerator", reason, {"file": name})
+    own = Accelerator(**{key: value for key, value in given.items() if key in chip})
+    others = {key: value for key, value in given.items() if key not in chip}
+    return {"accelerator": own, **others}
+
+
+def read_table(place: str) -> Mapping[str, Any]:
+    """Return a file's table from ``FILE`` or ``FILE:TABLE``. ``a.b`` is table b in table a."""
+    path, _, table = (place, "", "") if exists(place) else place.rpartition(":")
+    return _read(path or place, table if path else "")
+
+
+def _read(path: str, table: str) -> Mapping[str, Any]:
+    try:
+        return read_file(path, table or None)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ImportError:
+        reason = "YAML needs the package pyyaml; use TOML or JSON"
+    except ParallelDimsError:
+        raise
+    except ValueError as error:  # the file is no text, or not in its format
+        reason = " ".join(str(error).split())
+    raise refusal("file", f"cannot read {path}: {reason}", {"path": path})
