@@ -51,6 +51,8 @@ _ACTIVATIONS = frozenset(
         *("hardtanh_backward", "hardsigmoid_backward", "hardshrink_backward"),
         *("softshrink_backward", "hardswish", "hardswish_", "hardswish_backward"),
         *("log_sigmoid_forward", "log_sigmoid_backward"),
+        # Without the tag in torch 2.11.
+        *("leaky_relu", "leaky_relu_", "elu_", "selu_", "celu_", "hardtanh_", "hardsigmoid_"),
     }
 )
 # Elementwise with reduction="none", which autograd and operators call 0.
