@@ -88,9 +88,9 @@ class Failing:
     def __init__(self, work: Any) -> None:
         self.work = work
 
-    def wait(self) -> None:
+    def wait(self, *timeout: Any) -> None:
         """Wait, then raise."""
-        self.work.wait()
+        self.work.wait(*timeout)
         raise Broken("wait")
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
-from rank_pool import RankPool
+from rank_pool import RankPool, fails_with_torch_2_11
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
@@ -253,6 +253,7 @@ def on_one_mesh(rank: int, case: str, ours: bool) -> dict[str, Any]:
     return {"steps": steps, "placements": [p.placements for p in model.parameters()]}
 
 
+@fails_with_torch_2_11("no DataParallelMeshDims to compare with")
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.filterwarnings("default")
 def test_dtensors_on_one_mesh_train_as_under_torch(ranks: Ranks, case: str) -> None:

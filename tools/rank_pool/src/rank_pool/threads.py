@@ -45,6 +45,9 @@ def _thread_local_groups() -> Iterator[None]:
     isolate: Any = vars(torch._C._distributed_c10d)["_set_thread_isolation_mode"]
     isolate(True)
     threaded._install_threaded_pg()
+    world: Any = threaded.ThreadLocalWorld
+    if not hasattr(world, "comms"):  # destroy_process_group of torch 2.11 reads it
+        world.comms = []
     try:
         yield
     finally:
