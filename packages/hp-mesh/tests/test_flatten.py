@@ -87,7 +87,7 @@ def test_flattening_again_creates_nothing_and_needs_names_that_are_free() -> Non
         with no_new_groups():
             assert flatten_mesh(mesh["dp", "cp"], "dp_cp") is flat
         for name in ("tp", "dp_cp"):
-            with pytest.raises(LayoutError, match=f"^name='{name}' is that of another axis .*'cp'"):
+            with pytest.raises(LayoutError, match=f"^name='{name}' is taken; use another .*'cp'"):
                 flatten_mesh(mesh["cp", "tp"], name)
         with pytest.raises(LayoutError, match=r"mesh of shape \(2, 4\) has no axis names"):
             flatten_mesh(init_device_mesh("cpu", (2, 4)), "all")
@@ -111,7 +111,9 @@ def test_only_torch_meshes_are_flattened(mesh: Any) -> None:
 def test_the_advice_on_a_missing_fold_is_what_to_use_in_its_place() -> None:
     with one_world(8, 5):
         mesh = plain(dp=2, cp=2, tp=2)
-        with pytest.raises(LayoutError, match=r"; keep what flatten_mesh\(.* and use it instead"):
+        with pytest.raises(
+            LayoutError, match=r"; keep the result of flatten_mesh\(.* and use it instead"
+        ):
             get_dp_model_mesh(mesh)
         mesh = plain(dp_replicate=2, dp_shard=2, cp=2)
         with pytest.raises(

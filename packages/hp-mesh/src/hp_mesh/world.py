@@ -1,9 +1,8 @@
-"""One mesh of the world, built from degrees and read by getters.
+"""One mesh of all ranks for the whole process, and functions that return its parts.
 
-For code that keeps one mesh per process. `build_world_mesh` builds the mesh and stores it.
-`get_dp_mesh`, `get_tp_mesh` and the other getters return parts of it. The model mesh
-(`get_dp_model_mesh`) includes the ranks of ``cp``; the data mesh (`get_dp_mesh`) does not. Both
-include the ranks of ``ep``.
+`build_world_mesh` builds the mesh and stores it. `get_dp_mesh`, `get_tp_mesh` and the other getters
+return parts of it. The model mesh (`get_dp_model_mesh`) includes the ranks of ``cp``; the data mesh
+(`get_dp_mesh`) does not. Both include the ranks of ``ep``.
 """
 
 from dataclasses import dataclass, replace
@@ -70,64 +69,39 @@ class MeshAxisName(StrEnum):
     cp = "cp"
 
 
-# Those of a world mesh, outermost first.
+# Axes of a world mesh, outermost first.
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to answer a getter.
-
-    Each of ``folds`` becomes one axis of the answer: its first name must be among the axes present,
-    the others join it if they are. ``built`` names the same axes where every fold has its groups.
-    """
-
-    folds: tuple[tuple[str, ...], ...]
-    built: tuple[str, ...]
-
-    def parts(self, present: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Return the axes that each fold consists of, in the order in which they are present."""
-        return tuple(tuple(name for name in present if name in fold) for fold in self.folds)
-
-    def fits(self, present: tuple[str, ...]) -> bool:
-        """Return whether every axis that the row needs is present."""
-        return {fold[0] for fold in self.folds} <= set(present)
-
-
-# Ranks of cp hold the same parameters and see parts of the same samples: they join the sharding of
-# parameters, never the data. Ranks of ep see other samples: they join both.
+# Ranks of cp have the same dense parameters and share their samples: they are part of the sharding
+# of parameters, but not of data loading. Ranks of ep have different samples: they are part of both.
 _SHARD = ("dp_shard", "ep", "cp")
 _EXPERTS = ("ep_replicate", "ep_shard")
-ROWS = {
-    "get_dp_model_mesh": (
-        Row((("dp_replicate",), _SHARD), ("replicate", "fsdp")),
-        Row((("dp", "ep", "cp"),), ("fsdp",)),
-        Row((_SHARD,), ("fsdp",)),
-        Row((_EXPERTS,), ("dp",)),
-    ),
-    "get_dp_mesh": (
-        Row((("dp", "ep"),), ("dp",)),
-        Row((("dp_replicate", "dp_shard", "ep"),), ("dp",)),
-        Row((("dp_shard", "ep"),), ("dp",)),
-        Row((_EXPERTS,), ("dp",)),
-    ),
-    "get_dp_shard_mesh": (Row((_SHARD,), ("fsdp",)),),
-    "get_dp_replicate_mesh": (Row((("dp_replicate",),), ("replicate",)),),
-    "get_ep_mesh": (Row((("ep",),), ("ep",)), Row((("ep_shard",),), ("ep",))),
-    "get_tp_mesh": (Row((("tp",),), ("tp",)),),
-    "get_cp_mesh": (Row((("cp",),), ("cp",)),),
-    "get_pp_mesh": (Row((("pp",),), ("pp",)),),
-    "get_pp_stage_mesh": (Row((("pp",),), ("pp",)),),  # of which it takes all other axes
+
+Folds: TypeAlias = tuple[tuple[str, ...], ...]
+# The possible results of each getter. A key has one tuple for each axis of the result: the axes of
+# the mesh that are folded into it. The mesh must have the first of them; the others are folded in
+# if the mesh has them. The value has the names that a `ParallelMesh` has for the folded axes.
+RESULTS: dict[str, dict[Folds, tuple[str, ...]]] = {
+    "get_dp_model_mesh": {
+        (("dp_replicate",), _SHARD): ("replicate", "fsdp"),
+        (("dp", "ep", "cp"),): ("fsdp",),
+        (_SHARD,): ("fsdp",),
+        (_EXPERTS,): ("dp",),
+    },
+    "get_dp_mesh": {
+        (("dp", "ep"),): ("dp",),
+        (("dp_replicate", "dp_shard", "ep"),): ("dp",),
+        (("dp_shard", "ep"),): ("dp",),
+        (_EXPERTS,): ("dp",),
+    },
+    "get_dp_shard_mesh": {(_SHARD,): ("fsdp",)},
+    "get_dp_replicate_mesh": {(("dp_replicate",),): ("replicate",)},
+    "get_ep_mesh": {(("ep",),): ("ep",), (("ep_shard",),): ("ep",)},
+    "get_tp_mesh": {(("tp",),): ("tp",)},
+    "get_cp_mesh": {(("cp",),): ("cp",)},
+    "get_pp_mesh": {(("pp",),): ("pp",)},
+    "get_pp_stage_mesh": {(("pp",),): ("pp",)},  # it returns all other axes
 }
-
-
-def choose_row(getter: str, present: tuple[str, ...]) -> Row:
-    """Return the first row of a getter whose axes are present; raise `LayoutError` without one."""
-    for row in ROWS[getter]:
-        if row.fits(present):
-            return row
-    needs = join_words(" and ".join(fold[0] for fold in row.folds) for row in ROWS[getter])
-    raise LayoutError(f"{getter} needs {needs}; this mesh has {join_words(present, 'and')}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,13 +132,11 @@ class HybridShard:
         for name in ("replicas", "shard_degree", "ranks_per_node"):
             value = as_degree(name, getattr(self, name), inferable=False, optional=True)
             object.__setattr__(self, name, value)
-        given = self._given()
-        if given and self.ranks_per_node is not None:
+        given, ranks = self._given(), self.ranks_per_node
+        if given and ranks is not None:
             named = join_words((f"{name}={degree}" for name, degree in given.items()), "and")
-            reason = (
-                f"ranks_per_node={self.ranks_per_node} has no effect with {named}; leave it out"
-            )
-            raise refusal("nodes", reason, {"ranks_per_node": self.ranks_per_node, **given})
+            reason = f"ranks_per_node={ranks} has no effect with {named}; leave it out"
+            raise refusal("nodes", reason, {"ranks_per_node": ranks, **given})
 
     def split(self, dp_size: int, world_size: int) -> tuple[int, int]:
         """Return the number of replicas and the number of ranks per replica.
@@ -180,52 +152,43 @@ class HybridShard:
             ParallelDimsError: No such numbers exist, for example with more nodes than data-parallel
                 ranks.
         """
+        given, source = self._given(), ""
         sizes = {"dp_size": dp_size, "world_size": world_size}
-        given = self._given()
-        source = ""
         if not given:
-            per_node = self._ranks_per_node(world_size)
+            per_node = sizes["ranks_per_node"] = self._ranks_per_node(world_size)
             given = {"replicas": world_size // per_node}
-            source = f"(one per node: world_size={world_size} / ranks_per_node={per_node}) "
-            sizes["ranks_per_node"] = per_node
-        product = prod(given.values())
-        if dp_size % product or (len(given) == 2 and dp_size != product):
-            raise _misfit(given, sizes, source)
-        replicas = given.get("replicas", dp_size // product)
-        return replicas, dp_size // replicas
+            source = f" (one per node: world_size={world_size} / ranks_per_node={per_node})"
+        product, both = prod(given.values()), len(given) == 2
+        if product == dp_size or (dp_size % product == 0 and not both):
+            replicas = given.get("replicas", dp_size // product)
+            return replicas, dp_size // replicas
+        factors = " * ".join(f"{name}={degree}" for name, degree in given.items())
+        relation = f" = {product} is not" if both else f"{source} does not divide"
+        reason = f"{factors}{relation} dp_size={dp_size}, the data-parallel ranks of "
+        reason += f"world_size={world_size}"
+        legal = {
+            name: tuple(n for n in divisors(dp_size) if not both or n * product == dp_size * degree)
+            for name, degree in given.items()
+        }
+        raise refusal("hybrid", reason, given | sizes, legal)
 
     def _given(self) -> dict[str, int]:
         degrees = {"replicas": self.replicas, "shard_degree": self.shard_degree}
         return {name: degree for name, degree in degrees.items() if degree is not None}
 
     def _ranks_per_node(self, world_size: int) -> int:
-        text, name = environ.get(LOCAL_RANKS), "ranks_per_node"
-        ranks = self.ranks_per_node
-        if ranks is None and text is not None:
-            ranks, name = as_degree(LOCAL_RANKS, text, inferable=False, optional=False), LOCAL_RANKS
+        name, ranks = "ranks_per_node", self.ranks_per_node
+        if ranks is None and LOCAL_RANKS in environ:
+            name = LOCAL_RANKS
+            ranks = as_degree(name, environ[name], inferable=False, optional=False)
         if ranks is None:
-            reason = f"one replica per node asked for, but {name}=None and {LOCAL_RANKS} is not "
-            reason += "set; give replicas, shard_degree or ranks_per_node"
+            reason = f"{LOCAL_RANKS} is not set; give replicas, shard_degree or ranks_per_node"
             raise refusal("nodes", reason, {name: None})
         if world_size % ranks:
             reason = f"{name}={ranks} does not divide world_size={world_size} into nodes"
             values = {name: ranks, "world_size": world_size}
             raise refusal("nodes", reason, values, {name: divisors(world_size)})
         return ranks
-
-
-def _misfit(given: dict[str, int], sizes: dict[str, int], source: str) -> ParallelDimsError:
-    dp_size = sizes["dp_size"]
-    legal = {}
-    for name in given:
-        rest = prod(degree for other, degree in given.items() if other != name)
-        exact = (dp_size // rest,) if dp_size % rest == 0 else ()
-        legal[name] = exact if len(given) == 2 else divisors(dp_size)
-    factors = " * ".join(f"{name}={degree}" for name, degree in given.items())
-    fails = f"= {prod(given.values())} is not" if len(given) == 2 else f"{source}does not divide"
-    reason = f"{factors} {fails} dp_size={dp_size}, the data-parallel ranks"
-    reason += f" of world_size={sizes['world_size']}"
-    return refusal("hybrid", reason, given | sizes, legal)
 
 
 @runtime_checkable
@@ -242,7 +205,7 @@ DegreeLike: TypeAlias = int | HasDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldMesh:
-    """Meshes of all views, and the axes that were requested.
+    """All meshes over one world of ranks, with the names of the requested axes.
 
     Args:
         mesh: Meshes of all axes and aliases.
@@ -264,7 +227,7 @@ class WorldMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """All axes except ``ep`` as one torch mesh of the whole world, outermost first."""
-        return _slice(self, _own_axes(self))
+        return _slice(self.mesh, _own_axes(self.mesh, self.axes))
 
 
 _world_mesh: WorldMesh | None = None
@@ -283,7 +246,7 @@ def build_world_mesh(
 
     Collective, like `ParallelDims.build_mesh`. It creates all process groups that the getters
     return. A degree is an integer or an object with an integer ``degree``. The order of the axes is
-    that of `ParallelDims`, with ``tp`` innermost.
+    the default order of `ParallelDims`, with ``tp`` innermost.
 
     Args:
         dp: Number of data-parallel ranks, -1 for all remaining ranks, or a `HybridShard`. It may be
@@ -293,13 +256,14 @@ def build_world_mesh(
         pp: Number of pipeline stages.
         ep: Number of ranks with different experts. It divides ``dp_shard * cp``, and -1 means
             ``dp_shard``. Each expert is split over ``tp``, like the other layers.
-        device_type: As in `ParallelDims.build_mesh`.
+        device_type: Device type of the meshes, such as ``"cuda"``. Defaults to the accelerator's
+            type if the default process group has a backend for it, else ``"cpu"``.
 
     Returns:
-        The mesh, for the getters.
+        The meshes, which the getters take as their argument.
 
     Raises:
-        ParallelDimsError: The degrees do not fit the world.
+        ParallelDimsError: The degrees do not fit the number of ranks.
         MeshError: There is no default process group, the ranks have different degrees, or a world
             mesh exists already.
 
@@ -312,16 +276,15 @@ def build_world_mesh(
         >>> reset_world_mesh()
     """
     global _world_mesh
-    world_size = _world_size()
     try:
-        _check_slot()
+        if _world_mesh is not None:
+            info = get_device_mesh_info(_world_mesh)
+            raise MeshError(f"there is a world mesh already ({info}); call reset_world_mesh first")
         given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
         degrees = {n: _degree(n, degree) for n, degree in given.items() if degree is not None}
-        if dp is None:
-            _check_alone(degrees)
-        dims = _dims(INFERRED if dp is None else dp, degrees, world_size)
+        dims = _dims(dp, degrees, _world_size())
     except (MeshError, ParallelDimsError):
-        # What the launcher says of nodes may differ between ranks, and so may this error.
+        # Ranks may disagree about the node size, so the other ranks may be building already.
         join_as_refusing()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
@@ -364,14 +327,14 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
     Args:
         degree: Size of ``ep_shard``. A negative number means the world size. ``ep_replicate`` has
             the remaining factor.
-        device_type: As in `ParallelDims.build_mesh`.
+        device_type: Device type of the meshes, as in `build_world_mesh`.
 
     Returns:
-        The mesh, for the getters.
+        The meshes, which the getters take as their argument.
 
     Raises:
-        ParallelDimsError: The degree does not divide the world size.
-        MeshError: As in `ParallelDims.build_mesh`.
+        ParallelDimsError: The degree does not divide the number of ranks.
+        MeshError: There is no default process group, or the ranks have different degrees.
 
     Examples:
         On 4 ranks:
@@ -381,57 +344,40 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
         (2, 4)
         >>> experts.mesh.close()
     """
-    world_size = _world_size()
     try:
-        dims = ParallelDims(ep=_expert_degree(degree, world_size))
+        given: object = _given(degree)
+        # -1 is the only negative number that `as_degree` accepts.
+        ep = _degree("ep", max(given, INFERRED) if isinstance(given, int) else degree)
+        dims = ParallelDims(ep=_world_size() if ep == INFERRED else ep)
     except ParallelDimsError:
         join_as_refusing()
         raise
     return WorldMesh(mesh=dims.build_mesh(device_type), axes=("ep_replicate", "ep_shard"))
 
 
-def _dims(dp: DegreeLike | HybridShard, degrees: dict[str, int], world_size: int) -> ParallelDims:
+def _dims(
+    dp: DegreeLike | HybridShard | None, degrees: dict[str, int], world_size: int
+) -> ParallelDims:
+    if dp is None and degrees:
+        others = join_words((f"{name}={degree}" for name, degree in degrees.items()), "and")
+        reason = f"{others} given without dp; give dp too: a degree, -1 or a HybridShard"
+        raise refusal("dp", reason, {**degrees, "dp": None})
     cp, tp, pp = (degrees.get(name, 1) for name in ("cp", "tp", "pp"))
-    replicas = 1
+    dims = ParallelDims(dp_shard=INFERRED, cp=cp, tp=tp, pp=pp, world_size=world_size)
     if isinstance(dp, HybridShard):
-        flat = ParallelDims(dp_shard=INFERRED, cp=cp, tp=tp, pp=pp, world_size=world_size)
-        replicas, shard_degree = dp.split(flat.dp_size, world_size)
-    else:
-        shard_degree = _degree("dp", dp)
-    dims = ParallelDims(
-        dp_replicate=replicas, dp_shard=shard_degree, cp=cp, tp=tp, pp=pp, world_size=world_size
-    )
+        replicas, shard_degree = dp.split(dims.dp_size, world_size)
+        dims = replace(dims, dp_replicate=replicas, dp_shard=shard_degree)
+    elif dp is not None:
+        dims = replace(dims, dp_shard=_degree("dp", dp))
     if "ep" not in degrees:
         return dims
     ep = dims.layout().size("dp_shard") if degrees["ep"] == INFERRED else degrees["ep"]
     return replace(dims, ep=ep, etp=dims.tp)
 
 
-def _check_alone(degrees: dict[str, int]) -> None:
-    if degrees:
-        others = join_words((f"{name}={degree}" for name, degree in degrees.items()), "and")
-        reason = f"{others} given without dp; give dp too: a degree, -1 for all that the others "
-        reason += "leave, or HybridShard(...)"
-        raise refusal("dp", reason, {**degrees, "dp": None})
-
-
-def _check_slot() -> None:
-    if _world_mesh is not None:
-        info = get_device_mesh_info(_world_mesh)
-        raise MeshError(f"there is a world mesh already ({info}); call reset_world_mesh first")
-
-
 def _degree(name: str, value: DegreeLike) -> int:
-    # None here is that of a configuration, which says nothing: no way to ask for inference.
+    # The degree of a configuration may be None, which is an error: it does not mean -1.
     return cast(int, as_degree(name, _given(value), inferable=True, optional=False))
-
-
-def _expert_degree(value: DegreeLike, world_size: int) -> int:
-    given: object = _given(value)
-    if isinstance(given, int) and given < 0:
-        return world_size
-    degree = _degree("ep", value)
-    return world_size if degree == INFERRED else degree
 
 
 def _given(value: DegreeLike) -> int:
@@ -448,23 +394,23 @@ AnyMesh: TypeAlias = WorldMesh | ParallelMesh | DeviceMesh
 
 
 def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh over which parameters are replicated and sharded, for FSDP or DDP.
+    """Return the mesh over which FSDP or DDP replicates and shards parameters.
 
-    It has two axes with HSDP, replicas outermost, else one. Ranks of ``cp`` hold the same
-    parameters, so they are part of the sharding. Do not use it for data: see `get_dp_mesh`.
+    With HSDP it has two axes, replicas outermost. Without HSDP it has one axis. Ranks of ``cp``
+    hold the same parameters, so they are part of the sharding. For data loading use `get_dp_mesh`.
 
-    This getter and all others neither communicate nor create process groups.
+    Neither this getter nor another one communicates or creates process groups.
 
     Args:
-        mesh: A world mesh; a `ParallelMesh`, of which the axes with several ranks and data
-            parallelism are present; or a torch mesh, with its own axis names.
+        mesh: A world mesh, a `ParallelMesh` or a torch mesh with axis names. A `ParallelMesh` has
+            the data-parallel axes, and all other axes with more than one rank.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: A required axis is absent, or a torch mesh has several axes that would have to
-            be one. `flatten_mesh` flattens them.
+        LayoutError: ``mesh`` has no data-parallel axis, or it is a torch mesh with axes that have
+            to be folded into one first. The error names the call of `flatten_mesh`.
 
     Examples:
         On 4 ranks:
@@ -480,17 +426,18 @@ def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
 def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the one-dimensional mesh of ranks with different samples, for data loading.
 
-    It includes the ranks of ``ep``, which have different samples. It excludes ``cp``: these ranks
-    have parts of the same samples.
+    It includes the ranks of ``ep``, which have different samples. It does not include the ranks of
+    ``cp``, which have parts of the same samples.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no data-parallel axis, or it is a torch mesh with axes that have
+            to be folded into one first. The error names the call of `flatten_mesh`.
 
     Examples:
         On 4 ranks:
@@ -507,13 +454,14 @@ def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh over which HSDP shards parameters: ``dp_shard`` with ``cp`` and ``ep``.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``dp_shard``, or it is a torch mesh with a separate axis
+            ``cp`` or ``ep``.
 
     Examples:
         On 4 ranks:
@@ -530,13 +478,13 @@ def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh over which HSDP replicates parameters.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``dp_replicate``.
 
     Examples:
         On 4 ranks:
@@ -553,13 +501,13 @@ def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
     """Return the process group of `get_dp_mesh`.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         The process group.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: As in `get_dp_mesh`.
 
     Examples:
         On 4 ranks:
@@ -576,13 +524,13 @@ def get_ep_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh of ranks with different experts.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``ep`` or ``ep_shard``.
 
     Examples:
         On 4 ranks:
@@ -599,13 +547,13 @@ def get_tp_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh of ranks that share one layer.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``tp``.
 
     Examples:
         On 4 ranks:
@@ -622,13 +570,13 @@ def get_cp_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh of ranks that share one sequence.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``cp``.
 
     Examples:
         On 4 ranks:
@@ -645,13 +593,13 @@ def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh of ranks with different pipeline stages.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``pp``.
 
     Examples:
         On 4 ranks:
@@ -668,13 +616,13 @@ def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh of the ranks of one pipeline stage: all axes except ``pp``.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         A torch mesh.
 
     Raises:
-        LayoutError: The axis is absent, or a torch mesh has several axes that would have to be one.
+        LayoutError: ``mesh`` has no axis ``pp``, or no other axis.
 
     Examples:
         On 4 ranks:
@@ -684,18 +632,19 @@ def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
         2
         >>> reset_world_mesh()
     """
-    choose_row("get_pp_stage_mesh", _axes(mesh))
-    rest = tuple(name for name in _own_axes(mesh) if name != "pp")
+    source, present = _open(mesh)
+    _choose_result("get_pp_stage_mesh", present)
+    rest = tuple(name for name in _own_axes(source, present) if name != "pp")
     if not rest:
-        raise LayoutError("get_pp_stage_mesh needs an axis besides pp; this mesh has pp alone")
-    return _slice(mesh, rest)
+        raise LayoutError("get_pp_stage_mesh needs another axis than pp; this mesh has pp alone")
+    return _slice(source, rest)
 
 
 def get_device_mesh_info(mesh: AnyMesh) -> str:
     """Describe the axes of a mesh in one line.
 
     Args:
-        mesh: A mesh, as in `get_dp_model_mesh`.
+        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
 
     Returns:
         The number of ranks, the device type, and the sizes of the axes. Folded ``ep`` is no factor
@@ -711,19 +660,16 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
         'mesh of 4 ranks on cpu: dp=4; ep=2 on the same ranks'
         >>> reset_world_mesh()
     """
-    source = _source(mesh)
-    inside: tuple[str, ...] = ()
-    if isinstance(source, DeviceMesh):
-        names = source.mesh_dim_names or tuple(f"axis {index}" for index in range(source.ndim))
-        sizes, ranks = dict(zip(names, source.shape, strict=True)), source.size()
+    if isinstance(mesh, DeviceMesh):
+        whole, inside = mesh, ""
+        names = mesh.mesh_dim_names or tuple(f"axis {index}" for index in range(mesh.ndim))
     else:
-        own = _own_axes(mesh)
-        inside = tuple(name for name in _axes(mesh) if name not in own)
-        sizes = {name: source.layout.size(name) for name in (*own, *inside)}
-        ranks = source.layout.world_size
-    axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if name not in inside)
-    shared = "".join(f"; {name}={sizes[name]} on the same ranks" for name in inside)
-    return f"mesh of {ranks} ranks on {source.device_type}: {axes}{shared}"
+        source, present = _open(mesh)
+        names = _own_axes(source, present)
+        whole = _slice(source, names)
+        inside = "" if names == present else f"; ep={source['ep'].size()} on the same ranks"
+    axes = ", ".join(f"{name}={size}" for name, size in zip(names, whole.shape, strict=True))
+    return f"mesh of {whole.size()} ranks on {whole.device_type}: {axes}{inside}"
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
@@ -751,90 +697,82 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
         ('dp_shard_cp',)
     """
     _check_flattened(mesh, name)
-    names = _names(mesh)
+    _, names = _open(mesh)
     try:
         return flatten(mesh, name)
     except ValueError as error:
         taken = "_".join(names) if name is None else name
-        reason = f"name={taken!r} is that of another axis of the mesh that has {list(names)}"
-        raise LayoutError(f"{reason}; use another name") from error
+        raise LayoutError(f"name={taken!r} is taken; use another name for {list(names)}") from error
 
 
 def _check_flattened(mesh: object, name: object) -> None:
     if not isinstance(mesh, DeviceMesh):
-        reason = ""
-        if isinstance(mesh, WorldMesh | ParallelMesh):
-            reason = ", and this one has all its folds already: take them with the getters"
-        raise LayoutError(f"flatten_mesh takes a torch DeviceMesh, not {_kind(mesh)}{reason}")
+        is_built = isinstance(mesh, WorldMesh | ParallelMesh)
+        advice = ", and this one has all its folds already: use the getters" if is_built else ""
+        raise LayoutError(f"flatten_mesh takes a torch DeviceMesh, not {_kind(mesh)}{advice}")
     if not isinstance(name, str | None):
         raise LayoutError(f"name={name!r} is no name; use a string or None")
 
 
 def _look_up(getter: str, mesh: AnyMesh) -> DeviceMesh:
-    present = _axes(mesh)
-    row = choose_row(getter, present)
-    if not isinstance(mesh, DeviceMesh):
-        return _slice(mesh, row.built)
-    # A fold would need groups that a look-up does not create.
-    parts = row.parts(present)
-    for fold in parts:
-        if len(fold) > 1:
+    source, present = _open(mesh)
+    folds, names = _choose_result(getter, present)
+    if isinstance(source, ParallelMesh):
+        return _slice(source, names)
+    parts = [tuple(name for name in present if name in fold) for fold in folds]
+    for part in parts:
+        if len(part) > 1:  # folding would create a process group
             raise LayoutError(
-                f"{getter} needs {' x '.join(fold)} as one axis, and this mesh has them apart "
-                f"({get_device_mesh_info(mesh)}); {_advice(fold, parts)}"
+                f"{getter} needs {' x '.join(part)} as one axis, but this mesh has separate axes "
+                f"({get_device_mesh_info(mesh)}); {_advice(part, alone=len(parts) == 1)}"
             )
-    return _slice(mesh, tuple(fold[0] for fold in parts))
+    return _slice(source, tuple(part[0] for part in parts))
 
 
-def _advice(fold: tuple[str, ...], parts: tuple[tuple[str, ...], ...]) -> str:
-    call = f"flatten_mesh(mesh[{', '.join(map(repr, fold))}])"
-    if len(parts) == 1:
-        return f"keep what {call} returns and use it instead, or use build_world_mesh"
-    # A torch mesh of a fold and of another axis beside it takes torch's private functions.
+def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[Folds, tuple[str, ...]]:
+    for folds, names in RESULTS[getter].items():
+        if all(fold[0] in present for fold in folds):
+            return folds, names
+    needs = join_words(" and ".join(fold[0] for fold in folds) for folds in RESULTS[getter])
+    raise LayoutError(f"{getter} needs {needs}; this mesh has {join_words(present, 'and')}")
+
+
+def _advice(part: tuple[str, ...], *, alone: bool) -> str:
+    call = f"flatten_mesh(mesh[{', '.join(map(repr, part))}])"
+    if alone:
+        return f"keep the result of {call} and use it instead, or use build_world_mesh"
+    # Only private functions of torch put a flattened axis and another axis into one mesh.
     return f"use build_world_mesh, which has all folds; {call} returns this axis alone"
 
 
-def _slice(mesh: AnyMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return _source(mesh)[names if len(names) > 1 else names[0]]
-
-
-def _source(mesh: AnyMesh) -> ParallelMesh | DeviceMesh:
+def _open(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
+    """Return the object to slice, and the names of the axes that the getters find in it."""
     if isinstance(mesh, WorldMesh):
-        return mesh.mesh
-    if isinstance(mesh, ParallelMesh | DeviceMesh):
-        return mesh
+        return mesh.mesh, mesh.axes
+    if isinstance(mesh, DeviceMesh):
+        if not mesh.mesh_dim_names:
+            raise LayoutError(f"a mesh of shape {tuple(mesh.shape)} has no axis names; name them")
+        return mesh, mesh.mesh_dim_names
+    if isinstance(mesh, ParallelMesh):
+        size = mesh.layout.size
+        data = ("dp_replicate", "dp_shard") if size("replicate") > 1 else ("dp",)
+        several = tuple(name for name in ("pp", "ep", "cp", "tp") if size(name) > 1)
+        return mesh, tuple(name for name in AXES if name in (*data, *several))
     raise LayoutError(
         f"{_kind(mesh)} given for a mesh; use a WorldMesh, a ParallelMesh or a torch DeviceMesh"
     )
 
 
 def _kind(value: object) -> str:
-    plain = value is None or isinstance(value, str | int)
-    return repr(value) if plain else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, str | int | None) else f"a {type(value).__name__}"
 
 
-def _axes(mesh: AnyMesh) -> tuple[str, ...]:
-    source = _source(mesh)
-    if isinstance(mesh, WorldMesh):
-        return mesh.axes
-    if isinstance(source, DeviceMesh):
-        return _names(source)
-    size = source.layout.size
-    data = ("dp_replicate", "dp_shard") if size("replicate") > 1 else ("dp",)
-    several = tuple(name for name in ("pp", "ep", "cp", "tp") if size(name) > 1)
-    return tuple(name for name in AXES if name in (*data, *several))
+def _own_axes(source: ParallelMesh | DeviceMesh, present: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes that multiply to the number of ranks. A folded ``ep`` does not."""
+    if isinstance(source, DeviceMesh) or ("dp" not in present and source.dims.ep_mode == "peer"):
+        return present
+    return tuple(name for name in present if name != "ep")
 
 
-def _own_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes without those inside others: folded experts live on data-parallel ranks."""
-    axes, source = _axes(mesh), _source(mesh)
-    if isinstance(source, DeviceMesh) or "ep_shard" in axes:
-        return axes
-    view = source.layout.views["data" if "dp" in axes else "base"]
-    return tuple(name for name in axes if name in view.axes)
-
-
-def _names(mesh: DeviceMesh) -> tuple[str, ...]:
-    if not mesh.mesh_dim_names:
-        raise LayoutError(f"this mesh of shape {tuple(mesh.shape)} has no axis names; give it some")
-    return mesh.mesh_dim_names
+def _slice(source: ParallelMesh | DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return source[names if len(names) > 1 else names[0]]
