@@ -31,6 +31,21 @@ def test_the_page_lists_every_name_that_the_checks_read() -> None:
     assert [name for name in NESTED if f"`{name}`" not in text] == []
 
 
+def test_the_drawing_of_views_has_the_axes_and_aliases_of_the_code() -> None:
+    text = (PAGE.parent / "views.svg").read_text(encoding="utf-8")
+    drawn: dict[str, tuple[str, ...]] = {}
+    aliases: set[str] = set()
+    for view, row in re.findall(
+        r'font-weight="bold"[^>]*>(\w+)</text>(.*?)(?=<text x="0"|$)', text, re.S
+    ):
+        words = re.findall(r">(= )?([\w, ]+)</text>", row)
+        drawn[view] = tuple(name for alias, name in words if not alias)
+        aliases |= {name for alias, names in words if alias for name in names.split(", ")}
+    layout = ParallelDims(ulysses_degree=1, world_size=1).layout()
+    assert drawn == {name: view.axes for name, view in layout.views.items()}
+    assert {*layout.names} == aliases | {axis for axes in drawn.values() for axis in axes}
+
+
 def test_the_page_lists_every_name_that_the_planner_reads() -> None:
     listed = rows()
     missing = {
