@@ -34,15 +34,16 @@ def _no_data(absent: "NonMember", start: Sequence[int]) -> NoReturn:
 class NonMember:
     """Represents a tensor on a rank that is not in the tensor's mesh.
 
-    It has no data. Operations of a tensor raise TypeError. A distributed checkpoint saves nothing
-    for it. Remove it from a state dict before loading: torch's loader accepts tensors only.
+    The object has no data. Using it as a tensor raises TypeError. A distributed checkpoint saves
+    nothing for a `NonMember`. Remove it from a state dict before loading: torch's loader accepts
+    tensors only.
 
     Args:
         layout: Layout of the tensor. Its ``ranks`` are the ranks that hold the tensor.
         shape: Global shape.
         dtype: Dtype of the tensor.
         requires_grad: Whether the tensor requires grad on the ranks that hold it.
-        graph: Autograd history. `redistribute` sets it.
+        graph: Empty tensor that connects this object to the autograd graph. `redistribute` sets it.
 
     Raises:
         LayoutError: ``layout`` is not a `Layout`, or ``shape`` does not fit it.
@@ -65,7 +66,7 @@ class NonMember:
         self.layout.check_shape(self.shape)
 
     def anchor(self) -> torch.Tensor:
-        """Return an empty tensor that takes this object's place in the autograd graph.
+        """Return an empty tensor that represents this object in the autograd graph.
 
         Returns:
             A tensor with no elements. It requires grad.
@@ -75,9 +76,10 @@ class NonMember:
     def backward(self) -> None:
         """Take part in the backward pass of the ranks that hold the tensor.
 
-        Call it when those ranks call ``backward``. The gradient then flows back through the
-        redistributions in which this rank took part. After several redistributions in a row, call
-        it on the last result only: a call on an earlier result waits for peers that never call.
+        Call this method when those ranks call ``backward``. The gradient then flows back through
+        the redistributions in which this rank took part. After several redistributions in a row,
+        call it on the last result only. If it is called on an earlier result, this rank waits for
+        peers that never call.
 
         Raises:
             TypeError: The object is not the result of a redistribution, or no gradient flows

@@ -199,17 +199,20 @@ class CostModel(Protocol):
 class AlphaBeta:
     """Linear cost model: each collective costs ``alpha + beta * received_bytes`` seconds.
 
-    This is Hockney's model (Parallel Computing 20, 1994). A collective over several axes has the
-    largest ``alpha`` and ``beta`` of these axes. A transfer between two meshes has the largest of
-    all axes. Any other hashable object with a `seconds` method can also be passed as ``cost=``.
+    This is Hockney's model (Parallel Computing 20, 1994). A collective over several axes uses the
+    largest ``alpha`` and the largest ``beta`` of these axes. A transfer between two meshes uses the
+    largest values of all axes. Any other hashable object with a `seconds` method can also be passed
+    as ``cost=``.
 
     Args:
-        alpha: Latency in seconds: one number, or one for each mesh axis. Between two meshes, the
-            positions are the axes of the mesh with more axes. Defaults to 10 us.
-        beta: Seconds per byte, in the same form. Defaults to 50 GB/s.
+        alpha: Latency of a collective in seconds: one number, or a tuple with one number for each
+            mesh axis. For a transfer between two meshes, the tuple needs as many numbers as the
+            mesh with more axes has axes. Defaults to 10 us.
+        beta: Transfer time in seconds per byte: one number, or a tuple as for ``alpha``. The
+            default corresponds to 50 GB/s.
 
     Raises:
-        LayoutError: A value is not a finite number of at least 0.
+        LayoutError: ``alpha`` or ``beta`` has a value that is not a finite number of at least 0.
 
     Examples:
         >>> cost = AlphaBeta(alpha=2e-5, beta=(4e-11, 3e-12))  # a slow axis and a fast one
@@ -239,7 +242,7 @@ class AlphaBeta:
             received: Payload in bytes that one rank receives from others.
 
         Returns:
-            Seconds.
+            The time in seconds.
         """
         return _largest(self.alpha, axes) + _largest(self.beta, axes) * received
 

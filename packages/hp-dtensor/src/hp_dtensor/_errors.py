@@ -4,11 +4,11 @@ from functools import partial
 
 
 class LayoutError(ValueError):
-    """Raised for an impossible layout or pair of layouts, or for a tensor that does not fit."""
+    """Raised if a layout is invalid, cannot be changed as requested, or contradicts the tensor."""
 
 
 class MeshError(LayoutError, RuntimeError):
-    """Raised if a mesh, a rank or a process group is missing or does not belong to the call."""
+    """Raised if a mesh is invalid, lacks a process group, or does not contain a given rank."""
 
 
 class NoPlanError(LayoutError):
@@ -16,7 +16,7 @@ class NoPlanError(LayoutError):
 
     Attributes:
         max_bytes: The given limit, in bytes.
-        best_peak: Peak memory of the plan that needs least, in bytes.
+        best_peak: Lowest peak memory of all plans, in bytes.
     """
 
     def __init__(self, message: str, *, max_bytes: int, best_peak: int) -> None:

@@ -182,16 +182,17 @@ def _spelled_order(
 class Layout:
     """Placements of a tensor on a mesh, with the order in which axes shard the same dim.
 
-    Layouts that place all elements in the same way compare equal, also if they were spelled
-    differently. A layout needs no torch.
+    Some layouts can be written in several ways, for example with a `StridedShard` or with a
+    ``shard_order``. They compare equal if every rank holds the same elements. Layouts do not need
+    torch.
 
     Args:
         mesh_shape: Number of ranks on each mesh axis, outermost first.
         placements: One placement for each axis: `Replicate`, `Shard`, `StridedShard`, `RaggedShard`
             or `Partial`.
-        shard_order: For each tensor dim, the axes that shard it; the first of them splits first.
-            The default for a dim is mesh order, or the order that split factors encode; see
-            `StridedShard`. A ragged axis always splits last.
+        shard_order: For each tensor dim, the mesh axes that shard it, in the order in which they
+            split the dim. Defaults to mesh order, or to the order that the split factors of
+            `StridedShard` imply. An axis with a `RaggedShard` always splits last and is not listed.
         ranks: Global ranks of the mesh in row-major order. Defaults to
             ``0 .. prod(mesh_shape) - 1``.
 
@@ -230,22 +231,22 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the mesh."""
         return math.prod(self.mesh_shape)
 
     @property
     def has_partial(self) -> bool:
-        """Whether an axis holds partial values."""
+        """Whether any mesh axis has a `Partial` placement."""
         return any(isinstance(p, Partial) for p in self.placements)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank holds at most one box, for any shape."""
+        """Whether each rank holds one contiguous index range per dim, for any tensor shape."""
         return not any(isinstance(p, StridedShard | RaggedShard) for p in self.placements)
 
     @property
     def ragged(self) -> tuple[int, RaggedShard] | None:
-        """The axis with a `RaggedShard` and this placement, or None."""
+        """Mesh axis that has a `RaggedShard`, and this `RaggedShard`. None if there is none."""
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
                 return axis, placement
@@ -258,7 +259,8 @@ class Layout:
             dim: Tensor dim.
 
         Returns:
-            Axes by position; the first of them splits first.
+            Positions of the axes in the mesh, in the order in which they split the dim. The axis of
+            a `RaggedShard` is not included.
         """
         for dim_in_order, axes in _pairs(self):
             if dim_in_order == dim:
@@ -274,19 +276,19 @@ class Layout:
             dim: Tensor dim.
 
         Returns:
-            One number for each axis of `shard_axes`.
+            One number for each axis, in the order of `shard_axes`.
         """
         return tuple(self.mesh_shape[a] for a in self.shard_axes(dim))
 
     def splits(self, dim: int) -> tuple[Split, ...]:
-        """Return the splits of a tensor dim.
+        """Return the degree and the split factor of each axis that shards a tensor dim.
 
         Args:
             dim: Tensor dim.
 
         Returns:
-            The degree and the split factor of each axis of `shard_axes`. The factor is 1 for
-            `Shard`.
+            One pair ``(degree, split factor)`` for each axis, in the order of `shard_axes`. The
+            degree is the number of ranks on the axis. The split factor is 1 for `Shard`.
         """
         found = []
         for axis in self.shard_axes(dim):
@@ -325,8 +327,9 @@ class Layout:
             shape: Global shape.
 
         Raises:
-            LayoutError: A size is invalid, a sharded dim does not exist, or the sizes of a
-                `RaggedShard` do not add up to the elements that it divides.
+            LayoutError: A size is negative or not an integer; a sharded dim does not exist; the
+                ``sizes`` of a `RaggedShard` do not add up to the number of elements that it splits;
+                or another axis splits a dim of the `RaggedShard` unevenly.
         """
         self.check(len(checked_sizes(shape)))
         if self.ragged is None:
@@ -357,7 +360,7 @@ class Layout:
             rank: Global rank.
 
         Returns:
-            One number for each mesh axis.
+            One coordinate for each mesh axis.
 
         Raises:
             MeshError: The rank is not in the mesh.
@@ -389,10 +392,10 @@ class Layout:
         return range(self.size) if self.ranks is None else self.ranks
 
     def ranks_in_words(self) -> str:
-        """Describe the ranks for a message.
+        """Describe the ranks of the mesh for an error message.
 
         Returns:
-            ``"first to last"`` for consecutive ranks, else a list.
+            Text such as ``"4 to 7"`` for consecutive ranks, else the list of ranks.
         """
         ranks = self.all_ranks()
         if isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2:
@@ -406,7 +409,7 @@ class Layout:
         return ranks.index(rank) if rank in ranks else None
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """Return the rank at a coordinate.
+        """Return the global rank at a coordinate of the mesh.
 
         Args:
             coordinate: One number for each mesh axis.
@@ -420,14 +423,15 @@ class Layout:
     def intervals_at(
         self, shape: Sequence[int], coordinate: Sequence[int]
     ) -> list[tuple[Interval, ...]]:
-        """Return the index ranges of each dim at a coordinate, before a ragged axis splits them.
+        """Return the index ranges of each dim at a coordinate, before a `RaggedShard` splits them.
 
         Args:
             shape: Global shape.
             coordinate: One number for each mesh axis.
 
         Returns:
-            For each dim, half-open ranges in ascending order.
+            One tuple for each dim: half-open ranges ``(start, stop)`` of global indices, in
+            ascending order.
         """
         return [
             self.intervals_of(shape, dim, [coordinate[a] for a in self.shard_axes(dim)])
@@ -437,29 +441,30 @@ class Layout:
     def intervals_of(
         self, shape: Sequence[int], dim: int, index: Sequence[int]
     ) -> tuple[Interval, ...]:
-        """Return the index ranges of one dim.
+        """Return the index ranges of one dim, before a `RaggedShard` splits them.
 
         Args:
             shape: Global shape.
             dim: Tensor dim.
-            index: Coordinate on each axis of `shard_axes`.
+            index: One coordinate for each axis that shards the dim, in the order of `shard_axes`.
 
         Returns:
-            Half-open ranges in ascending order.
+            Half-open ranges ``(start, stop)`` of global indices, in ascending order.
         """
         return pieces(shape[dim], self.splits(dim), index)
 
     def run_at(self, coordinate: Sequence[int]) -> Interval:
-        """Return the elements of the flattened dims that a ragged axis places at a coordinate.
+        """Return the range of elements that the `RaggedShard` assigns to a coordinate.
 
         Args:
             coordinate: One number for each mesh axis.
 
         Returns:
-            The half-open range of positions in the flattened dims.
+            Half-open range ``(start, stop)`` of positions in the flattened leading dims. If other
+            axes shard these dims, positions count within the part of this coordinate.
 
         Raises:
-            LayoutError: The layout has no ragged axis.
+            LayoutError: The layout has no `RaggedShard`.
         """
         if self.ragged is None:
             raise LayoutError(f"{self} has no ragged axis")
@@ -467,14 +472,17 @@ class Layout:
         return placement.starts[coordinate[axis]], placement.starts[coordinate[axis] + 1]
 
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """Return the box at a coordinate, for a layout with `is_plain`.
+        """Return the box of elements at a coordinate. Use it only if `is_plain` is True.
+
+        A box is a rectangular region of the tensor: one half-open range of global indices per dim.
 
         Args:
             shape: Global shape.
             coordinate: One number for each mesh axis.
 
         Returns:
-            A half-open range for each dim. It is empty if the coordinate holds no elements.
+            One range ``(start, stop)`` for each dim. At least one range is empty if the coordinate
+            holds no elements.
         """
         return tuple(
             chunk(length, self.degrees(dim), [coordinate[a] for a in self.shard_axes(dim)])
@@ -482,14 +490,17 @@ class Layout:
         )
 
     def boxes_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Box, ...]:
-        """Return the boxes at a coordinate.
+        """Return the boxes of elements at a coordinate, without checking the shape.
+
+        A box is a rectangular region of the tensor: one half-open range of global indices per dim.
 
         Args:
             shape: Global shape.
             coordinate: One number for each mesh axis.
 
         Returns:
-            Boxes in the order of the local tensor. A box has a half-open range for each dim.
+            Boxes in the order of the local tensor. Each box has one range ``(start, stop)`` for
+            each dim.
         """
         grid = self.intervals_at(shape, coordinate)
         if self.ragged is None:
@@ -502,18 +513,20 @@ class Layout:
         return tuple((*run, *rest) for run in runs for rest in product(*grid[leading:]))
 
     def boxes(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
-        """Return the boxes that a rank holds.
+        """Return the boxes of elements that a rank holds.
+
+        A box is a rectangular region of the tensor: one half-open range of global indices per dim.
 
         Args:
             shape: Global shape.
             rank: Global rank.
 
         Returns:
-            Boxes in the order of the local tensor, or none if the rank holds no elements. A box has
-            a half-open range for each dim.
+            Boxes in the order of the local tensor. Each box has one range ``(start, stop)`` for
+            each dim. There are no boxes if the rank holds no elements.
 
         Raises:
-            LayoutError: The shape does not fit, as in `check_shape`.
+            LayoutError: A tensor of this shape cannot have this layout; see `check_shape`.
             MeshError: The rank is not in the mesh.
         """
         self.check_shape(shape)
@@ -530,7 +543,7 @@ class Layout:
             The local shape.
 
         Raises:
-            LayoutError: The shape does not fit, as in `check_shape`.
+            LayoutError: A tensor of this shape cannot have this layout; see `check_shape`.
             MeshError: The rank is not in the mesh.
         """
         self.check_shape(shape)
@@ -544,13 +557,13 @@ class Layout:
         return tuple(lengths)
 
     def is_even(self, shape: Sequence[int]) -> bool:
-        """Return whether all ranks hold one box of the same shape, without remainders in any split.
+        """Return whether every axis splits its dim evenly, so that all local shapes are equal.
 
         Args:
             shape: Global shape.
 
         Returns:
-            True if every split divides its dim evenly.
+            True if every split is even. False for a layout with `StridedShard` or `RaggedShard`.
         """
         return self.is_plain and all(
             n % math.prod(self.degrees(dim)) == 0 for dim, n in enumerate(shape)

@@ -51,26 +51,26 @@ def distribute_tensor(
 ) -> DTensor | RaggedTensor:
     """Distribute a whole tensor over a mesh.
 
-    Communicates one scatter or broadcast for each mesh axis. A broadcast overwrites ``tensor`` on
-    the receiving ranks, and the result can share memory with ``tensor``. torch's
-    `distribute_tensor` does both, too.
+    Communicates one scatter or broadcast for each mesh axis. As in torch's `distribute_tensor`, a
+    broadcast overwrites ``tensor`` on the receiving ranks, and the result can share memory with
+    ``tensor``.
 
     Args:
         tensor: Leaf tensor with the global shape. A tensor that already has this mesh and these
             placements is returned as it is.
         mesh: Device mesh of the result.
-        placements: One placement for each mesh axis, of this package or of torch. None replicates.
-            With a `RaggedShard` the result is a `RaggedTensor`.
-        src_data_rank: Coordinate, on each axis, of the rank that provides the values. With None,
+        placements: One placement for each mesh axis, of this package or of torch. None means
+            `Replicate` on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
+        src_data_rank: On each axis, the rank with this coordinate provides the values. If None,
             each rank takes its part of its own ``tensor``, and nothing is communicated.
 
     Returns:
         A leaf `DTensor` or `RaggedTensor`.
 
     Raises:
-        LayoutError: ``tensor`` is not a leaf tensor, or has another layout already; the placements
-            do not fit; or partial values are combined with strided shards. Raised before
-            communication.
+        LayoutError: ``tensor`` is not a leaf tensor, or is distributed in another layout already;
+            the placements are invalid for the mesh or the shape; or ``placements`` has both
+            `Partial` and `StridedShard`. Raised before communication.
         MeshError: ``mesh`` is not a device mesh, or an axis has no coordinate ``src_data_rank``.
 
     Examples:
@@ -150,15 +150,17 @@ def distribute_module(
         mesh: Device mesh.
         partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for each submodule. It
             replaces parameters by `DTensor` or `RaggedTensor` parameters.
-        input_fn: Called before the forward of ``module``, as in torch.
-        output_fn: Called after the forward of ``module``, as in torch.
+        input_fn: Called as ``input_fn(module, inputs, mesh)`` before the forward of ``module``. A
+            result other than None replaces the inputs.
+        output_fn: Called as ``output_fn(module, outputs, mesh)`` after the forward of ``module``. A
+            result other than None replaces the outputs.
 
     Returns:
         ``module``.
 
     Raises:
-        LayoutError: ``module`` is not a module (raised before communication), or ``partition_fn``
-            gave a shared parameter several layouts (raised after it).
+        LayoutError: ``module`` is not a module; raised before communication. Or ``partition_fn``
+            gave different layouts to one shared parameter; raised after communication.
         MeshError: ``mesh`` is not a device mesh.
 
     Examples:
@@ -197,13 +199,14 @@ def distribute_module(
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join several axes of one mesh into one mesh. Creates no process groups.
+    """Return a mesh that has several axes of a larger mesh. Creates no process groups.
 
     Args:
-        meshes: Different named axes of one mesh, in the order of the result.
+        meshes: Submeshes of one mesh, such as ``mesh["dp"]`` and ``mesh["tp"]``. They have named
+            axes and share none of them.
 
     Returns:
-        The mesh with these axes.
+        A mesh with the axes of all ``meshes``, in the given order.
 
     Raises:
         MeshError: There are no meshes, an axis has no name, or the axes belong to different meshes.
@@ -230,20 +233,21 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTensor:
-    """Reduce the partial values of a DTensor, and replicate the result on the axes that held them.
+    """Reduce the partial values of a DTensor: change each `Partial` placement to `Replicate`.
 
-    Other axes keep their placements. Communicates as `redistribute` does.
+    Other placements do not change. The result comes from `redistribute`, with its communication.
 
     Args:
         x: A DTensor.
         collectives: Object that carries out the reductions. Defaults to `TorchCollectives`.
 
     Returns:
-        A DTensor without partial values. It is ``x`` if there were none.
+        A DTensor without partial values. The result is ``x`` itself if ``x`` has no partial values
+        and no gradient is recorded.
 
     Raises:
-        LayoutError: ``x`` is not a DTensor, or `redistribute` raises it.
-        MeshError: As in `redistribute`.
+        LayoutError: ``x`` is not a DTensor, or `redistribute` cannot reduce its partial values.
+        MeshError: A required process group does not exist.
 
     Examples:
         On 4 ranks:

@@ -40,9 +40,10 @@ def clip_grad_norm_(
     `mark_repeated_rows` are scaled but do not count. A NaN in any gradient makes the norm NaN on
     all ranks.
 
-    Communication: one all-reduce of a scalar for each set of ranks that shards some gradient (one
-    per axis if the set has no process group), then one over ``pp``. A parameter without a gradient
-    contributes zero, so that all ranks make the same calls.
+    Communicates one all-reduce of a scalar for each set of ranks over which a gradient is sharded.
+    If such a set has no process group, there is one all-reduce per axis instead. One more
+    all-reduce runs over ``pp``. A parameter without a gradient contributes zero, so that all ranks
+    make the same calls.
 
     Args:
         parameters: Parameters with the gradients to scale. Duplicates count once.
@@ -61,8 +62,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``max_norm``, ``norm_type`` or ``collectives`` is invalid.
-        LayoutError: A gradient has partial values, or a ragged gradient has repeated rows. Ranks
-            without this gradient then wait.
+        LayoutError: A gradient has partial values, or the gradient of a `RaggedTensor` has repeated
+            rows. Only ranks with this gradient raise; the other ranks wait in the all-reduce.
         MeshError: ``pp`` is not one axis, or an axis has no process group.
         RuntimeError: The norm is infinite or NaN and ``error_if_nonfinite`` is True. Raised on all
             ranks before scaling.
@@ -145,18 +146,20 @@ def clip_grad_norm_(
 
 
 def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
-    """Mark rows of a parameter that repeat other rows.
+    """Mark rows of a parameter that repeat other rows, so that norms count each row once.
 
-    `clip_grad_norm_` then counts each row once. The mark is the attribute ``repeated_rows`` of the
-    parameter, an ascending tuple of global indices along dim 0. Functions that replace the
-    parameter have to copy the mark; ``hp_fsdp.fully_shard`` does. Communicates nothing.
+    `clip_grad_norm_` ignores the marked rows in the norm. The mark is the attribute
+    ``repeated_rows`` of the parameter, an ascending tuple of indices along dim 0 of the global
+    tensor. Functions that replace the parameter have to copy this attribute;
+    ``hp_fsdp.fully_shard`` does. Communicates nothing.
 
     Args:
         parameter: A plain parameter, or a DTensor in any layout.
-        rows: All but one of each set of equal rows. An empty sequence removes the mark.
+        rows: Indices of the rows to ignore: all but one of each set of equal rows. An empty
+            sequence removes the mark.
 
     Raises:
-        LayoutError: ``parameter`` has no such row.
+        LayoutError: An index in ``rows`` is out of range.
 
     Examples:
         >>> weight = nn.Parameter(torch.randn(2, 3).repeat(3, 1))  # rows 2 to 5 repeat 0 and 1

@@ -43,8 +43,8 @@ class Replicate:
 class Shard:
     """Placement: the ranks of the axis hold consecutive chunks of one tensor dim.
 
-    Chunks have the lengths of ``torch.chunk``: ``ceil(length / degree)``. The last ones can be
-    shorter or empty.
+    Chunks have the lengths that ``torch.chunk`` gives: ``ceil(length / number of ranks)``. The last
+    chunks can be shorter or empty.
 
     Args:
         dim: Tensor dim, counted from 0.
@@ -78,9 +78,12 @@ class Shard:
 class StridedShard:
     """Placement: a dim is split into blocks, and each rank holds one chunk of every block.
 
-    Blocks and chunks have the lengths of ``torch.chunk``. If ``split_factor`` is the product of the
-    degrees of later mesh axes that shard this dim, those axes split the dim first, as in torch's
-    FSDP with tensor parallelism. `Layout` then stores this order instead of the factor.
+    Blocks and chunks have the lengths that ``torch.chunk`` gives.
+
+    In torch, FSDP with tensor parallelism uses this placement: the later mesh axis, tensor
+    parallelism, splits the dim first, and ``split_factor`` is its number of ranks. `Layout`
+    recognizes such factors, also for several later axes. It then stores a `Shard` and a
+    ``shard_order`` in which the later axes come first.
 
     Args:
         dim: Tensor dim, counted from 0.
@@ -122,16 +125,17 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard:
-    """Placement: the ranks of the axis hold runs of the flattened leading dims, of any lengths.
+    """Placement: each rank of the axis holds any number of consecutive elements of leading dims.
 
-    The leading dims are flattened in row-major order. Coordinate ``i`` holds ``sizes[i]`` elements,
-    starting at element ``sum(sizes[:i])``. With ``dims=(0,)`` the elements are rows. Later dims
-    keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. If other axes shard
-    some of these dims evenly, the runs divide the part that each of their coordinates holds.
+    The leading dims are flattened in row-major order. The rank with coordinate ``i`` on the axis
+    holds ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. With ``dims=(0,)`` the
+    elements are rows. Later dims keep their lengths, so the local tensor has the shape
+    ``[sizes[i], ...]``. Other mesh axes may shard the leading dims too, if they split them evenly.
+    In that case the `RaggedShard` splits each of these parts by the same ``sizes``.
 
     Args:
         dims: Leading tensor dims to flatten: ``(0,)``, ``(0, 1)`` and so on.
-        sizes: Number of elements of each coordinate; 0 is legal.
+        sizes: Number of elements for each coordinate of the axis; 0 is legal.
 
     Raises:
         LayoutError: ``dims`` are not leading dims without gaps, or a size is not an integer of at
@@ -177,7 +181,7 @@ class RaggedShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """Placement: the value is the reduction of the values that the ranks of the axis hold.
+    """Placement: the global tensor is the elementwise reduction of the local tensors of the ranks.
 
     Args:
         op: Reduction: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"prod"``. torch's name

@@ -160,8 +160,9 @@ def explain(
     ``print(plan)`` lists the steps with their bytes, peak memory and time.
 
     Args:
-        x: A DTensor, a `RaggedTensor` or a `NonMember`, planned with the process groups that exist.
-            Or a `Layout`, planned as if every set of axes had a process group; this needs no torch.
+        x: A DTensor, a `RaggedTensor` or a `NonMember`: the plan uses the process groups that
+            exist. Or a `Layout`: the plan assumes a process group for every set of axes, and torch
+            is not needed.
         placements: Target placements, as in `redistribute`; or a `Layout`, which may be on another
             mesh if ``x`` is a `Layout` too.
         mesh: Target mesh of a tensor. Not allowed with a `Layout`.
@@ -176,14 +177,16 @@ def explain(
             allowed for a `Layout`.
 
     Returns:
-        The plan of this rank, or of ``rank``: ``steps``, ``bytes_received``, ``step_bytes``,
-        ``peak_bytes``, ``time`` in seconds, ``why`` and ``note``.
+        The plan of this rank, or of ``rank``. Its attributes are ``steps``, ``bytes_received``
+        (payload from other ranks), ``step_bytes`` (the payload of each step), ``peak_bytes``
+        (memory), ``time`` (seconds by the cost model), ``why`` (how many plans were compared) and
+        ``note`` (a process group that would allow a faster plan, or empty).
 
     Raises:
-        LayoutError: The layouts do not fit, as in `redistribute`; ``shape`` is missing; or an
+        LayoutError: `redistribute` does not support this change; ``shape`` is missing; or an
             argument is not allowed for this kind of ``x``.
-        MeshError: The rank has no part in the plan, ``mesh`` is given with a `Layout`, or as in
-            `redistribute`.
+        MeshError: ``rank`` is in neither mesh; ``mesh`` is given with a `Layout`; or a required
+            process group does not exist.
         NoPlanError: Every plan needs more than ``max_bytes``.
 
     Examples:

@@ -136,21 +136,22 @@ def redistribute(
 ) -> Distributed | Pending[Any]:
     """Change the placements or the mesh of a distributed tensor.
 
-    Runs the cheapest sequence of collectives between the two layouts; `explain` shows it. The forms
-    ``redistribute(x, placements, mesh=mesh)`` and ``redistribute(x, mesh, placements)`` (torch's)
-    are equivalent.
+    Runs the cheapest sequence of collectives between the two layouts; `explain` returns this
+    sequence. The call can be written as ``redistribute(x, placements, mesh=mesh)``, or in the order
+    of torch as ``redistribute(x, mesh, placements)``.
 
-    - **Groups.** Each step runs in a process group with exactly the ranks of its axes. It uses
+    - **Groups.** Each step runs in a process group with exactly the ranks of its axes. Steps use
       existing groups: the given ``groups``, and the groups of single axes, of the world, of
       flattened meshes and of hp-mesh aliases.
-    - **Gradients.** Backward redistributes the gradient to the layout of ``x``; partial values get
-      the replicated gradient of the result. The plan of backward respects ``cost`` and
-      ``max_bytes``.
+    - **Gradients.** Backward redistributes the gradient to the layout of ``x``. If an axis of ``x``
+      is `Partial`, the gradient is replicated on this axis. The plan of backward respects ``cost``
+      and ``max_bytes``.
     - **Other meshes.** Data is sent point to point, over a group with the ranks of both meshes: one
       of ``groups``, the world's, or one that the first call creates. Every rank of both meshes has
       to call. On a rank outside a mesh, a `NonMember` represents the tensor. The ranks first
-      compare their calls with one all-reduce of 32 bytes, which ``collectives`` do not carry out.
-      With ``async_op=True`` they wait for it in the first call of its kind only.
+      compare their calls with one all-reduce of 32 bytes, which does not go through
+      ``collectives``. With ``async_op=True``, only the first call with a given plan waits for this
+      all-reduce; later calls wait for it in ``wait()``.
     - **Compilation.** Under ``torch.compile`` the plan is made during tracing, for the traced
       sizes, and carried out by one opaque op. ``async_op`` then changes only the type of the
       result. Ragged tensors, `NonMember`, other meshes, ``collectives`` and ``groups`` raise.
@@ -159,35 +160,36 @@ def redistribute(
         x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`. A `NonMember` needs the
             ``requires_grad`` of the tensor that it represents.
         *where: ``placements``, or torch's ``mesh, placements``.
-        placements: One placement for each mesh axis, of this package or of torch. None replicates
-            on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
+        placements: One placement for each mesh axis, of this package or of torch. None means
+            `Replicate` on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
         mesh: Mesh of the result. Defaults to the mesh of ``x``.
         shard_order: Order of axes that shard the same dim, as in `Layout`. The result then has
             torch's strided shards.
         max_bytes: Upper bound on the memory of one step on any rank, in bytes.
         cost: Cost model by which plans are compared. Defaults to ``AlphaBeta()``.
         async_op: If True, start the first collective and return a handle. Its ``wait()`` carries
-            out the rest and returns the tensor. Do not change ``x`` before; ``wait()`` raises
-            RuntimeError if it was written to.
+            out the other steps and returns the tensor. Do not write to ``x`` before ``wait()``
+            returns; otherwise ``wait()`` raises RuntimeError.
         collectives: Object that carries out the steps. Defaults to `TorchCollectives`.
         groups: Additional process groups, or meshes of one axis, for steps over several axes. They
             have to be the same on all ranks, in the same order.
 
     Returns:
-        The tensor in the target layout, with torch's placements if torch has them. If the layout
-        does not change, the result shares memory with ``x``; it is ``x`` if autograd records
-        nothing.
+        The tensor in the target layout. Its placements are torch's if torch has an equivalent. If
+        the layout does not change, the result shares memory with ``x``. If in addition autograd
+        records nothing, the result is ``x`` itself.
 
     Raises:
-        LayoutError: The target is impossible: placements, dims, orders or sizes do not fit, ``x``
-            has no partial values to keep, or reductions do not commute or do not support the dtype.
-            Raised on all ranks before communication. If only the local tensor of this rank has a
-            wrong shape, only this rank raises and its peers wait; with `CheckedCollectives` all of
-            them raise `RankMismatchError`.
+        LayoutError: The placements or the shard order are invalid for the mesh or the shape. Or the
+            target has a `Partial` that ``x`` does not have on this axis. Or two reductions cannot
+            be exchanged, such as sum and max. Or a reduction does not support the dtype. Raised on
+            all ranks before communication. If only the local tensor of this rank has a wrong shape,
+            only this rank raises and the other ranks wait; with `CheckedCollectives` all of them
+            raise `RankMismatchError`.
         MeshError: ``mesh`` is not a device mesh, or a required process group does not exist.
         NoPlanError: Every plan, or every plan of backward, needs more than ``max_bytes``.
-        RankMismatchError: Between meshes: the ranks make different calls, or one has a wrong local
-            tensor. Raised on all ranks before data is sent, or in ``wait()``.
+        RankMismatchError: The ranks of two meshes make different calls, or a rank has a local
+            tensor of the wrong shape. Raised on all ranks before data is sent, or in ``wait()``.
 
     Examples:
         On 4 ranks:

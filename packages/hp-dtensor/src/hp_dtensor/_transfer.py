@@ -323,10 +323,10 @@ class Transfer:
 def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> Transfer:
     """Plan the point-to-point messages of one rank that change the layout of a tensor.
 
-    The layouts may be on different meshes. Every rank receives exactly the elements that it needs
-    and does not hold. If several ranks hold an element, both sides choose the sender by the same
-    rule, which distributes the receivers over the replicas. An axis with the same partial values in
-    both layouts is not reduced: each coordinate moves its own values. Communicates nothing.
+    The layouts may be on different meshes. Every rank receives only elements that it needs and does
+    not hold. If several ranks hold an element, sender and receiver choose the same source, and
+    receivers are distributed over the replicas. If both layouts have the same `Partial` on an axis,
+    partial values are moved without a reduction. Communicates nothing.
 
     Args:
         src: Layout of the source.
@@ -335,13 +335,13 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
         rank: Global rank, in the mesh of ``src`` or of ``dst``.
 
     Returns:
-        The messages of this rank. ``sends`` and ``recvs`` are pairs of a peer and a box, in the
-        order of peers. ``local`` has the boxes that the rank keeps. A box has a half-open global
-        range for each dim.
+        The messages of this rank. A box is a rectangular region of the tensor: one half-open range
+        ``(start, stop)`` of global indices per dim. ``sends`` and ``recvs`` are pairs
+        ``(peer rank, box)``, in the order of peers. ``local`` has the boxes that the rank keeps.
 
     Raises:
-        LayoutError: An argument is not a `Layout`, sizes or dims do not fit, or partial values
-            would have to be reduced or created.
+        LayoutError: ``src`` or ``dst`` is not a `Layout`, or is impossible for this shape, or
+            partial values would have to be reduced or created.
         MeshError: The rank is in neither mesh.
 
     Examples:

@@ -11,22 +11,22 @@ __all__ = ["ChecksumError", "ChecksumReader"]
 
 
 class ChecksumError(ValueError):
-    """Raised if an item of a checkpoint does not match its checksum, or has none."""
+    """Raised if an item of a checkpoint does not match its checksum, or has no checksum."""
 
 
 class ChecksumReader(FileSystemReader):
     """Reads a distributed checkpoint and verifies its checksums.
 
-    torch saves each tensor as a zip archive with a CRC-32 for each record, but its own reader does
-    not compare them: a flipped bit becomes a wrong weight without an error. This reader verifies
-    the items of a rank before it reads them.
+    torch saves each tensor as a zip archive with one CRC-32 per record, but torch's reader does not
+    check it: a flipped bit becomes a wrong weight without an error. `ChecksumReader` verifies the
+    items that this rank loads before reading them.
 
     Args:
         path: Folder of the checkpoint.
 
     Raises:
-        ChecksumError: In ``load``: an item does not match its checksum, or has none. torch's
-            ``load`` raises it on all ranks, inside a ``CheckpointException``.
+        ChecksumError: Raised by ``load`` if an item does not match its checksum, or has no
+            checksum. torch's ``load`` raises it on all ranks, inside a ``CheckpointException``.
 
     Examples:
         >>> import tempfile
@@ -38,21 +38,21 @@ class ChecksumReader(FileSystemReader):
     Note:
         Each item is read twice and is held in CPU memory for a short time. The file ``.metadata``
         has no checksum. Items that are not zip archives, such as safetensors and compressed items,
-        raise.
+        raise `ChecksumError`.
     """
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Verify the checksums of a plan's items, then read them.
+        """Verify the checksums of the items in a load plan, then read the items.
 
         Args:
-            plan: Items to read.
-            planner: Receives the data.
+            plan: torch's load plan with the items to read.
+            planner: torch's load planner, which receives the data.
 
         Returns:
             A future, as `StorageReader.read_data` of torch returns it.
 
         Raises:
-            ChecksumError: An item does not match its checksum, or has none.
+            ChecksumError: An item does not match its checksum, or has no checksum.
         """
         by_file: dict[str, dict[tuple[int, int], str]] = {}
         for item in plan.items:

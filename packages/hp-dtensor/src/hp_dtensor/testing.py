@@ -33,11 +33,11 @@ __all__ = [
 
 
 class SimulatedGroup:
-    """Process group of one axis of a simulated world, as seen by one rank.
+    """A simulated process group, as one of its ranks sees it.
 
     Args:
         ranks: Global ranks of the group.
-        me: Global rank of this member.
+        me: Global rank of the rank that uses this object.
 
     Examples:
         >>> SimulatedGroup((4, 5, 6), me=5).rank()
@@ -49,10 +49,10 @@ class SimulatedGroup:
         self._index = ranks.index(me)
 
     def rank(self) -> int:
-        """Return the coordinate of this rank.
+        """Return the index of this rank in the group.
 
         Returns:
-            The coordinate.
+            The index, from 0.
         """
         return self._index
 
@@ -66,13 +66,13 @@ class SimulatedGroup:
 
 
 class SimulatedMesh:
-    """An `AxisMesh` of simulated ranks, in row-major order.
+    """An `AxisMesh` of simulated ranks, as one of these ranks sees it.
 
     Args:
         shape: Number of ranks on each axis.
         names: Names of the axes.
-        me: Global rank of this member.
-        ranks: Global ranks of the mesh.
+        me: Global rank of the rank that uses this object.
+        ranks: Global ranks of the mesh, in row-major order.
 
     Raises:
         ValueError: The product of ``shape`` is not the number of ranks.
@@ -99,10 +99,10 @@ class SimulatedMesh:
         return self.mesh.ndim
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Return the number of ranks.
+        """Return the number of ranks on one axis, or in the whole mesh.
 
         Args:
-            mesh_dim: Position of an axis. None means the whole mesh.
+            mesh_dim: Position of the axis. None means the whole mesh.
 
         Returns:
             The number of ranks.
@@ -113,21 +113,21 @@ class SimulatedMesh:
         """Return the coordinate of this rank on one axis.
 
         Args:
-            mesh_dim: Position or name of the axis. May be None if there is one axis.
+            mesh_dim: Position or name of the axis. May be None if the mesh has one axis.
 
         Returns:
-            The coordinate.
+            The coordinate, from 0.
         """
         return self._coordinate[self._position(mesh_dim)]
 
     def get_group(self, mesh_dim: int | str | None = None) -> SimulatedGroup:
-        """Return the group of one axis.
+        """Return the simulated process group of this rank along one axis.
 
         Args:
-            mesh_dim: Position or name of the axis. May be None if there is one axis.
+            mesh_dim: Position or name of the axis. May be None if the mesh has one axis.
 
         Returns:
-            The group of this rank.
+            The group of the ranks along the axis, including this rank.
         """
         return SimulatedGroup(tuple(self._line(self._position(mesh_dim)).tolist()), self._me)
 
@@ -154,12 +154,13 @@ T = TypeVar("T")
 class SimulatedWorld:
     """Ranks as threads of one process, for tests of code that communicates.
 
-    Calls have to match as in a real process group. If ranks make different calls, or if a rank ends
-    while another waits for it, the run fails with an error that names the ranks instead of hanging.
+    As in a real process group, all ranks have to make the same calls. If ranks make different
+    calls, or if a rank ends while another rank waits for it, `run` raises an error that names the
+    ranks instead of hanging.
 
     Args:
         size: Number of ranks.
-        timeout: Seconds that a rank waits for its peers.
+        timeout: Seconds that a rank waits for the other ranks of a call. Defaults to 60.
 
     Raises:
         ValueError: ``size`` is below 1.
@@ -183,14 +184,17 @@ class SimulatedWorld:
         self._messages: dict[tuple[tuple[int, ...], int, int, int], Tensor] = {}
 
     def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
-        """Call a function on every rank.
+        """Call a function on every rank and return the results.
+
+        If ranks raise errors, this method raises the error of the lowest of these ranks. A
+        `RankMismatchError` is raised only if no rank raised another error.
 
         Args:
-            function: Called as ``function(rank, collectives)``.
+            function: Called as ``function(rank, collectives)``. ``collectives`` is the
+                `SimulatedCollectives` of the rank.
 
         Returns:
-            The results in rank order. If ranks raise, the error of the lowest rank is raised here.
-            Errors that a peer caused are raised only if there is no other.
+            The result of each rank, in rank order.
         """
         self._ended.clear()
         self._meetings.clear()
@@ -245,7 +249,7 @@ class SimulatedCollectives:
 
     Args:
         world: The simulated world.
-        rank: Rank of this member.
+        rank: Rank that uses this object.
 
     Examples:
         >>> def coordinate(rank, collectives):
@@ -262,11 +266,11 @@ class SimulatedCollectives:
         self._received: dict[tuple[tuple[int, ...], int], int] = {}
 
     def axis(self, name: str = "world", ranks: Sequence[int] | None = None) -> Axis:
-        """Return an axis.
+        """Return an axis over some ranks of the simulated world.
 
         Args:
             name: Name of the axis.
-            ranks: Ranks of the axis. Defaults to the whole world.
+            ranks: Ranks of the axis, including this rank. Defaults to all ranks of the world.
 
         Returns:
             The axis, as seen by this rank.
@@ -275,7 +279,7 @@ class SimulatedCollectives:
         return Axis(name, SimulatedGroup(ranks, self.rank), ranks)
 
     def mesh(self, shape: Sequence[int], names: Sequence[str]) -> SimulatedMesh:
-        """Return a mesh of the whole world in row-major order.
+        """Return a mesh of all ranks of the simulated world, in row-major order.
 
         Args:
             shape: Number of ranks on each axis.

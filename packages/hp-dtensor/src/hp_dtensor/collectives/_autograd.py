@@ -14,13 +14,13 @@ Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class AutogradCollectives:
-    """Differentiable collectives of single tensors.
+    """Collectives that autograd differentiates. Each call takes one tensor.
 
-    The backward of each collective is in its docstring. Second derivatives work. Under
-    ``torch.compile`` each call is a graph break; with ``fullgraph=True`` it raises.
+    Each method documents its communication in backward. Second derivatives work. Under
+    ``torch.compile`` each call is a graph break, which raises an error with ``fullgraph=True``.
 
     Args:
-        inner: Object that carries out the calls of forward and backward. Defaults to
+        inner: `Collectives` that communicate in forward and in backward. Defaults to
             `TorchCollectives`.
 
     Examples:
@@ -41,11 +41,12 @@ class AutogradCollectives:
     ) -> Tensor:
         """Concatenate the tensors of all ranks along a dim, in rank order.
 
-        Communicates one all-gather, and one reduce-scatter (sum) in backward. If the lengths
-        differ: point to point messages, and one all-to-all in backward with a sum in rank order.
+        Communicates one all-gather in forward and one reduce-scatter (sum) in backward. If the
+        lengths in ``sizes`` differ, forward uses point to point messages instead, and backward one
+        all-to-all followed by a sum in rank order.
 
         Args:
-            x: Tensor of this rank.
+            x: Tensor of this rank. All dims except ``dim`` have the same length on all ranks.
             axis: Ranks that take part.
             dim: Dim along which the tensors are concatenated.
             sizes: Length of each rank's tensor in ``dim``. None means equal lengths.
@@ -54,7 +55,8 @@ class AutogradCollectives:
             The concatenation, the same on all ranks.
 
         Raises:
-            ValueError: ``sizes`` does not fit the axis or this rank's tensor.
+            ValueError: ``sizes`` does not have one length per rank, or its entry for this rank is
+                not the length of ``x`` in ``dim``.
         """
         how = axis, dim, _lengths(x, axis, dim, sizes), self._inner
         return _apply(x, lambda y: _gather(y, *how), lambda y: _scatter(y, *how))
@@ -64,8 +66,9 @@ class AutogradCollectives:
     ) -> Tensor:
         """Sum the tensors of all ranks and keep this rank's part of a dim.
 
-        Communicates one reduce-scatter, and one all-gather in backward. If the lengths differ: one
-        all-to-all with a sum in rank order, and point to point messages in backward.
+        Communicates one reduce-scatter in forward and one all-gather in backward. If the lengths in
+        ``sizes`` differ, forward uses one all-to-all followed by a sum in rank order instead, and
+        backward point to point messages.
 
         Args:
             x: Tensor with the same shape on all ranks.
@@ -77,8 +80,8 @@ class AutogradCollectives:
             This rank's part of the sum.
 
         Raises:
-            ValueError: The number of ranks does not divide the length, or ``sizes`` does not add up
-                to it.
+            ValueError: ``sizes`` is None and the number of ranks does not divide the length of
+                ``dim``; or ``sizes`` does not have one length per rank that add up to it.
         """
         if sizes is None:
             length = x.shape[dim]
@@ -99,8 +102,9 @@ class AutogradCollectives:
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum the tensors of all ranks.
 
-        Backward passes the gradient through: it is the complete gradient on every rank
-        (Megatron-LM's g, arXiv 1909.08053, section 3).
+        Backward communicates nothing and passes the gradient of the result on unchanged. This is
+        correct if every rank has the same gradient of the result (Megatron-LM's g, arXiv
+        1909.08053, section 3).
 
         Args:
             x: Tensor with the same shape on all ranks.
@@ -112,11 +116,11 @@ class AutogradCollectives:
         return _apply(x, lambda y: _sum(y, axis, self._inner), _same)
 
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
-        """Sum the gradient of a replicated tensor over the ranks in backward.
+        """Return a replicated tensor, and sum its gradient over the ranks in backward.
 
-        Forward communicates nothing. Use it before a computation that is split over the axis.
-        Backward sums the gradients of all ranks with one all-reduce (Megatron-LM's f, arXiv
-        1909.08053, section 3).
+        Use this method before a computation that is split over the axis. Forward communicates
+        nothing. Backward sums the gradients of all ranks with one all-reduce (Megatron-LM's f,
+        arXiv 1909.08053, section 3).
 
         Args:
             x: Tensor with the same values on all ranks.
@@ -136,19 +140,21 @@ class AutogradCollectives:
     ) -> Tensor:
         """Send one block of rows to each rank, and concatenate the received blocks in rank order.
 
-        Communicates one all-to-all, and one all-to-all with exchanged splits in backward.
+        Communicates one all-to-all in forward and one in backward, which swaps ``send_splits`` and
+        ``receive_splits``.
 
         Args:
             x: Rows to send, ``[rows, ...]``.
             axis: Ranks that take part.
-            send_splits: Number of rows for each rank. None means equal blocks.
-            receive_splits: Number of rows from each rank. Required with ``send_splits``.
+            send_splits: Number of rows to send to each rank. None means equal blocks.
+            receive_splits: Number of rows to receive from each rank. Required with ``send_splits``.
 
         Returns:
             The received rows, ``[sum(receive_splits), ...]``.
 
         Raises:
-            ValueError: Only one of the splits is given, or the rows do not split into equal blocks.
+            ValueError: Only one of ``send_splits`` and ``receive_splits`` is given; or both are
+                None and the number of ranks does not divide the number of rows.
         """
         if (send_splits is None) != (receive_splits is None):
             raise ValueError("give both send_splits and receive_splits, or neither")

@@ -265,10 +265,11 @@ class _WithTimeout:
 
 
 class TorchCollectives:
-    """`Collectives` on ``torch.distributed``.
+    """`Collectives` that call ``torch.distributed``.
 
-    It has no state, so instances are interchangeable. On an axis of one rank it communicates
-    nothing: outputs are copies of the inputs, or the inputs themselves if no output was given.
+    Instances have no state, so they are interchangeable. On an axis of one rank, nothing is
+    communicated: given outputs receive copies of the inputs; without given outputs, the results are
+    the inputs themselves.
 
     Examples:
         On 4 ranks:
@@ -313,10 +314,10 @@ class TorchCollectives:
     def prepare_all_gather(
         self, axis: Axis, input: Tensor, output: Tensor
     ) -> Callable[[], Waitable]:
-        """Return a function that starts the same all-gather at each call.
+        """Return a function that starts an all-gather between two fixed tensors at each call.
 
-        All lookups and checks are done once, here. A call then takes only the host time of
-        ``torch.distributed``.
+        All lookups and checks are done once, in this method. Each call of the returned function
+        then takes only the host time of ``torch.distributed``.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
@@ -324,11 +325,12 @@ class TorchCollectives:
             output: Contiguous tensor with ``axis.size`` times as many elements.
 
         Returns:
-            A function without arguments. It returns a handle; ``wait()`` raises errors of the
-            collective. Keep both tensors until then.
+            A function without arguments that starts the all-gather and returns a handle. Keep both
+            tensors alive until ``wait()`` of the handle returns. ``wait()`` raises errors of the
+            collective.
 
         Raises:
-            ValueError: The axis is simulated, or has one rank.
+            ValueError: The axis belongs to a simulated world, or has one rank.
 
         Examples:
             On 4 ranks:
@@ -348,18 +350,19 @@ class TorchCollectives:
     ) -> Callable[[Tensor, Tensor], Waitable]:
         """Return a function that starts a reduce-scatter of one contiguous tensor.
 
-        Everything except the tensors is looked up and checked once, as in `prepare_all_gather`.
+        All lookups and checks that do not depend on the tensors are done once, in this method.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
             op: Reduction. ``"avg"`` works only if the backend supports it.
 
         Returns:
-            A function of the output and the input. The input has ``axis.size`` times as many
-            elements as the output. Keep both tensors until ``wait()`` of the returned handle.
+            A function ``start(output, input)`` that starts the reduce-scatter and returns a handle.
+            The input has ``axis.size`` times as many elements as the output. Keep both tensors
+            alive until ``wait()`` of the handle returns.
 
         Raises:
-            ValueError: The axis is simulated, or has one rank.
+            ValueError: The axis belongs to a simulated world, or has one rank.
 
         Examples:
             On 4 ranks:
@@ -496,8 +499,8 @@ class TorchCollectives:
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`.
 
-        With NCCL, all ranks of the group have to take part in the group's first call. gloo copies
-        tensors on other devices through CPU memory.
+        With NCCL, all ranks of the group have to take part in the group's first call. With gloo,
+        tensors that are not on the CPU are copied through CPU memory.
         """
         group, me = _group(axis) if axis.size > 1 else None, axis.index  # alone, a rank only copies
         if fault := own_fault(axis, sends, receives):

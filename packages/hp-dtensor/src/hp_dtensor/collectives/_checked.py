@@ -81,17 +81,18 @@ class _Call(NamedTuple):
 class CheckedCollectives:
     """`Collectives` that raise one error on all ranks if the ranks make different calls.
 
-    Use it to find the rank, axis and operation behind a hang or a wrong result. Before each call, a
-    rank writes a fingerprint to a store (operation, axis, process group, shapes, dtypes, devices
-    and splits) and waits for the fingerprints of its peers. If they differ, all of these ranks
-    raise the same `RankMismatchError`. If a peer writes nothing before the deadline, the waiting
-    ranks raise an error that lists the last fingerprint of every rank.
+    Use them to find the rank, axis and operation behind a hang or a wrong result. Before each call,
+    every rank writes a fingerprint of the call to a store: operation, axis, process group, shapes,
+    dtypes, devices and splits. Then it waits for the fingerprints of the other ranks of the axis.
+    If fingerprints differ, all of these ranks raise the same `RankMismatchError`. If a rank writes
+    nothing before the deadline, the waiting ranks raise a `RankMismatchError` that lists the last
+    fingerprint of every rank.
 
     Args:
-        inner: Object that carries out the calls. Defaults to `TorchCollectives`.
-        store: A store that all ranks share and nothing else uses. Defaults to the store of the
-            default process group.
-        deadline: Seconds to wait for the peers of a call.
+        inner: `Collectives` that communicate. Defaults to `TorchCollectives`.
+        store: A ``torch.distributed`` store that all ranks share and nothing else uses. Defaults to
+            the store of the default process group.
+        deadline: Seconds to wait for the other ranks of a call. Defaults to 300.
 
     Raises:
         ValueError: ``deadline`` is not a number of seconds above 0.
@@ -107,10 +108,10 @@ class CheckedCollectives:
     Note:
         - Each call takes several round trips to the store, and the ranks wait for each other on the
           host. Nothing overlaps, so use it for debugging only.
-        - After an error, every later call raises it again. Create a new object on all ranks to go
-          on.
+        - After an error, every later call of the same object raises this error again. To continue,
+          create a new object on all ranks.
         - All ranks have to create their objects in the same order.
-        - Point to point messages are compared by the two ranks involved only.
+        - Point to point messages are compared only between sender and receiver.
     """
 
     def __init__(
@@ -129,23 +130,25 @@ class CheckedCollectives:
 
     @property
     def inner(self) -> Collectives:
-        """Object that carries out the calls."""
+        """`Collectives` that communicate after the check."""
         return self._inner
 
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
-        """Compare a description of the next operation over the ranks of an axis.
+        """Check that all ranks of an axis are about to perform the same operation.
 
-        Use it in code that has to do the same on all ranks. All ranks of the axis call it.
+        Use this method in your own code for an operation that has to be the same on all ranks. All
+        ranks of the axis have to call it.
 
         Args:
-            axis: Ranks that have to agree. With one rank, only ``fault`` is checked.
-            operation: Name of the operation.
-            details: Text that has to be the same on all ranks.
-            fault: Problem of this rank alone, such as a tensor with a wrong shape.
+            axis: Ranks that are compared. With one rank, only ``fault`` is checked.
+            operation: Name of the operation. It has to be the same on all ranks.
+            details: Text that has to be the same on all ranks, such as sizes.
+            fault: Description of a problem on this rank, such as a tensor with a wrong shape. Empty
+                if there is no problem.
 
         Raises:
-            RankMismatchError: The ranks differ, one of them has a fault, or one did not call before
-                the deadline. Raised on all ranks that called.
+            RankMismatchError: The operation or the details differ, a rank has a fault, or a rank
+                did not call before the deadline. Raised on all ranks that called.
 
         Examples:
             On 4 ranks:
@@ -158,7 +161,7 @@ class CheckedCollectives:
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
-        """Compare the call over the ranks, then run it; see `Collectives.all_gather`."""
+        """Check that all ranks make this call, then run it; see `Collectives.all_gather`."""
         fault = _misfit(inputs, outputs, lambda numel: numel * axis.size)
         self._compare(axis, "all_gather", inputs, fault=fault)
         return self._inner.all_gather(axis, inputs, outputs)
@@ -170,13 +173,13 @@ class CheckedCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Compare the call over the ranks, then run it; see `Collectives.reduce_scatter`."""
+        """Check that all ranks make this call, then run it; see `Collectives.reduce_scatter`."""
         fault = _misfit(inputs, outputs, lambda numel: numel // axis.size)
         self._compare(axis, f"reduce_scatter {op}", inputs, fault=fault)
         return self._inner.reduce_scatter(axis, inputs, outputs, op)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
-        """Compare the call over the ranks, then run it; see `Collectives.all_reduce`."""
+        """Check that all ranks make this call, then run it; see `Collectives.all_reduce`."""
         self._compare(axis, f"all_reduce {op}", tensors)
         return self._inner.all_reduce(axis, tensors, op)
 
@@ -188,7 +191,7 @@ class CheckedCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Compare the call and its splits, then run it; see `Collectives.all_to_all`."""
+        """Check that calls and splits match, then run the call; see `Collectives.all_to_all`."""
         equal = [input.shape[0] // axis.size] * axis.size
         sent = equal if send_splits is None else list(send_splits)
         received = equal if receive_splits is None else list(receive_splits)
@@ -208,12 +211,12 @@ class CheckedCollectives:
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Compare the messages of each pair, then run the call; see `Collectives.send_recv`."""
+        """Check that sender and receiver agree, then run the call; see `Collectives.send_recv`."""
         self._compare_pairs(axis, sends, receives)
         return self._inner.send_recv(axis, sends, receives)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Compare the call over the ranks, then run it; see `Collectives.broadcast`."""
+        """Check that all ranks make this call, then run it; see `Collectives.broadcast`."""
         self._compare(axis, f"broadcast from {source}", tensors)
         return self._inner.broadcast(axis, tensors, source)
 

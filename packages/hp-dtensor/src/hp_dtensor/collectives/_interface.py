@@ -12,7 +12,7 @@ Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
 
 
 class RankMismatchError(RuntimeError):
-    """Raised on all ranks that detect it if ranks make different calls or one of them fails."""
+    """Raised if ranks make different calls or a rank fails, on all ranks that detect this."""
 
 
 class Group(Protocol):
@@ -28,7 +28,7 @@ class Group(Protocol):
 
 
 class AxisMesh(Protocol):
-    """A mesh with named axes; ``torch.distributed.device_mesh.DeviceMesh`` is one.
+    """Protocol of a device mesh, as ``torch.distributed.device_mesh.DeviceMesh`` satisfies it.
 
     Examples:
         On 4 ranks:
@@ -45,22 +45,22 @@ class AxisMesh(Protocol):
 
     @property
     def mesh(self) -> Any:
-        """Global ranks, as an array with ``tolist()``."""
+        """Global ranks in the shape of the mesh: a tensor, or an array with ``tolist()``."""
         ...
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Names of the axes, outermost first, or None."""
+        """Names of the axes, outermost first, or None if the axes have no names."""
         ...
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the process group of one axis.
+        """Return the process group of this process along one axis.
 
         Args:
-            mesh_dim: Position or name of the axis.
+            mesh_dim: Position or name of the axis. May be None if the mesh has one axis.
 
         Returns:
-            The process group.
+            The process group of the ranks along the axis, including this process.
         """
         ...
 
@@ -68,23 +68,23 @@ class AxisMesh(Protocol):
         """Return the coordinate of this process on one axis.
 
         Args:
-            mesh_dim: Position or name of the axis.
+            mesh_dim: Position or name of the axis. May be None if the mesh has one axis.
 
         Returns:
-            The coordinate.
+            The coordinate, from 0.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One mesh axis, as seen by this process.
+    """The ranks along one mesh axis that include this process, with their process group.
 
-    ``size`` is the number of ranks.
+    The attribute ``size`` is the number of these ranks.
 
     Args:
-        name: Name of the axis, for messages and statistics.
-        group: Process group of this rank.
+        name: Name of the axis, for error messages and statistics.
+        group: Process group of these ranks.
         ranks: Global ranks of the group, in the order of their coordinates.
 
     Examples:
@@ -123,11 +123,11 @@ class Axis:
             mesh_dim: Position or name of the axis.
 
         Returns:
-            The axis.
+            The ranks along the axis that include this process.
 
         Raises:
-            ValueError: The axis does not exist, or the mesh lists its ranks in another order than
-                its process group.
+            ValueError: The axis does not exist, or its ranks have another order in the mesh than in
+                the process group.
         """
         names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
         if isinstance(mesh_dim, str):
@@ -172,7 +172,7 @@ class Waitable(Protocol):
 
 @runtime_checkable
 class Work(Protocol):
-    """A collective in flight.
+    """Handle of a collective in flight.
 
     Examples:
         On 4 ranks:
@@ -184,27 +184,31 @@ class Work(Protocol):
     """
 
     def wait(self) -> list[Tensor]:
-        """Wait for the collective. A second call returns the same tensors.
+        """Wait for the collective and return its outputs. A second call returns the same tensors.
 
         Returns:
             The outputs, ready for use on the caller's stream.
 
         Raises:
-            RuntimeError: The collective failed. If several did, the first error is raised after
-                waiting for all of them.
+            RuntimeError: The collective failed. A call can start one collective per tensor; if
+                several fail, the first error is raised after waiting for all of them.
         """
         ...
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """Collectives over an `Axis`. Each call starts at once and returns its `Work`.
+    """Collectives over an `Axis`. Each call starts the communication and returns a `Work` handle.
 
-    Every rank of the axis makes the same calls in the same order. Do not change inputs before
-    `Work.wait`. Outputs that are not given are allocated; given ones may have any strides. Lists of
-    tensors on one device are coalesced into one call if the backend supports it: all-reduces into
-    one for each dtype; broadcasts are not coalesced. Nothing is differentiable; see
-    `AutogradCollectives`.
+    Every rank of the axis has to make the same calls in the same order. Do not change the inputs
+    before `Work.wait` returns. If no outputs are given, they are allocated. Given outputs may have
+    any strides. Nothing is differentiable; use `AutogradCollectives` for that.
+
+    If the backend supports it, a list of tensors on one device is sent in one operation:
+
+    - All-gathers and reduce-scatters use one operation per list.
+    - All-reduces use one operation per dtype in the list.
+    - Broadcasts always use one operation per tensor.
 
     Examples:
         >>> from hp_dtensor.testing import SimulatedWorld
@@ -224,10 +228,10 @@ class Collectives(Protocol):
         Args:
             axis: Ranks that take part.
             inputs: Tensors ``[n, ...]`` with the same shapes on all ranks.
-            outputs: Tensors ``[size * n, ...]`` for the results.
+            outputs: Tensors ``[axis.size * n, ...]`` for the results, one for each input.
 
         Returns:
-            The work. Its outputs have the shape ``[size * n, ...]``.
+            A handle. Its ``wait()`` returns one tensor ``[axis.size * n, ...]`` for each input.
         """
         ...
 
@@ -242,12 +246,12 @@ class Collectives(Protocol):
 
         Args:
             axis: Ranks that take part.
-            inputs: Tensors ``[size * n, ...]``.
-            outputs: Tensors ``[n, ...]`` for the results.
-            op: Reduction. The sum of bools is True if one of them is, as in torch.
+            inputs: Tensors ``[axis.size * n, ...]``, with the same shapes on all ranks.
+            outputs: Tensors ``[n, ...]`` for the results, one for each input.
+            op: Reduction. As in torch, the sum of bools is True if any of them is True.
 
         Returns:
-            The work. Its outputs have the shape ``[n, ...]``.
+            A handle. Its ``wait()`` returns one tensor ``[n, ...]`` for each input.
 
         Raises:
             ValueError: The number of ranks does not divide dim 0 of an input.
@@ -260,10 +264,10 @@ class Collectives(Protocol):
         Args:
             axis: Ranks that take part.
             tensors: Inputs and outputs, with the same shapes on all ranks.
-            op: Reduction. The sum of bools is True if one of them is, as in torch.
+            op: Reduction. As in torch, the sum of bools is True if any of them is True.
 
         Returns:
-            The work. Its outputs are ``tensors``.
+            A handle. Its ``wait()`` returns ``tensors``.
         """
         ...
 
@@ -275,20 +279,22 @@ class Collectives(Protocol):
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Send one block of rows to each rank, and receive one from each.
+        """Send one block of rows to each rank, and receive one block from each rank.
 
         Args:
             axis: Ranks that take part.
-            input: Rows to send, ``[rows, ...]``. Block ``i`` goes to coordinate ``i``.
-            send_splits: Number of rows for each rank. None means equal blocks.
-            receive_splits: Number of rows from each rank. None means equal blocks.
+            input: Rows to send, ``[rows, ...]``. Block ``i`` goes to the rank with coordinate
+                ``i`` on the axis.
+            send_splits: Number of rows to send to each rank. None means equal blocks.
+            receive_splits: Number of rows to receive from each rank. None means equal blocks.
             output: Tensor ``[sum(receive_splits), ...]`` for the result.
 
         Returns:
-            The work. Its output has the received blocks in rank order.
+            A handle. Its ``wait()`` returns a list of one tensor, the received blocks in rank
+            order.
 
         Raises:
-            ValueError: The splits do not fit the axis or the rows.
+            ValueError: The splits do not have one number per rank, or do not add up to the rows.
         """
         ...
 
@@ -297,26 +303,30 @@ class Collectives(Protocol):
     ) -> Work:
         """Send and receive whole tensors point to point.
 
-        A peer may get several tensors in one call. It has to receive as many, with the same shapes.
+        One call can send several tensors to a peer. The peer has to receive the same number of
+        tensors, with the same shapes and dtypes.
 
         Args:
             axis: Ranks among which tensors are sent.
-            sends: Tensors to send, by the receiver's coordinate on the axis.
-            receives: Tensors to fill, by the sender's coordinate on the axis.
+            sends: A dict from the receiver's coordinate on the axis to the tensor, or tensors, to
+                send.
+            receives: A dict from the sender's coordinate on the axis to the tensor, or tensors, to
+                fill.
 
         Returns:
-            The work. Its outputs are the tensors of ``receives``, in the order of the keys.
+            A handle. Its ``wait()`` returns the tensors of ``receives``, in the order of the keys.
 
         Raises:
-            ValueError: A rank sends itself other tensors than it receives from itself.
+            ValueError: The tensors that this rank sends to itself and those that it receives from
+                itself differ in number, shape or dtype.
 
         Note:
             A rank without messages may omit the call, with two exceptions:
 
-            - NCCL connects all ranks of a group in the group's first call. If that call is a
-              ``send_recv``, every rank of the group has to send or receive in it, or the other
-              ranks can wait forever. Otherwise, make another call over the whole group before, such
-              as ``all_reduce`` of one element. Once per group is enough.
+            - NCCL connects all ranks of a group in the group's first call. If this first call is a
+              ``send_recv`` in which a rank neither sends nor receives, the others can wait forever.
+              To avoid this, make one other call over the whole group first, such as an
+              ``all_reduce`` of one element. Once per group is enough.
             - With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, the next collective over a gloo group raises
               unless all ranks have sent and received the same number of messages.
         """
@@ -331,7 +341,7 @@ class Collectives(Protocol):
             source: Coordinate of the sender on the axis.
 
         Returns:
-            The work. Its outputs are ``tensors``.
+            A handle. Its ``wait()`` returns ``tensors``.
         """
         ...
 

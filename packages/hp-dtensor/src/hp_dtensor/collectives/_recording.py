@@ -18,14 +18,15 @@ class CommunicationStats(NamedTuple):
 
 
 class RecordingCollectives:
-    """`Collectives` that count calls and received bytes by axis name, and pass the calls on.
+    """`Collectives` that count calls and received bytes per axis, and run the calls unchanged.
 
-    Bytes are payload from other ranks. An all-reduce counts as the bandwidth-optimal algorithm:
-    ``2 * (n - 1) / n`` times the tensor, rounded down (Patarasuk and Yuan 2009, section 3). A
-    reduce-scatter counts ``n - 1`` times its output. An axis of one rank is not counted.
+    Bytes are payload that this rank receives from other ranks. With ``n`` ranks, an all-reduce
+    counts what the bandwidth-optimal algorithm receives: ``2 * (n - 1) / n`` times the bytes of the
+    tensor, rounded down (Patarasuk and Yuan 2009, section 3). A reduce-scatter counts ``n - 1``
+    times the bytes of its output. Calls on an axis of one rank are not counted.
 
     Args:
-        inner: Object that carries out the calls. Defaults to `TorchCollectives`.
+        inner: `Collectives` that communicate. Defaults to `TorchCollectives`.
 
     Examples:
         On 4 ranks:
@@ -44,12 +45,12 @@ class RecordingCollectives:
 
     @property
     def inner(self) -> Collectives:
-        """Object that carries out the calls."""
+        """`Collectives` that communicate after a call is counted."""
         return self._inner
 
     @property
     def by_axis(self) -> dict[str, CommunicationStats]:
-        """Totals since the last reset, by axis name."""
+        """Calls and received bytes since the last `reset`: a dict with axis names as keys."""
         totals: dict[str, CommunicationStats] = {}
         for (axis, _), stats in self._calls.items():
             totals[axis] = _sum(totals.get(axis), stats)
@@ -57,11 +58,14 @@ class RecordingCollectives:
 
     @property
     def by_call(self) -> dict[tuple[str, str], CommunicationStats]:
-        """Totals since the last reset, by axis name and collective."""
+        """Calls and received bytes since the last `reset`, for each axis and collective.
+
+        A dict with keys such as ``("tp", "all_gather")``: the name of the axis and of the method.
+        """
         return dict(self._calls)
 
     def reset(self) -> None:
-        """Set all totals to zero."""
+        """Set the counted calls and bytes to zero."""
         self._calls.clear()
 
     def _count(self, axis: Axis, collective: str, received: int) -> None:

@@ -225,22 +225,22 @@ def _view(x: "RaggedTensor", corner: Sequence[int]) -> Tensor:
 @refuse_by_name
 @checkpointed(_boxes, _view)
 class RaggedTensor(Tensor):
-    """A tensor in which each rank of one mesh axis holds a run of its own length.
+    """A distributed tensor that a `RaggedShard` splits unevenly over one mesh axis.
 
-    `redistribute`, `distribute_tensor` and `RaggedTensor.from_local` make it. Its shape is the
-    global one. The local tensor has the shape ``[sizes[i], ...]``, with later dims as other axes
-    shard them, and can be empty.
+    `redistribute`, `distribute_tensor` and `RaggedTensor.from_local` create such tensors. ``shape``
+    is the global shape. The local tensor of the rank with coordinate ``i`` on the ragged axis has
+    the shape ``[sizes[i], ...]`` and can be empty. Other axes can shard the later dims.
 
-    - Elementwise operators run on the local tensors and communicate nothing. Operands have to have
-      the same layout, or be numbers or plain scalar tensors. Optimizers with elementwise updates
-      therefore work.
+    - Elementwise operators run on the local tensors and communicate nothing. Operands have to be
+      ragged tensors of the same layout, numbers or plain scalar tensors. Optimizers with
+      elementwise updates therefore work.
     - Random fills draw different values on each rank.
     - `sum`, `mean` and `norm` reduce all elements to one number.
     - All other operators raise TypeError.
-    - Distributed checkpoints save it, and load it in other layouts too.
+    - A distributed checkpoint can save a ragged tensor, and load it in another layout.
 
     Args:
-        local: Tensor of this rank.
+        local: Local tensor of this rank.
         spec: Mesh, placements and global shape.
 
     Examples:
@@ -276,22 +276,25 @@ class RaggedTensor(Tensor):
         *,
         shape: Sequence[int],
     ) -> "RaggedTensor":
-        """Wrap the local tensors of all ranks without a copy. Communicates nothing.
+        """Create a ragged tensor from the local tensors of all ranks. Communicates nothing.
 
-        The gradient of ``local`` is this rank's part of the gradient.
+        In backward, the gradient of ``local`` is this rank's part of the ragged tensor's gradient.
 
         Args:
-            local: Tensor of this rank, ``[sizes[i], ...]``.
+            local: Local tensor of this rank, ``[sizes[i], ...]``. ``sizes`` are those of the
+                `RaggedShard`; ``i`` is this rank's coordinate on the axis of the `RaggedShard`.
             mesh: Device mesh.
-            placements: `RaggedShard` on one axis; `Replicate` or `Shard` on the others.
+            placements: One placement for each mesh axis: `RaggedShard` on one axis, `Replicate` or
+                `Shard` on the others.
             shape: Global shape.
 
         Returns:
-            The distributed tensor. It shares memory with ``local``.
+            The ragged tensor. It shares memory with ``local``.
 
         Raises:
-            LayoutError: The placements or sizes do not fit (on every rank), or ``local`` has a
-                wrong shape (on this rank only).
+            LayoutError: ``mesh`` is not a device mesh; ``placements`` has no `RaggedShard`, or a
+                placement other than these; or a tensor of this shape cannot have these placements.
+                Raised on every rank. If ``local`` has a wrong shape, only this rank raises.
             MeshError: This rank is not in the mesh.
 
         Examples:
@@ -306,16 +309,16 @@ class RaggedTensor(Tensor):
         return _tensor_of(local, spec, spec.local_shape())
 
     def like(self, local: Tensor) -> "RaggedTensor":
-        """Wrap a local tensor in the layout of this tensor. Communicates nothing.
+        """Create a ragged tensor with the layout of this one. Communicates nothing.
 
-        It is faster than `from_local`, because the layout is not checked again.
+        This method is faster than `from_local`, because the layout is not checked again.
 
         Args:
-            local: Tensor of this rank, with the shape of this tensor's local part. Its dtype may
-                differ.
+            local: Local tensor of the new ragged tensor, with the same shape as the local tensor of
+                this one. The dtype may differ.
 
         Returns:
-            The distributed tensor. It shares memory with ``local``.
+            The ragged tensor. It shares memory with ``local``.
 
         Raises:
             LayoutError: ``local`` has a wrong shape. Raised on this rank only.
@@ -329,15 +332,15 @@ class RaggedTensor(Tensor):
 
     @property
     def placements(self) -> tuple[Placement | RaggedShard, ...]:
-        """One placement for each mesh axis: one `RaggedShard`, the others of torch."""
+        """One placement for each mesh axis: one `RaggedShard`; all others are of torch."""
         return self._spec.placements
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd history. Assigning to it replaces this rank's part.
+        """The tensor without autograd history. An assignment replaces the local tensor.
 
         Raises:
-            TypeError: In an assignment, the value is not a `RaggedTensor` of the same layout.
+            TypeError: The assigned value is not a `RaggedTensor` of the same layout.
         """
         return super().data
 
@@ -358,13 +361,14 @@ class RaggedTensor(Tensor):
     )
 
     def to_local(self) -> Tensor:
-        """Return the tensor of this rank without a copy. Communicates nothing.
+        """Return the local tensor of this rank without a copy. Communicates nothing.
 
-        The gradient of the result is this rank's part of the gradient. Ranks that hold the same
-        part have the same gradient.
+        In backward, the gradient of the result is taken as this rank's part of the ragged tensor's
+        gradient. Ranks that hold the same part have to compute the same gradient.
 
         Returns:
-            A plain tensor, ``[sizes[i], ...]``.
+            A plain tensor, ``[sizes[i], ...]``. ``sizes`` are those of the `RaggedShard`; ``i`` is
+            this rank's coordinate on the axis of the `RaggedShard`.
         """
         if not torch.is_grad_enabled():
             return self._local
@@ -376,11 +380,11 @@ class RaggedTensor(Tensor):
     def full_tensor(self, *, collectives: Collectives | None = None) -> Tensor:
         """Return the whole tensor on every rank.
 
-        Communicates like `redistribute` to `Replicate` on all axes. The gradient has to be the same
-        on all ranks; each rank takes its part of it.
+        Communicates like `redistribute` to `Replicate` on all axes. In backward, all ranks have to
+        compute the same gradient of the result. Each rank keeps its part of this gradient.
 
         Args:
-            collectives: Object that carries out the steps. Defaults to `TorchCollectives`.
+            collectives: `Collectives` that communicate. Defaults to `TorchCollectives`.
 
         Returns:
             A plain tensor with the global shape.
@@ -391,14 +395,14 @@ class RaggedTensor(Tensor):
         return redistribute(self, collectives=collectives).to_local()
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        """Sum all elements. Differentiable.
+        """Return the sum of all elements. Differentiable.
 
-        Communicates one all-reduce of a number for each set of ranks that divides the tensor.
+        Communicates one all-reduce of one number over each mesh axis that splits the tensor.
 
         Args:
             dim: None, or all dims.
-            keepdim: False.
-            dtype: Dtype of the sum.
+            keepdim: Has to be False.
+            dtype: Dtype of the sum. Defaults to the dtype of the tensor.
 
         Returns:
             A plain scalar tensor, the same on every rank.
@@ -414,8 +418,8 @@ class RaggedTensor(Tensor):
 
         Args:
             dim: None, or all dims.
-            keepdim: False.
-            dtype: Dtype of the mean.
+            keepdim: Has to be False.
+            dtype: Dtype of the mean. Defaults to the dtype of the tensor.
 
         Returns:
             A plain scalar tensor, the same on every rank.
@@ -434,8 +438,8 @@ class RaggedTensor(Tensor):
         Args:
             p: Order of the norm: a number above 0, ``inf``, or ``"fro"`` for 2.
             dim: None, or all dims.
-            keepdim: False.
-            dtype: Dtype of the norm.
+            keepdim: Has to be False.
+            dtype: Dtype of the norm. Defaults to the dtype of the tensor.
 
         Returns:
             A plain scalar tensor, the same on every rank.
