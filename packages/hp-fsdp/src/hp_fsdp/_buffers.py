@@ -59,9 +59,9 @@ class Buffers(Protocol):
 
 
 class Resize:
-    """Allocates the memory of each all-gather and each reduction, and frees it afterwards.
+    """Allocates memory for each all-gather and each reduction, and frees it after use.
 
-    This is the default of `fully_shard`.
+    This is the default for the argument ``buffers`` of `fully_shard`.
 
     Examples:
         On 4 ranks:
@@ -72,7 +72,7 @@ class Resize:
     """
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """Return a buffer for the unsharded parameters of one group.
+        """Return a buffer for unsharded parameters that share one all-gather.
 
         Args:
             numel: Number of elements.
@@ -85,7 +85,7 @@ class Resize:
         return ResizeBuffer(numel, dtype, device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return flat memory for packed gradients. Its contents are arbitrary.
+        """Return a flat tensor for packed gradients, with arbitrary contents.
 
         Args:
             numel: Number of elements.
@@ -93,15 +93,15 @@ class Resize:
             device: Device of the memory.
 
         Returns:
-            A new tensor.
+            A new tensor ``[numel]``.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, flat: Tensor) -> None:
-        """Accept memory that `take` returned. A no-op: the memory is freed with its last reference.
+        """Take back a tensor from `take`. A no-op: its last reference frees the memory.
 
         Args:
-            flat: The memory.
+            flat: The tensor.
         """
 
 
@@ -143,16 +143,21 @@ class ResizeBuffer:
 
 
 class Ring:
-    """Allocates a fixed number of slots once. The groups of several units use them in turn.
+    """Reuses a fixed number of memory blocks for the unsharded parameters of many units.
 
-    Use one ring for units that run one after another. Groups get slots in the order of the
-    `fully_shard` calls. A slot is as large as the largest of its groups.
+    Pass the same ring to `fully_shard` for units that run one after another, such as the layers of
+    a model. A memory block of the ring is called a slot. The calls of `fully_shard` assign slots in
+    turn: with 2 slots, layers 0, 2, 4, ... use the first slot and layers 1, 3, 5, ... the second.
+    A unit with parameters of several dtypes gets one slot per dtype. A slot is as large as the
+    largest all-gather that uses it. Packed gradients reuse memory of the ring, too.
 
-    - Two groups of one slot cannot be unsharded at the same time. A prefetch waits, or frees its
-      slot again. If a unit in use has the slot that another unit needs, `StateError` is raised.
-    - Units that stay unsharded after forward need their own memory. The root is one of them.
-    - The same holds for units that stay unsharded until the end of backward: those inside reentrant
-      checkpointing, and those with outputs that cannot have a hook.
+    - Two units with the same slot cannot be unsharded at the same time. If a unit needs a slot that
+      another unit still uses, `StateError` is raised.
+    - A prefetch is skipped while its slot is in use. A prefetched unit that does not run yet loses
+      the slot if another unit needs it.
+    - Do not pass the ring for units that stay unsharded after forward, such as the root.
+    - Do not pass it for units that stay unsharded until the end of backward: units inside reentrant
+      activation checkpointing, and units whose outputs cannot have a gradient hook.
 
     Args:
         slots: Number of slots, at least 2, so that communication overlaps with computation.
@@ -181,7 +186,7 @@ class Ring:
         self._free: list[Tensor] = []
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
-        """Return a buffer in the next slot, for the unsharded parameters of one group.
+        """Return a buffer in the next slot, for unsharded parameters that share one all-gather.
 
         Args:
             numel: Number of elements.
@@ -189,7 +194,7 @@ class Ring:
             device: Device of the memory.
 
         Returns:
-            A buffer that uses the memory of its slot.
+            A buffer that uses the memory of the slot.
         """
         position = self._made % self._count
         self._made += 1
@@ -198,7 +203,7 @@ class Ring:
         return RingBuffer(self._slots[position, device], numel, dtype)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return flat memory for packed gradients. Its contents are arbitrary.
+        """Return a flat tensor for packed gradients, with arbitrary contents.
 
         Args:
             numel: Number of elements.
@@ -206,7 +211,7 @@ class Ring:
             device: Device of the memory.
 
         Returns:
-            Memory that `give` received, if it is large enough, else a new tensor.
+            A tensor ``[numel]``. It reuses memory passed to `give` if that memory is large enough.
         """
         size = numel * dtype.itemsize
         fits = [(flat.numel(), i) for i, flat in enumerate(self._free) if flat.device == device]
@@ -216,10 +221,10 @@ class Ring:
         return self._free.pop(chosen[1])[:size].view(dtype)
 
     def give(self, flat: Tensor) -> None:
-        """Accept memory that `take` returned, and reuse it for the next reduction.
+        """Take back a tensor from `take`, so that a later reduction can reuse its memory.
 
         Args:
-            flat: The memory.
+            flat: The tensor.
         """
         # The current stream waited for the reduce-scatter that read it, and packs the next one.
         storage = flat.untyped_storage()

@@ -15,7 +15,7 @@ class ShardingError(ValueError):
 
 
 class MeshError(ShardingError):
-    """Raised if a mesh has a wrong number of axes or device type, or overlaps another mesh."""
+    """Raised if a mesh has the wrong axes or device type, or overlaps the mesh of a parameter."""
 
 
 class ParameterError(ShardingError):
@@ -23,7 +23,7 @@ class ParameterError(ShardingError):
 
 
 class ModuleError(ShardingError):
-    """Raised if a module cannot be sharded, is sharded already, or is not sharded but has to be."""
+    """Raised if a module cannot be sharded, is sharded already, or is required to be sharded."""
 
 
 class StateError(ShardingError, RuntimeError):
@@ -31,7 +31,7 @@ class StateError(ShardingError, RuntimeError):
 
 
 class DisagreementError(ShardingError, RuntimeError):
-    """Raised on all ranks if they are about to communicate for different or unequal units."""
+    """Raised on all ranks if they gather or reduce different units, or their settings differ."""
 
 
 class UnsupportedError(ShardingError, NotImplementedError):

@@ -332,17 +332,20 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of a module over data-parallel ranks, in place.
 
-    Parameters that no earlier call has sharded become DTensors with ``Shard(0)`` on the last axis
-    of ``mesh``, and ``Replicate()`` on the first of two axes. A parameter that already is a
-    DTensor, of tensor or expert parallelism, keeps its placements; its new mesh is ``mesh``
-    followed by its own. Call this function on the blocks of a model first and on the root last.
-    Each call makes one unit. A list of modules is one unit.
+    Call this function on the blocks of a model first and on the root last. Each call creates one
+    unit: the parameters of the module, or of a list of modules, that no earlier call has sharded.
+    The parameters of a unit are unsharded together, and their gradients are reduced together.
 
+    - **Parameters** become DTensors with ``Shard(0)`` on the last axis of ``mesh``, and
+      ``Replicate()`` on the first of two axes. A parameter that already is a DTensor, for example
+      from tensor or expert parallelism, keeps its placements. Its new mesh has the axes of ``mesh``
+      followed by the axes of its own mesh.
     - **Forward** unshards the parameters of a unit with one all-gather per dtype.
-    - **Backward** unshards them again. It reduces the gradients with one reduce-scatter, then one
-      all-reduce over replicas. Parameters that took no part contribute zeros.
-    - **Gradients**: after backward, ``parameter.grad`` has the placements of the parameter. It is
-      the mean or the sum over all ranks of ``mesh``, by ``gradient_reduction``.
+    - **Backward** unshards the parameters again. It reduces the gradients with one reduce-scatter
+      per dtype, followed by one all-reduce over replicas if ``mesh`` has two axes. Parameters that
+      took no part in forward contribute zeros.
+    - **Gradients**: after backward, ``parameter.grad`` has the placements of the parameter. Its
+      value is the mean or the sum over all ranks of ``mesh``; see ``gradient_reduction``.
 
     The call itself communicates nothing. It creates process groups if axes are flattened, or if
     there is no default process group. If it raises, the modules are unchanged.
@@ -353,61 +356,68 @@ def fully_shard(
         mesh: A mesh with one axis, or with two: ``(replicate, shard)``. Defaults to one axis over
             the world, on the accelerator if there is one. The default process group is initialised
             if it does not exist.
-        layout: ``"exact"``: the shards of torch. ``"ragged"``: the parameters of a unit are one
-            buffer in equal shares, and each parameter is a `RaggedTensor` of hp-dtensor. An
-            all-gather then needs no copy, and padding is at most 16 bytes per rank.
-        granularity: With ``layout="ragged"``: number of elements of a parameter that stay on one
-            rank, such as a row or a matrix; or a function from a parameter to this number. Defaults
-            to 1.
+        layout: ``"exact"``: the same shards as torch's `fully_shard`. ``"ragged"``: the parameters
+            of a unit form one flat buffer, which is split evenly over the ranks; each parameter is
+            a `RaggedTensor` of hp-dtensor. With ``"ragged"`` an all-gather needs no copy, and
+            padding is at most 16 bytes per rank.
+        granularity: Only for ``layout="ragged"``. Number of consecutive elements of a parameter
+            that are never split between ranks, such as the size of a row or of a matrix; or a
+            function from a parameter to this number. Defaults to 1.
         reshard_after_forward: True: free the unsharded parameters after forward. False: keep them
-            for backward. None: keep them for the root and the last unit only. An
-            integer that divides the number of shard ranks: keep them sharded over that many
+            for backward. None: keep them for the root and the last unit only. An integer that
+            divides the number of shard ranks: keep the parameters sharded over that many
             neighbouring ranks. Without grad, all parameters are resharded after forward.
-        shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the
-            default, or torch's ``ShardPlacementResult``. Its ``mesh_info`` replaces ``mesh`` for
-            this parameter. The default is dim 0. If other axes shard dim 0 and leave fewer rows
-            than ranks, it is the first other dim that the ranks divide. Other dims than 0 cost one
-            copy in each all-gather and one in each reduction.
+        shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the default
+            dim, or torch's ``ShardPlacementResult``, whose ``mesh_info`` replaces ``mesh`` for this
+            parameter. The default is dim 0. If other mesh axes shard dim 0 already and leave fewer
+            rows than there are ranks, the default is the first other dim with a length that is
+            divisible by the number of ranks. Other dims than 0 cost one copy in each all-gather and
+            one in each reduction.
         mp_policy: Dtypes of computation, reduction and outputs. Gradients that accumulate without
             communication have the dtype of the reduction.
         offload_policy: With ``CPUOffloadPolicy``, shards, their gradients and so the optimizer
             states are on the CPU. With its ``pin_memory``, copies overlap with computation, and the
             end of backward waits for the gradients.
-        ignored_params: Parameters that are neither sharded nor moved. Nothing reduces their
-            gradients.
-        dp_mesh_dims: Names of the data axes of ``mesh``, if all parameters are DTensors on the
-            whole ``mesh``. Several names are flattened into one axis with a new process group.
-        min_shard_numel: Parameters with fewer elements are not sharded, and their gradients are
-            all-reduced. For a DTensor, the largest local part counts.
-        direct_bytes: Bytes per rank from which a parameter is all-gathered directly into place.
-            Smaller parameters are packed and copied. Defaults to 64 KiB with gloo and 256 KiB with
-            NCCL; ``math.inf`` packs all.
+        ignored_params: Parameters that are neither sharded nor moved. Their gradients are not
+            reduced.
+        dp_mesh_dims: Names of the data-parallel axes of ``mesh``, such as `DataParallelMeshDims`.
+            Use it if all parameters are DTensors on the whole ``mesh``. If several axes are named
+            for sharding or for replication, they are flattened into one axis with a new process
+            group.
+        min_shard_numel: Parameters with fewer elements than this number are not sharded, and their
+            gradients are all-reduced. For a DTensor, the elements of its largest local tensor
+            count.
+        direct_bytes: Size threshold in bytes per rank. Larger parameters are all-gathered directly
+            into their unsharded memory. Smaller parameters are packed for one all-gather and copied
+            afterwards. Defaults to 64 KiB with gloo and 256 KiB with NCCL; ``math.inf`` packs all.
         buffers: Allocator of unsharded parameters and packed gradients: a `Resize` (the default),
             or one `Ring` for units that run one after another.
-        grads: Packing of gradients for the reduction. ``"copy"``: one copy at the end of a unit's
-            backward. ``"accumulate"``: each gradient when it is ready; later microbatches are added
-            in place. ``"fused"``: like ``"accumulate"``, and the matrix product of ``nn.Linear``
-            writes the gradient of the weight itself, if reduction and computation have the same
-            dtype; rows of ``nn.Embedding`` are added directly. On accelerators, products are fused
-            from 128 rows per rank on, or with ``layout="ragged"``. `FSDPModule.plan_report` shows
-            it for each parameter.
+        grads: How gradients are packed for the reduction. ``"copy"``: all gradients of a unit are
+            copied at the end of its backward. ``"accumulate"``: each gradient is copied when it is
+            ready; gradients of later microbatches are added in place. ``"fused"``: like
+            ``"accumulate"``, but gradients of ``nn.Linear`` weights need no copy: if reduction and
+            computation have the same dtype, the matrix product writes into the packed gradients.
+            Rows of ``nn.Embedding`` are added directly. On accelerators, a product is fused only
+            for at least 128 rows per rank, or with ``layout="ragged"``. `FSDPModule.plan_report`
+            reports for each parameter whether it is fused.
         gradient_reduction: ``"mean"`` over all ranks of ``mesh``, as in torch; or ``"sum"``, for a
             loss that is already divided by a count of the whole batch, such as its tokens. Use the
-            same for all units. The first forward of the root warns if units divide by different
-            numbers.
-        collectives: Object that carries out the communication. Defaults to ``torch.distributed``.
+            same value for all units. The first forward of the root warns if units divide gradients
+            by different numbers.
+        collectives: `hp_dtensor.Collectives` that communicate. Defaults to ``torch.distributed``.
 
     Returns:
-        The same module or list. Each module is also an `FSDPModule` now.
+        The same module or list. The class of each module now also inherits from `FSDPModule`.
 
     Raises:
-        MeshError: ``mesh`` is not a mesh of one or two axes, lacks names that a DTensor parameter
-            needs, or overlaps the mesh of a parameter.
+        MeshError: ``mesh`` is not a mesh of one or two axes, has no axis names although a parameter
+            is a DTensor, or overlaps the mesh of a parameter.
         ModuleError: ``module`` is not a module with a ``forward``, is sharded already, is twice in
-            the list, or has an attribute with a name of `FSDPModule`, such as ``reset``.
+            the list, or has an attribute with the name of a method of `FSDPModule`, such as
+            ``reset``.
         ParameterError: A parameter is a scalar, is not contiguous, cannot be sharded along the
-            requested dim, or has an unsupported placement; or an ignored parameter is not a
-            parameter.
+            requested dim, or has an unsupported placement; or ``ignored_params`` contains an object
+            that is not a parameter.
         ShardingError: Another argument is invalid.
 
     Examples:

@@ -107,15 +107,20 @@ class DataAxisNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataParallelMeshDims:
-    """Names of the data axes of a mesh on which all parameters already are DTensors.
+    """Selects the data-parallel axes of a mesh, for ``dp_mesh_dims`` of `fully_shard`.
+
+    Use it if all parameters are DTensors on the whole mesh already, for example after tensor
+    parallelism.
 
     Args:
-        shard: Axis over which parameters are sharded. Several names are flattened into one axis.
-        replicate: Axis over which parameters are replicated. Several names are flattened into one
-            axis.
+        shard: Name of the axis over which to shard parameters. Several axes, given as a tuple of
+            names, are flattened into one. None means no sharding.
+        replicate: Name of the axis over which parameters are replicated. Several axes, given as a
+            tuple of names, are flattened into one. None means no replication.
 
     Raises:
-        MeshError: Both are empty, or a value is not a name, a tuple of names or None.
+        MeshError: ``shard`` and ``replicate`` are both empty, or one of them is not a name, a tuple
+            of names or None.
 
     Examples:
         >>> DataParallelMeshDims(shard=("dp_shard", "cp"), replicate="dp_replicate").shard_names
@@ -139,12 +144,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Names of the axes over which parameters are sharded."""
+        """Names in ``shard`` as a tuple; empty if ``shard`` is None."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Names of the axes over which parameters are replicated."""
+        """Names in ``replicate`` as a tuple; empty if ``replicate`` is None."""
         return _names(self.replicate)
 
 

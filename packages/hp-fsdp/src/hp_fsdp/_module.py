@@ -47,14 +47,16 @@ from ._unit import UNIT_ATTRIBUTE, Unit, unit_of, units_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterReport:
-    """Communication of one parameter.
+    """Describes the communication of one parameter; part of a `GroupReport`.
 
     Args:
-        name: Name of the parameter in its unit.
-        shape: Unsharded local shape.
-        rows_per_rank: Number of rows of each shard.
-        direct: True if the parameter is all-gathered directly into place; False if it is packed.
-        unfused: Reason why matrix products do not write the gradient themselves; ``""`` if they do.
+        name: Name of the parameter in its module.
+        shape: Shape of the unsharded parameter on this rank.
+        rows_per_rank: Largest number of rows that a rank holds.
+        direct: True if the parameter is all-gathered directly into its unsharded memory. False if
+            it is packed with other parameters and copied.
+        unfused: Reason why matrix products do not write the gradient directly into the packed
+            gradients. Empty if they do.
 
     Examples:
         On 4 ranks:
@@ -72,22 +74,26 @@ class ParameterReport:
 
     @property
     def fused(self) -> bool:
-        """Whether matrix products write the gradient into the packed gradients themselves."""
+        """Whether matrix products write the gradient directly into the packed gradients."""
         return not self.unfused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """Communication of one group: parameters that are all-gathered together.
+    """Describes the communication of one group: the parameters of a unit that share an all-gather.
+
+    Parameters of a unit are in one group if they have the same dtype and are sharded over the same
+    ranks.
 
     Args:
-        unit: Path of the group's unit in the module; ``"(root)"`` for the module itself. For a list
-            of modules, all paths.
-        dtype: Dtype of the shards.
-        axes: Number of ranks of each axis over which gradients are reduced, by name.
+        unit: Path of the sharded module; ``"(root)"`` for the module of the report itself. If
+            `fully_shard` was called with a list of modules, all their paths.
+        dtype: Name of the dtype of the shards, such as ``"float32"``.
+        axes: Mesh axes over which gradients are reduced: a dict from the name to the number of
+            ranks.
         parameter_bytes: Bytes of the unsharded parameters.
         padding_bytes: Bytes of padding in each all-gather.
-        shard_bytes: Bytes of the shard of each rank.
+        shard_bytes: Bytes that each rank holds of the parameters and the padding.
         parameters: Reports of the parameters.
 
     Examples:
@@ -109,10 +115,11 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """Communication of a sharded module. ``str(report)`` is a table.
+    """Describes the communication of a sharded module. ``print(report)`` prints a table.
 
     Args:
-        groups: Reports of all groups of the module and of the modules in it.
+        groups: Reports for the module and all sharded modules inside it. A group is a set of
+            parameters that share an all-gather.
 
     Examples:
         On 4 ranks:
@@ -215,10 +222,10 @@ def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit,
 
 
 class UnshardHandle:
-    """Handle of an all-gather in flight; `FSDPModule.unshard` returns it.
+    """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``.
 
     Args:
-        unit: The unit to gather.
+        unit: Internal state of the module whose parameters are gathered.
 
     Examples:
         On 4 ranks:
@@ -236,7 +243,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters with the module.
 
-        A no-op if it was called before, or if the unit was resharded in the meantime.
+        A no-op if `wait` was called before, or if the parameters were resharded in the meantime.
         """
         if self._unit.gathering:
             self._unit.gather()  # anew, if an optimizer stepped since
@@ -246,11 +253,12 @@ class UnshardHandle:
 class FSDPModule:
     """Base class that `fully_shard` adds to the class of a module.
 
-    Do not construct it. Methods with ``recurse`` apply to this unit only if it is False, and to the
-    units of all modules inside this module too if it is True.
+    Do not construct this class. A unit is the module, or the list of modules, of one `fully_shard`
+    call. Methods with the argument ``recurse`` apply to the unit of this module only if ``recurse``
+    is False. If it is True, they also apply to the units of all modules inside this module.
 
     Raises:
-        ModuleError: It is constructed directly.
+        ModuleError: The class is constructed directly.
 
     Examples:
         On 4 ranks:
@@ -287,8 +295,8 @@ class FSDPModule:
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """Register a forward hook, as ``nn.Module.register_forward_hook`` does.
 
-        A hook that is registered after `fully_shard` runs after the unit's own hooks. It sees the
-        sharded parameters, as in torch.
+        If the hook is registered after `fully_shard`, it runs after the parameters are resharded.
+        It then sees the sharded parameters, as in torch.
 
         Args:
             *args: Positional arguments of ``nn.Module.register_forward_hook``.
@@ -302,16 +310,16 @@ class FSDPModule:
         return cast(RemovableHandle, cast(Any, super()).register_forward_hook(*args, **kwargs))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit, with one all-gather per dtype.
+        """Unshard the parameters of this unit, with one all-gather per dtype.
 
-        It applies to this unit only.
+        Units of modules inside this module are not affected.
 
         Args:
-            async_op: If True, return at once. The ``wait()`` of the handle, or the next forward,
-                completes the all-gather.
+            async_op: If True, return before the all-gather has finished. The ``wait()`` of the
+                handle, or the next forward, completes the all-gather.
 
         Returns:
-            A handle if ``async_op`` is True, else None.
+            An `UnshardHandle` if ``async_op`` is True, else None.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -326,9 +334,9 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Register the sharded parameters of this unit, and free the unsharded ones.
+        """Register the sharded parameters of this unit, and free the unsharded parameters.
 
-        It applies to this unit only.
+        Units of modules inside this module are not affected.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -338,9 +346,9 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
 
-        It also clears the gradients of sharded parameters while the unsharded ones are registered,
-        and the gradients that are not reduced yet. Outside of a backward it waits for reductions in
-        flight.
+        This includes gradients that are not reduced yet, and gradients of sharded parameters while
+        the unsharded parameters are registered. Outside of a backward, the method waits for
+        reductions in flight.
 
         Args:
             set_to_none: If True, set gradients to None. If False, set them to zero. Gradients that
@@ -358,9 +366,9 @@ class FSDPModule:
     def reset(self) -> None:
         """Abort the current step, in any state, so that the next step starts clean.
 
-        Use it after an exception in forward or backward. It waits for collectives in flight,
-        reshards every unit of the root, and drops gradients that are not reduced yet, including
-        gradients from `no_sync`. Sharded gradients stay. It starts no communication.
+        Call this method after an exception in forward or backward. It waits for collectives in
+        flight, reshards all units of the model, and drops gradients that are not reduced yet,
+        including gradients from `no_sync`. Sharded gradients are kept. It starts no communication.
         """
         units = _units(self, True)
         # Parts that ran before this module, or before it was sharded, have schedules of their own.
@@ -374,14 +382,15 @@ class FSDPModule:
             raise error
 
     def reset_iter_state(self) -> None:
-        """Call `reset`. This is torch's name for it."""
+        """Abort the current step, as `reset` does. torch uses this name."""
         self.reset()
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that backwards without synchronisation have accumulated. Recursive.
+        """Reduce the gradients that were accumulated without synchronisation, in all units inside.
 
-        Communicates one reduce-scatter per group and, with replicas, one all-reduce. Afterwards
-        ``parameter.grad`` has the result. Pipeline schedules use it after the backwards of a step.
+        Communicates one reduce-scatter per unit and dtype, and one all-reduce if there are
+        replicas. Afterwards ``parameter.grad`` has the result. Pipeline schedules call this method
+        after the backwards of a step.
         """
         of: dict[Schedule, list[Unit]] = {}
         for unit in reversed(_units(self, True)):
@@ -393,8 +402,9 @@ class FSDPModule:
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the registered parameters of this module, sharded or unsharded.
 
-        During a pipeline schedule that splits backward in two, this unshards the parameters that
-        the schedule needs. In that case all ranks have to call it, or none.
+        Some pipeline schedules split a backward into two parts, for the gradients of inputs and of
+        weights. During such a schedule, this method unshards the parameters whose backward is not
+        complete. All ranks then have to call it, because unsharding communicates.
 
         Args:
             recurse: If True, include the parameters of all modules inside this one.
@@ -414,10 +424,11 @@ class FSDPModule:
         return cast(nn.Module, super()).parameters(recurse)
 
     def plan_report(self) -> PlanReport:
-        """Describe the communication of all groups in this module. Communicates nothing.
+        """Describe the communication of this module. Communicates nothing.
 
         Returns:
-            Bytes, padding and shards of each group, the same on all ranks. ``print`` shows a table.
+            A report with bytes, padding and shards of all parameters that share an all-gather. It
+            is the same on all ranks. ``print(report)`` prints a table.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -443,7 +454,8 @@ class FSDPModule:
         """Set whether parameters are resharded after forward.
 
         Args:
-            reshard_after_forward: As in `fully_shard`, except that an integer is not allowed.
+            reshard_after_forward: True, False or None, as in `fully_shard`. An integer is not
+                allowed.
             recurse: If True, apply to all units in this module.
 
         Raises:
@@ -462,9 +474,10 @@ class FSDPModule:
     ) -> None:
         """Set whether parameters are resharded after backward.
 
-        If they stay unsharded, the next forward gathers again what an optimizer, or an in-place
-        operation, has changed. Call `reshard` after changes that do not increase a tensor's version
-        counter: writes to ``parameter.data`` and by ``torch._foreach_*``.
+        If parameters stay unsharded, the next forward repeats the all-gather after an optimizer
+        step or an in-place operation on the shards. Such changes are detected by the version
+        counter of the tensors. Writes to ``parameter.data`` and by ``torch._foreach_*`` do not
+        increase this counter: call `reshard` after them.
 
         Args:
             reshard_after_backward: True (the default) frees the unsharded parameters after
@@ -476,7 +489,7 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward unshards the parameters of this unit.
 
-        It applies to this unit only.
+        Units of modules inside this module are not affected.
 
         Args:
             unshard_in_backward: False if backward does not need the parameters of this unit.
@@ -487,11 +500,11 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward reduces gradients, for gradient accumulation without communication.
+        """Set whether backward reduces gradients. Disable it to accumulate without communication.
 
-        Without synchronisation, every rank accumulates unsharded gradients, which
-        ``parameter.grad`` does not show. The next backward with synchronisation reduces the sum.
-        ``zero_grad`` of the module drops them; ``zero_grad`` of an optimizer does not.
+        If disabled, every rank accumulates unsharded gradients outside of ``parameter.grad``. The
+        next backward with reduction reduces the accumulated sum. ``zero_grad`` of the module drops
+        accumulated gradients; ``zero_grad`` of an optimizer does not.
 
         Args:
             requires_gradient_sync: True (the default) reduces gradients in backward.
@@ -503,8 +516,9 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over replicas.
 
-        Without it, backward only reduce-scatters. These gradients accumulate outside of
-        ``parameter.grad`` until a backward all-reduces them. It has no effect with one replica.
+        If disabled, backward only reduce-scatters. The reduce-scattered gradients accumulate
+        outside of ``parameter.grad`` until a backward all-reduces them. The setting has no effect
+        if there are no replicas.
 
         Args:
             requires_all_reduce: True (the default) all-reduces gradients in backward.
@@ -514,7 +528,7 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient synchronisation inside a ``with`` block, for all units in this module.
+        """Disable the reduction of gradients inside a ``with`` block, for all units in this module.
 
         See `set_requires_gradient_sync`.
         """
@@ -531,7 +545,7 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last one of the step, for all units in this module.
 
-        The last backward waits for all reductions and assigns ``parameter.grad``. Other backwards
+        The last backward waits for all reductions and assigns ``parameter.grad``. Earlier backwards
         do not.
 
         Args:
@@ -543,8 +557,8 @@ class FSDPModule:
         """Set the number by which the sum of gradients over ranks is divided.
 
         Args:
-            factor: A finite number above 0; 1.0 gives the sum. None restores the mean or sum by the
-                ``gradient_reduction`` of `fully_shard`.
+            factor: A finite number above 0; 1.0 gives the sum. None restores the mean or sum that
+                ``gradient_reduction`` of `fully_shard` selects.
             recurse: If True, apply to all units in this module.
 
         Raises:
@@ -560,7 +574,7 @@ class FSDPModule:
         _edit(self, recurse, divide=divide)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`. This is torch's earlier name for it.
+        """Call `set_gradient_divide_factor`. The method exists for compatibility with older torch.
 
         Args:
             factor: See `set_gradient_divide_factor`.
@@ -568,10 +582,11 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives only sum, so that the division is a separate step after them.
+        """Set whether a mean of gradients is always computed as a sum and a separate division.
 
         Args:
-            enable: True to only sum. Initially False, which lets the backend average if it can.
+            enable: True to sum and divide. False (the default) uses the average of the backend if
+                the backend has one.
         """
         _edit(self, False, force_sum=enable)
 
@@ -581,22 +596,23 @@ class FSDPModule:
         *,
         stream: torch.Stream | torch.cpu.Stream | None = None,
     ) -> None:
-        """Set a function that is called with each reduced flat gradient.
+        """Set a function that is called with the reduced gradients of this unit.
 
-        It applies to this unit only.
-
-        It is called once per group and reduction, with the result of the reduce-scatter, or of the
-        all-reduce if there are replicas. It may change the gradient in place.
+        Each reduction calls the hook once per group of the unit; see `GroupReport`. The hook
+        receives one flat tensor: the result of the all-reduce if there are replicas, else of the
+        reduce-scatter. It may change this tensor in place. Units of modules inside this module are
+        not affected.
 
         Args:
             hook: A function of one tensor, or None to remove the hook.
-            stream: Stream on which the hook runs. Defaults to the stream of the reduction. On a CPU
-                the hook always runs in order.
+            stream: Stream on which the hook runs. Defaults to the stream of the reduction. On CPU
+                it is ignored, and the hook runs synchronously.
 
         Raises:
             ModuleError: The module is not sharded.
-            ShardingError: ``hook`` or ``stream`` has a wrong type, or ``stream`` is given and this
-                package reduces over replicas itself.
+            ShardingError: ``hook`` or ``stream`` has a wrong type; or ``stream`` is given although
+                gradients of this unit are all-reduced over replicas, because the mesh has a
+                replicate axis or ``min_shard_numel`` leaves parameters unsharded.
         """
         unit = _unit(self)
         if hook is None:
@@ -624,7 +640,7 @@ class FSDPModule:
         _edit(self, False, hook=ReductionHook(function=hook, stream=asked))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Set the modules to prefetch when the forward of this module begins.
+        """Set the modules whose all-gathers start when the forward of this module begins.
 
         Args:
             modules: Sharded modules, in the order of their all-gathers. None restores the default:
@@ -636,7 +652,7 @@ class FSDPModule:
         _unit(self).forward_prefetch = None if modules is None else _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Set the modules to prefetch when the backward of this module begins.
+        """Set the modules whose all-gathers start when the backward of this module begins.
 
         Args:
             modules: Sharded modules, in the order of their all-gathers. None restores the default:
@@ -650,13 +666,13 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accept True, for compatibility with torch: unused parameters always take part.
+        """Accept only True. The method exists for compatibility with torch.
 
-        A parameter that only some ranks used contributes zeros on the other ranks. A parameter that
-        no rank used keeps ``grad is None``.
+        Unused parameters always take part in reduce-scatters. A parameter that only some ranks used
+        contributes zeros on the other ranks. A parameter that no rank used keeps ``grad is None``.
 
         Args:
-            reduce_scatter_unused_params: True.
+            reduce_scatter_unused_params: Has to be True.
             recurse: Has no effect.
 
         Raises:
@@ -671,12 +687,13 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set the largest number of buffers of packed gradients that may exist at once.
+        """Set how many buffers of packed gradients may exist at once.
 
-        A larger number lets more reduce-scatters overlap with backward and needs more memory. The
-        largest number of all units is used. On accelerators, the buffer that a unit fills during
-        its backward (``grads="accumulate"`` or ``"fused"``) does not count, and the buffers of a
-        unit with several dtypes or meshes may exist at once.
+        With more buffers, more reduce-scatters overlap with backward, and more memory is used. If
+        units have different settings, the largest number applies. On accelerators, the limit has
+        two exceptions: the buffer that a unit fills during its backward (``grads="accumulate"`` or
+        ``"fused"``) does not count, and the buffers of one unit with several dtypes or meshes may
+        exist together.
 
         Args:
             max_input_buffers: An integer of at least 1. Initially 1.
@@ -690,12 +707,15 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Set whether reduce-scatters use their own process groups, one for each set of ranks.
+        """Set whether reduce-scatters use other process groups than all-gathers.
 
-        Collective if it creates a group. Groups that an earlier call created are reused.
+        The first call with ``enable=True`` creates one process group for each set of ranks over
+        which parameters are sharded. All of these ranks have to make this call. Later calls reuse
+        the groups.
 
         Args:
-            enable: True for separate groups. False for the groups of the mesh.
+            enable: True to use separate groups for reduce-scatters. False to use the groups of the
+                mesh for all collectives.
             recurse: If True, apply to all units in this module.
         """
         check_bool("enable", enable)
@@ -710,11 +730,13 @@ class FSDPModule:
                 group.reduce_axes = replace(group.axes, shard=group.own_axis)
 
     def set_post_optim_event(self, event: torch.Event | torch.cpu.Event | None) -> None:
-        """Set an event that the next forward waits for on its device. It is used once.
+        """Set an event that the device waits for when the next forward begins.
+
+        The event is used once.
 
         Args:
-            event: An event, such as one that was recorded after the optimizer step. None: do not
-                wait.
+            event: An event, such as one that was recorded after the optimizer step. None removes an
+                event that was set before.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -734,20 +756,20 @@ class FSDPModule:
         schedule.starts_after = event
 
     def set_custom_all_gather(self, comm: Communication) -> None:
-        """Set an object that carries out the all-gathers of this unit.
+        """Set an object that performs the all-gathers of this unit.
 
-        It applies to this unit only.
-
-        It is called once for each group, with tensors of one dtype. With prefetch, two all-gathers
-        are in flight, so it has to return different memory for them.
+        The object is called once per group of the unit, with tensors of one dtype; see
+        `GroupReport`. Units of modules inside this module are not affected.
 
         Args:
-            comm: An object with the interface of torch's ``AllGather``.
+            comm: An object with the interface of torch's ``AllGather``. With prefetch, two
+                all-gathers are in flight at once, so ``comm.allocate`` has to return different
+                memory for them. Otherwise the second all-gather raises `StateError`.
 
         Raises:
             ModuleError: The module is not sharded.
-            ShardingError: ``comm`` does not have this interface, or the unit has parameters on
-                several meshes.
+            ShardingError: ``comm`` does not have this interface, or the parameters of the unit are
+                sharded over several meshes.
         """
         for group in _groups_for(
             self, comm, "__call__(output_tensor, input_tensor, group, async_op)"
@@ -756,18 +778,18 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_custom_reduce_scatter(self, comm: Communication) -> None:
-        """Set an object that carries out the reduce-scatters of this unit.
+        """Set an object that performs the reduce-scatters of this unit.
 
-        It applies to this unit only.
+        Units of modules inside this module are not affected.
 
         Args:
-            comm: An object with the interface of torch's ``ReduceScatter``. It is always called to
-                sum; a mean is divided afterwards.
+            comm: An object with the interface of torch's ``ReduceScatter``. It is always called
+                with the reduction "sum". For a mean, the result is divided afterwards.
 
         Raises:
             ModuleError: The module is not sharded.
-            ShardingError: ``comm`` does not have this interface, or the unit has parameters on
-                several meshes.
+            ShardingError: ``comm`` does not have this interface, or the parameters of the unit are
+                sharded over several meshes.
         """
         call = "__call__(output_tensor, input_tensor, group, op, async_op)"
         for group in _groups_for(self, comm, call):
@@ -775,12 +797,10 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether communication uses memory that the process group allocates.
+        """Set whether the collectives of this unit use memory that the process group allocates.
 
-        It applies to this unit only.
-
-        It has no effect if the backend does not support it. It costs a copy before and after each
-        collective.
+        If enabled, each collective needs one copy before and one after. The setting has no effect
+        if the backend cannot allocate memory. Units of modules inside this module are not affected.
 
         Args:
             enable: True to use memory of the process group.
@@ -809,7 +829,7 @@ class FSDPModule:
         _unit(self).forget_comparisons()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Raise an error that names the replacement: the argument ``collectives`` of `fully_shard`.
+        """Raise an error. Not supported: use the argument ``collectives`` of `fully_shard` instead.
 
         Args:
             backend: Has no effect.
@@ -937,13 +957,13 @@ def sharded_class(own: type) -> type:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a sharded module unshard parameters and hook backward, like its forward.
+    """Make a method of a sharded module unshard parameters and reduce gradients, like ``forward``.
 
-    A no-op for a module that is not sharded.
+    A no-op if the module is not sharded.
 
     Args:
         module: A module.
-        method_name: Name of the method.
+        method_name: Name of the method, which is replaced on this module.
 
     Raises:
         ModuleError: ``module`` is not a module, or has no such method.
@@ -983,9 +1003,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
-    """Check that modules are sharded, for compatibility with torch. Otherwise a no-op.
+    """Check that modules are sharded. The function exists for compatibility with torch.
 
-    In torch this shares streams between modules. Here all units of a mesh already share them.
+    torch's function shares streams between modules. In this package, all units of a mesh already
+    share their streams, so nothing has to be done.
 
     Args:
         modules: Sharded modules.

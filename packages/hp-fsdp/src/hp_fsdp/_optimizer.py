@@ -176,24 +176,24 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 def sharded_optimizer(
     cls: type[torch.optim.Optimizer], module: nn.Module, **kwargs: Any
 ) -> "FlatOptimizer":
-    """Create an optimizer that updates the flat shards of a sharded module as single tensors.
+    """Create an optimizer that updates the shards of many parameters as one flat tensor.
 
-    Results, parameter groups, state and ``state_dict`` equal those of ``cls`` on the single
-    parameters. Changes of the state take effect in the next step.
-    Communicates nothing.
+    Results, parameter groups, state and ``state_dict`` equal those of ``cls`` on the separate
+    parameters. Changes of the state take effect in the next step. Communicates nothing.
 
-    - A parameter without a gradient is skipped. From then on it is updated separately.
+    - A parameter without a gradient is skipped. From then on, it is updated as a separate tensor.
     - Parameters that ``add_param_group`` adds are updated one by one.
-    - A parameter that is frozen now has to be added when it starts to train. Steps warn until then.
+    - If a parameter is frozen now and is trained later, add it with ``add_param_group``. Until it
+      is added, ``step`` does not update it and warns once.
 
     Args:
         cls: One of torch's optimizers with elementwise updates: ``Adadelta``, ``Adagrad``,
             ``Adam``, ``AdamW``, ``Adamax``, ``NAdam``, ``RAdam``, ``RMSprop`` or ``SGD``.
-        module: A sharded module, with all its parameters.
-        **kwargs: Options of ``cls``.
+        module: A sharded module. All its parameters that require grad are optimized.
+        **kwargs: Options of ``cls``, such as ``lr``.
 
     Returns:
-        An optimizer.
+        An optimizer with the interface of ``cls``.
 
     Raises:
         ModuleError: ``module`` is not a module, or has no sharded parameters that require grad.
