@@ -182,9 +182,8 @@ def _spelled_order(
 class Layout:
     """Placements of a tensor on a mesh, with the order in which axes shard the same dim.
 
-    Some layouts can be written in several ways, for example with a `StridedShard` or with a
-    ``shard_order``. They compare equal if every rank holds the same elements. Layouts do not need
-    torch.
+    The same layout can be written with a `StridedShard` or with a ``shard_order``; both compare
+    equal. Layouts do not need torch.
 
     Args:
         mesh_shape: Number of ranks on each mesh axis, outermost first.
@@ -241,7 +240,10 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each rank holds one contiguous index range per dim, for any tensor shape."""
+        """Whether no axis has a `StridedShard` or a `RaggedShard`.
+
+        Each rank then holds at most one rectangular region of the tensor.
+        """
         return not any(isinstance(p, StridedShard | RaggedShard) for p in self.placements)
 
     @property

@@ -82,8 +82,8 @@ class StridedShard:
 
     In torch, FSDP with tensor parallelism uses this placement: the later mesh axis, tensor
     parallelism, splits the dim first, and ``split_factor`` is its number of ranks. `Layout`
-    recognizes such factors, also for several later axes. It then stores a `Shard` and a
-    ``shard_order`` in which the later axes come first.
+    recognizes such factors, also for several later axes, if no ``shard_order`` is given for the
+    dim. It then stores a `Shard`, and a ``shard_order`` in which the later axes come first.
 
     Args:
         dim: Tensor dim, counted from 0.

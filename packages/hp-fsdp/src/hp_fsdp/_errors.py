@@ -23,7 +23,7 @@ class ParameterError(ShardingError):
 
 
 class ModuleError(ShardingError):
-    """Raised if a module cannot be sharded, is sharded already, or is required to be sharded."""
+    """Raised if a module cannot be sharded, is sharded already, or is not sharded when required."""
 
 
 class StateError(ShardingError, RuntimeError):

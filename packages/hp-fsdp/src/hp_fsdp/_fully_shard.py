@@ -375,9 +375,9 @@ def fully_shard(
             one in each reduction.
         mp_policy: Dtypes of computation, reduction and outputs. Gradients that accumulate without
             communication have the dtype of the reduction.
-        offload_policy: With ``CPUOffloadPolicy``, shards, their gradients and so the optimizer
-            states are on the CPU. With its ``pin_memory``, copies overlap with computation, and the
-            end of backward waits for the gradients.
+        offload_policy: With ``CPUOffloadPolicy``, the shards, their gradients and therefore the
+            optimizer states are on the CPU. If the policy has ``pin_memory=True``, copies overlap
+            with computation, and the end of backward waits for the gradients.
         ignored_params: Parameters that are neither sharded nor moved. Their gradients are not
             reduced.
         dp_mesh_dims: Names of the data-parallel axes of ``mesh``, such as `DataParallelMeshDims`.
@@ -385,10 +385,10 @@ def fully_shard(
             for sharding or for replication, they are flattened into one axis with a new process
             group.
         min_shard_numel: Parameters with fewer elements than this number are not sharded, and their
-            gradients are all-reduced. For a DTensor, the elements of its largest local tensor
-            count.
-        direct_bytes: Size threshold in bytes per rank. Larger parameters are all-gathered directly
-            into their unsharded memory. Smaller parameters are packed for one all-gather and copied
+            gradients are all-reduced. For a DTensor, the number of elements of its largest local
+            tensor is compared.
+        direct_bytes: Size in bytes per rank from which parameters are all-gathered directly into
+            their unsharded memory. Smaller parameters are packed for one all-gather and copied
             afterwards. Defaults to 64 KiB with gloo and 256 KiB with NCCL; ``math.inf`` packs all.
         buffers: Allocator of unsharded parameters and packed gradients: a `Resize` (the default),
             or one `Ring` for units that run one after another.

@@ -295,8 +295,8 @@ class FSDPModule:
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """Register a forward hook, as ``nn.Module.register_forward_hook`` does.
 
-        If the hook is registered after `fully_shard`, it runs after the parameters are resharded.
-        It then sees the sharded parameters, as in torch.
+        If the hook is registered after `fully_shard`, it runs after the unit's own forward hook. As
+        in torch, it then sees the sharded parameters, unless they are kept for backward.
 
         Args:
             *args: Positional arguments of ``nn.Module.register_forward_hook``.
@@ -386,7 +386,7 @@ class FSDPModule:
         self.reset()
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that were accumulated without synchronisation, in all units inside.
+        """Reduce the gradients accumulated without synchronisation, for all units in this module.
 
         Communicates one reduce-scatter per unit and dtype, and one all-reduce if there are
         replicas. Afterwards ``parameter.grad`` has the result. Pipeline schedules call this method
@@ -404,7 +404,7 @@ class FSDPModule:
 
         Some pipeline schedules split a backward into two parts, for the gradients of inputs and of
         weights. During such a schedule, this method unshards the parameters whose backward is not
-        complete. All ranks then have to call it, because unsharding communicates.
+        complete. Unsharding communicates, so either all ranks or no ranks have to call the method.
 
         Args:
             recurse: If True, include the parameters of all modules inside this one.
