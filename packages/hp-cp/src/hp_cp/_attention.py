@@ -131,26 +131,29 @@ def context_parallel_attention(
     fuse_merges: bool | None = None,
     collectives: Collectives | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute this rank's rows of the attention over the whole sequence.
+    """Compute attention over a sequence whose positions are distributed over the ranks of a mesh.
 
-    Each rank passes the rows of ``q``, ``k`` and ``v`` at its positions. Gradients return to the
-    rank that owns the rows. All ranks of ``mesh`` must call the function with the same options, and
-    all of them must run the backward if any does.
+    Each rank passes queries, keys and values of its own positions only, and gets the outputs of
+    these positions. One position of a tensor is called a row. Gradients return to the rank that
+    passed the row. All ranks of ``mesh`` must call the function with the same options. If one of
+    them runs the backward, all of them must run it.
 
-    Keys and values of other ranks arrive by one of these schedules:
+    The schedule decides how a rank receives the keys and values of other ranks:
 
-    - ``"direct"``: one exchange with each other rank, only of the rows that the mask shows. The
-      backward fetches them again and returns their gradients.
-    - ``"gather"``: one all-gather of all rows, or sends between ranks if lengths differ or if
-      Ulysses uses the same mesh axis. The backward returns the gradients by one all-to-all.
-    - ``"ring"``: each rank passes all rows on to the next rank. The backward does so again, with
-      the gradients.
-    - ``"double_ring"`` or a `DoubleRing`: as ``"ring"``, in rings of neighbouring ranks and a ring
-      of these rings.
+    - ``"direct"``: each rank receives from each other rank only the rows that its queries can see.
+      The backward receives these rows again and returns their gradients.
+    - ``"gather"``: one all-gather of all rows. Sends between ranks replace it if local lengths
+      differ or if Ulysses uses the same mesh axis. The backward returns the gradients by one
+      all-to-all.
+    - ``"ring"``: each rank passes all rows on to the next rank, until every rank has seen them. The
+      backward does so again, together with the gradients.
+    - ``"double_ring"`` or a `DoubleRing`: like ``"ring"``, on two levels: rings of neighbouring
+      ranks, and a ring of these rings.
 
-    ``ulysses_degree=u`` splits the heads over ``u`` neighbouring ranks: one all-to-all for q, k and
-    v, and one for the output; the backward has both again. The schedule then runs over the
-    ``n / u`` groups of ranks. `plan_attention` shows the blocks and the bytes. Under autocast,
+    With ``ulysses_degree=u``, groups of ``u`` neighbouring ranks exchange rows for heads: each rank
+    gets all rows of its group for a part of the heads. This takes one all-to-all for q, k and v,
+    and one for the output; the backward repeats both. The schedule then runs over the ``n / u``
+    groups. `plan_attention` lists the computed blocks and the received bytes. Under autocast,
     inputs are cast as in ``scaled_dot_product_attention``.
 
     Args:
@@ -160,15 +163,16 @@ def context_parallel_attention(
         v: This rank's values, ``[batch, kv_heads, rows, value_size]``.
         mesh: Mesh of the ranks that share the sequence: one axis, or two axes ``(outer, ulysses)``.
         mask: Attention mask of the whole sequence.
-        layout: Positions of each rank. A layout that follows the mask follows ``mask``; `Pinned`
-            fixes another mask. Defaults to None: `Contiguous`.
-        ulysses_degree: Number of neighbouring ranks that exchange heads for rows. On a mesh of two
-            axes, it must be the size of the last axis. Defaults to 1: none.
-        schedule: Schedule of keys and values, see above. Defaults to ``"direct"``.
+        layout: Positions of each rank. Layouts that depend on the mask, such as `Greedy`, use
+            ``mask``; `Pinned` uses another mask. Defaults to None: `Contiguous`.
+        ulysses_degree: Number of neighbouring ranks that exchange rows for heads, see above. On a
+            mesh of two axes, it must be the size of the last axis. Defaults to 1: no exchange.
+        schedule: How keys and values reach other ranks, see above. Defaults to ``"direct"``.
         backend: Kernel: ``"auto"``, ``"sdpa"``, ``"efficient"``, ``"flex"``, ``"cudnn"``,
             ``"varlen"``, ``"eager"``, a name from `register_backend`, or an `AttentionBackend`.
-            Defaults to ``"auto"``: the first that supports the inputs.
-        scale: Factor of the products of queries and keys. Defaults to None: ``head_size ** -0.5``.
+            Defaults to ``"auto"``: the first kernel that supports the inputs.
+        scale: Factor by which the products of queries and keys are multiplied. Defaults to None:
+            ``head_size ** -0.5``.
         softcap: Bound of the scores: ``softcap * tanh(scores / softcap)``. Defaults to None: no
             bound.
         dropout_p: Probability that an attention weight becomes zero. The same weights become zero
@@ -176,16 +180,16 @@ def context_parallel_attention(
         dropout_seed: Seed of the dropout, an int from 0 to ``2**63 - 1``, equal on all ranks of
             ``mesh``. Use another seed for every layer, step and batch. Required if ``dropout_p`` is
             not 0.
-        sinks: One score per query head, ``[q_heads]``, equal on all ranks. It adds to the
-            denominator of the softmax only, without ``scale`` and ``softcap``. Its gradient is this
-            rank's share: sum it over the ranks. Defaults to None.
+        sinks: One score per query head, ``[q_heads]``, equal on all ranks. The scores are added to
+            the denominator of the softmax only, without ``scale`` and ``softcap``. Each rank gets
+            the gradient from its own rows: sum the gradients over the ranks. Defaults to None.
         return_lse: If True, also return the log-sum-exp. Defaults to False.
         seq_dim: Dim of the rows in ``q``, ``k`` and ``v``. Defaults to 2.
         head_dim: Dim of the heads in ``q``, ``k`` and ``v``. Defaults to 1.
-        seq_len: Length of the whole sequence, in positions. Defaults to None: the end of the mask's
-            documents, else the local length times the number of ranks. In the latter case, ranks
-            compare their lengths: one all-reduce of two ints per axis, once for each new length of
-            a process group.
+        seq_len: Length of the whole sequence, in positions. Defaults to None: the end of the last
+            document if the mask has documents, else the local length times the number of ranks. In
+            the latter case, ranks compare their local lengths: one all-reduce of two ints per axis,
+            once for each new length of a process group.
         keep_kv: If True, received keys and values are kept for the backward. If False, the backward
             fetches them again. Defaults to None: True for ``"gather"``, else False.
         fuse_merges: If True, one kernel of ``torch.compile`` merges two partial results; if False,
@@ -201,15 +205,18 @@ def context_parallel_attention(
         float32 (float64 for float64 inputs), and has no gradient.
 
     Raises:
-        InputError: Tensors, options, the mask, the layout or the degrees are invalid, or another
-            layer has split these rows differently. All ranks raise together before communication if
-            their tensors have equal shapes and dtypes and their options are equal. Exceptions:
+        InputError: Tensors, options, the mask, the layout or the degrees are invalid, or the inputs
+            come from a layer that used another layout. All ranks raise together before
+            communication if their tensors have equal shapes and dtypes and their options are equal.
+            Exceptions:
 
-            - Another number of rows than the layout gives: only this rank raises, the others wait.
-            - Unequal lengths without ``seq_len`` and documents: all ranks raise after the
-              comparison of lengths. If a rank's length was compared on this group before, it does
-              not compare again; nothing is raised and collectives can hang. Pass ``seq_len``, or
-              find such calls with ``CheckedCollectives`` of hp-dtensor.
+            - If a tensor does not have the number of rows that the layout assigns to this rank,
+              only this rank raises, and the others wait.
+            - If local lengths differ and neither ``seq_len`` nor documents are given, all ranks
+              raise after the comparison of lengths. A rank does not compare a length that it has
+              compared on this process group before. In that case nothing is raised, and
+              collectives can hang. Pass ``seq_len``, or find such calls with
+              ``CheckedCollectives`` of hp-dtensor.
         BackendError: The backend does not exist or does not support the inputs. All ranks raise
             together before communication. With ``fuse_merges=True``, a failed compilation raises on
             its rank only, and the others wait.
@@ -237,8 +244,9 @@ def context_parallel_attention(
           ``keep_kv=False``.
         - On devices other than a CPU, the first call on a process group exchanges one element
           between all of its ranks.
-        - A mask with documents of each batch row concatenates the rows to one sequence. This needs
-          no copy for ``[batch, rows, heads, size]``, else one copy of ``q``, ``k`` and ``v``.
+        - If the rows of the batch have different documents, they are concatenated to one sequence.
+          This needs no copy for ``[batch, rows, heads, size]``, else one copy of ``q``, ``k`` and
+          ``v``.
         - `plan_attention` does not count the all-to-all of the log-sum-exp with Ulysses.
     """
     options = AttentionOptions(

@@ -94,23 +94,27 @@ def _owned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A rectangle of the attention matrix: some local query rows and some key rows of ``source``.
+    """A rectangle of the attention matrix: queries of one rank and keys of one rank.
 
     Attributes:
-        source: Rank that owns the keys, as the schedule counts ranks: ``rank // ulysses_degree``.
-        queries: Local query rows of the rank that computes the block.
-        keys: Local key rows of ``source``.
-        kind: Visible pairs of the rectangle:
+        source: Rank that owns the keys. With ``ulysses_degree=u``, ranks are counted in groups of
+            ``u``: ``source`` is ``rank // u``.
+        queries: Rows of the rectangle, as indices into the local queries of the rank that computes
+            the block.
+        keys: Columns of the rectangle, as indices into the local keys of ``source``.
+        kind: Query-key pairs of the rectangle that the mask shows. Row ``i`` and key ``j`` count
+            from the first row and key of the block:
 
             - ``"full"``: all pairs;
-            - ``"causal"``: row ``i`` sees the keys up to the ``i``-th; the block is square;
-            - ``"anticausal"``: row ``i`` sees the keys from the ``i``-th on; the block is square;
+            - ``"causal"``: pairs with ``j <= i``; the block is square;
+            - ``"anticausal"``: pairs with ``j >= i``; the block is square;
             - ``"window"``: the pairs inside ``window``, for kernels that support windows;
             - ``"masked"``: the pairs for which ``mask_mod`` returns True.
-        tiles: Number of equal squares along the diagonal of a causal or anticausal block. Each row
-            sees keys of its square only. Defaults to 1.
-        window: Number of keys that a row sees left and right of the diagonal through the last row
-            and the last key. None means no bound.
+        tiles: A causal or anticausal block consists of this many squares of equal size along its
+            diagonal. Rows see only keys in their own square. Defaults to 1.
+        window: ``(left, right)`` for the kind ``"window"``: number of keys that a row sees to the
+            left and to the right of the diagonal. The diagonal ends at the last row and the last
+            key. None means no bound.
 
     Examples:
         >>> plan = plan_attention(MaskSpec(causal=True), Zigzag(), n=2, seq_len=16)

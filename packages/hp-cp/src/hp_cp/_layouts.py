@@ -19,8 +19,8 @@ Chunks = tuple[Ranges, ...]
 class Layout(Protocol):
     """Assigns the positions of a sequence to ranks.
 
-    A custom layout subclasses this protocol or implements both methods. Equal layouts must have
-    equal hashes and return equal chunks.
+    To write a layout, subclass this protocol, or implement both methods. Layouts that compare equal
+    must have equal hashes and return equal chunks.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -38,15 +38,16 @@ class Layout(Protocol):
         Args:
             n: Number of ranks.
             seq_len: Length of the whole sequence, in positions.
-            mask: Attention mask. Layouts that follow the mask require it; others ignore it.
+            mask: Attention mask. Layouts that depend on the mask require it; others ignore it.
 
         Returns:
-            For each rank, non-empty ranges in ascending order, which is the order of its local
-            rows. The ranges of all ranks partition ``range(seq_len)``; `plan_attention` checks
-            this.
+            One tuple for each rank: non-empty ranges of positions in ascending order. Local tensors
+            of the rank have these positions in this order. The ranges of all ranks partition
+            ``range(seq_len)``; `plan_attention` checks this.
 
         Raises:
-            InputError: A size is invalid, or the layout requires a mask and ``mask`` is None.
+            InputError: ``n`` is below 1, ``seq_len`` is negative, or the layout requires a mask and
+                ``mask`` is None.
         """
         ...
 
@@ -61,10 +62,10 @@ class Layout(Protocol):
             mask: Attention mask, as for `chunks`.
 
         Returns:
-            For each rank, the positions of its local rows, in order.
+            One tuple for each rank: its positions in ascending order, as ints.
 
         Raises:
-            InputError: As from `chunks`.
+            InputError: The arguments are invalid; see `chunks`.
         """
         chunks = self.chunks(n, seq_len, mask)
         return tuple(tuple(i for chunk in rank for i in chunk) for rank in chunks)
@@ -72,10 +73,11 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contiguous(Layout):
-    """Rank ``r`` holds the ``r``-th block of positions, as ``torch.chunk`` and ``Shard`` split.
+    """Splits the sequence into one block per rank, as ``torch.chunk`` and ``Shard`` split.
 
-    Each block has ``ceil(seq_len / n)`` positions. The last blocks may be shorter or empty. With a
-    causal mask, the last rank has nearly twice the mean work.
+    Rank ``r`` holds the ``r``-th block. On ``n`` ranks, each block has ``ceil(seq_len / n)``
+    positions. The last blocks may be shorter or empty. With a causal mask, the last rank has nearly
+    twice the mean work.
 
     Examples:
         >>> Contiguous().chunks(2, 8)
@@ -83,7 +85,7 @@ class Contiguous(Layout):
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return at most one range per rank.
+        """Return the positions of each rank: at most one range per rank.
 
         Args:
             n: Number of ranks.
@@ -91,10 +93,11 @@ class Contiguous(Layout):
             mask: Not used.
 
         Returns:
-            For each rank, its block. An empty block gives no range.
+            One tuple for each rank, with the range of its block. The tuple is empty if the block is
+            empty.
 
         Raises:
-            InputError: ``n`` or ``seq_len`` is no valid size.
+            InputError: ``n`` is below 1, or ``seq_len`` is negative.
         """
         check_size(n, seq_len)
         length = -(-seq_len // n)
@@ -104,11 +107,12 @@ class Contiguous(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Zigzag(Layout):
-    """Splits the sequence into ``2n`` chunks; rank ``r`` holds chunks ``r`` and ``2n - 1 - r``.
+    """Splits the sequence so that each rank has an early and a late chunk.
 
-    With a causal mask, all ranks have equal work. If ``2n`` does not divide ``seq_len``, the first
-    chunks are one position longer, as in ``torch.tensor_split``, and ranks differ by at most one
-    position. Llama 3 uses this split (arXiv 2407.21783, section 3.3.2).
+    On ``n`` ranks, there are ``2n`` chunks. Rank ``r`` holds chunks ``r`` and ``2n - 1 - r``. With
+    a causal mask, all ranks have equal work. If ``2n`` does not divide ``seq_len``, the first
+    chunks are one position longer, as in ``torch.tensor_split``, and the lengths of ranks differ by
+    at most one position. Llama 3 uses this split (arXiv 2407.21783, section 3.3.2).
 
     Examples:
         >>> Zigzag().chunks(2, 8)
@@ -116,7 +120,7 @@ class Zigzag(Layout):
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return at most two ranges per rank.
+        """Return the positions of each rank: at most two ranges per rank.
 
         Args:
             n: Number of ranks.
@@ -124,10 +128,11 @@ class Zigzag(Layout):
             mask: Not used.
 
         Returns:
-            For each rank, its two chunks in ascending order. Neighbouring chunks are joined.
+            One tuple for each rank, with the ranges of its two chunks in ascending order.
+            Neighbouring chunks are joined to one range.
 
         Raises:
-            InputError: ``n`` or ``seq_len`` is no valid size.
+            InputError: ``n`` is below 1, or ``seq_len`` is negative.
         """
         check_size(n, seq_len)
         pieces = cut(even_edges(0, seq_len, 2 * n))
@@ -139,11 +144,13 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True, slots=True)
 class PerDocument(Layout):
-    """Splits each document in zigzag over all ranks: equal work, but much communication.
+    """Splits each document over all ranks, so that ranks have equal work in every document.
 
-    A document at positions ``[a, b)`` is split at ``a + (b - a) * i // 2n``, so it needs no
-    padding. The first chunk of document ``d`` goes to rank ``d % n``, so the chunks of short
-    documents spread over all ranks. All rows of the batch must have the same documents.
+    On ``n`` ranks, a document has ``2n`` chunks, and each rank gets an early and a late one, as in
+    `Zigzag`. Nearly all keys travel between ranks, so this layout needs much communication. A
+    document at positions ``[a, b)`` is split at ``a + (b - a) * i // 2n``, so no padding is needed.
+    The first chunk of document ``d`` goes to rank ``d % n``, so that chunks of short documents are
+    spread over all ranks. All rows of the batch must have the same documents.
 
     Examples:
         >>> mask = MaskSpec(causal=True, cu_seqlens=(0, 4, 8))
@@ -152,7 +159,7 @@ class PerDocument(Layout):
     """
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return at most two ranges per document and rank.
+        """Return the positions of each rank: at most two ranges per document and rank.
 
         Args:
             n: Number of ranks.
@@ -160,11 +167,11 @@ class PerDocument(Layout):
             mask: Attention mask. Required.
 
         Returns:
-            For each rank, its chunks of all documents in ascending order.
+            One tuple for each rank, with the ranges of its chunks in ascending order.
 
         Raises:
-            InputError: ``mask`` is None or no `MaskSpec`, it has different documents in each row of
-                the batch, or a size is invalid.
+            InputError: ``mask`` is not a `MaskSpec`, ``mask`` has different documents in different
+                rows of the batch, ``n`` is below 1, or ``seq_len`` is invalid.
         """
         check_size(n, seq_len)
         mask = check_given(mask, self)
@@ -200,17 +207,18 @@ def _per_document(n: int, documents: Ranges) -> Chunks:
 class Greedy(Layout):
     """Splits the sequence into equal chunks and balances their work over the ranks.
 
-    There are ``n * chunks_per_rank`` chunks, split as ``torch.chunk`` splits. The work of a chunk
-    is its number of visible query-key pairs. The chunk with the most work is assigned first; each
-    chunk goes to the rank with the least work so far (longest processing time first, Graham 1969,
-    SIAM J. Appl. Math. 17). Ties go to the lowest rank.
+    On ``n`` ranks, the sequence is split into ``n * chunks_per_rank`` chunks, as ``torch.chunk``
+    splits. The work of a chunk is its number of visible query-key pairs. Chunks are assigned in
+    descending order of their work. Each chunk goes to the rank with the least work so far, among
+    the ranks that have fewer than ``chunks_per_rank`` chunks (longest processing time first, Graham
+    1969, SIAM J. Appl. Math. 17). If several ranks have equal work, the lowest rank gets the chunk.
 
     Args:
-        chunks_per_rank: Largest number of chunks per rank. More chunks balance the work better and
-            need more communication. Defaults to 8.
+        chunks_per_rank: Number of chunks that a rank can get. More chunks balance the work better
+            and need more communication. Defaults to 8.
 
     Raises:
-        InputError: ``chunks_per_rank`` is no int of at least 1.
+        InputError: ``chunks_per_rank`` is not an int of at least 1.
 
     Examples:
         >>> Greedy(chunks_per_rank=2).chunks(2, 8, MaskSpec(causal=True))
@@ -227,7 +235,7 @@ class Greedy(Layout):
             )
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return at most ``chunks_per_rank`` ranges per rank.
+        """Return the positions of each rank: at most ``chunks_per_rank`` ranges per rank.
 
         Args:
             n: Number of ranks.
@@ -235,10 +243,11 @@ class Greedy(Layout):
             mask: Attention mask. Required.
 
         Returns:
-            For each rank, its chunks in ascending order. Neighbouring chunks are joined.
+            One tuple for each rank, with the ranges of its chunks in ascending order. Neighbouring
+            chunks are joined to one range.
 
         Raises:
-            InputError: ``mask`` is None or no `MaskSpec`, or a size is invalid.
+            InputError: ``mask`` is not a `MaskSpec`, ``n`` is below 1, or ``seq_len`` is invalid.
         """
         check_size(n, seq_len)
         return _greedy(n, seq_len, check_given(mask, self), self.chunks_per_rank)
@@ -265,14 +274,17 @@ class Auto(Layout):
 
     The candidates are ``Contiguous()``, ``Zigzag()``, ``Greedy(4)``, ``Greedy(8)`` and
     ``PerDocument()``, simplest first. `PerDocument` is skipped if the rows of the batch have
-    different documents. The cost of a layout is the cost of its slowest rank: the visible query-key
-    pairs, plus ``pairs_per_row`` for each row of keys and values that the rank fetches.
+    different documents. The cost of a layout is the cost of its slowest rank: ``pairs +
+    pairs_per_row * rows``. ``pairs`` is the number of query-key pairs that the mask shows to the
+    queries of the rank. ``rows`` is the number of positions whose keys and values the rank receives
+    from other ranks.
 
     Args:
-        pairs_per_row: Cost of fetching one row of keys and values, as a number of query-key pairs
-            that take the same time, forward and backward. On accelerators, a good value is the
-            operations per second over the bytes per second, divided by twice the number of query
-            heads per KV head. Defaults to 256.
+        pairs_per_row: Time to receive the keys and values of one position, divided by the time to
+            compute one query-key pair. Both times include forward and backward. On accelerators, a
+            good value is ``flops / (2 * bandwidth * heads)``, with ``flops`` in operations per
+            second, ``bandwidth`` between ranks in bytes per second, and ``heads`` query heads per
+            KV head. Defaults to 256.
 
     Raises:
         InputError: ``pairs_per_row`` is negative or not finite.
@@ -292,7 +304,7 @@ class Auto(Layout):
             )
 
     def choice(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Layout:
-        """Return the layout that `chunks` uses.
+        """Return the chosen layout.
 
         Args:
             n: Number of ranks.
@@ -300,16 +312,16 @@ class Auto(Layout):
             mask: Attention mask. Required.
 
         Returns:
-            One of the candidates.
+            One of the candidates, such as ``Zigzag()``.
 
         Raises:
-            InputError: ``mask`` is None or no `MaskSpec`, or a size is invalid.
+            InputError: ``mask`` is not a `MaskSpec`, ``n`` is below 1, or ``seq_len`` is invalid.
         """
         check_size(n, seq_len)
         return _cheapest(n, seq_len, check_given(mask, self), self.pairs_per_row)
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return the chunks of the chosen layout.
+        """Return the positions of each rank in the chosen layout.
 
         Args:
             n: Number of ranks.
@@ -317,10 +329,10 @@ class Auto(Layout):
             mask: Attention mask. Required.
 
         Returns:
-            For each rank, its ranges in ascending order.
+            One tuple of ranges for each rank, in ascending order.
 
         Raises:
-            InputError: ``mask`` is None or no `MaskSpec`, or a size is invalid.
+            InputError: ``mask`` is not a `MaskSpec`, ``n`` is below 1, or ``seq_len`` is invalid.
         """
         return self.choice(n, seq_len, mask).chunks(n, seq_len, mask)
 
@@ -370,14 +382,14 @@ class Pinned(Layout):
 
     `Greedy`, `PerDocument` and `Auto` split by the mask that they receive. If the layers of a model
     have different masks, for example a window in some layers, these layouts would split each layer
-    differently. Give all layers the same ``Pinned`` instead.
+    differently. Pass the same ``Pinned`` to all layers instead.
 
     Args:
         layout: Layout to apply.
         mask: Mask for ``layout``. Its ``mask_mod`` is dropped, because layouts ignore it.
 
     Raises:
-        InputError: ``layout`` is no `Layout`, or ``mask`` is no `MaskSpec`.
+        InputError: ``layout`` is not a `Layout`, or ``mask`` is not a `MaskSpec`.
 
     Examples:
         >>> layout = Pinned(Greedy(2), MaskSpec(causal=True))
@@ -395,7 +407,7 @@ class Pinned(Layout):
         object.__setattr__(self, "mask", self.mask.rest)
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
-        """Return the chunks of the layout for the fixed mask.
+        """Return the positions of each rank in the layout, for the fixed mask.
 
         Args:
             n: Number of ranks.
@@ -403,10 +415,10 @@ class Pinned(Layout):
             mask: Not used.
 
         Returns:
-            For each rank, its ranges in ascending order.
+            One tuple of ranges for each rank, in ascending order.
 
         Raises:
-            InputError: As from the ``chunks`` of the layout.
+            InputError: ``n`` or ``seq_len`` is invalid for the layout and the fixed mask.
         """
         return self.layout.chunks(n, seq_len, self.mask)
 

@@ -20,22 +20,23 @@ MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskSpec:
-    """The attention mask, as a rule on positions in the whole sequence.
+    """Describes an attention mask by positions in the whole sequence.
 
-    All given arguments apply together. Without ``mask_mod``, every query sees at least its own
-    position.
+    A query sees a key if all given arguments allow it. Without ``mask_mod``, every query sees at
+    least the key at its own position.
 
     Args:
         causal: If True, query ``i`` sees key ``j`` only if ``j <= i``.
         window: Size ``w`` of a sliding window. Query ``i`` sees key ``j`` if ``i - w < j <= i``
             with ``causal=True``, else if ``|i - j| < w``. Defaults to None: no window.
         cu_seqlens: Boundaries of packed documents, ascending from 0 to the length of the sequence.
-            Documents do not see each other. A tuple of ints applies to all rows of the batch. A
-            tuple of such tuples gives the boundaries of each row. Defaults to None: one document.
+            Queries do not see keys of other documents. A tuple of ints applies to all rows of the
+            batch. A tuple of such tuples has the boundaries of each row. Defaults to None: one
+            document.
         mask_mod: Function that hides more pairs, as in FlexAttention:
             ``mask_mod(b, h, q_idx, kv_idx)`` returns True if the query sees the key. The arguments
-            are tensors without dimensions: row of the batch, query head among all heads, and
-            positions in the whole sequence. Defaults to None.
+            are tensors without dimensions: the row of the batch, the query head among the heads of
+            all ranks, and the positions of query and key in the whole sequence. Defaults to None.
 
     Raises:
         InputError: A value has the wrong type, ``window`` is below 1, or ``cu_seqlens`` does not
@@ -95,19 +96,22 @@ class MaskSpec:
 
     @property
     def ends(self) -> tuple[tuple[int, ...], ...]:
-        """Document boundaries of each row of the batch, or one tuple for all rows, or empty."""
+        """Document boundaries: one tuple per row of the batch, or only one if all rows share it.
+
+        Empty if ``cu_seqlens`` is None.
+        """
         if self.cu_seqlens is None:
             return ()
         return self.cu_seqlens if self.per_row else (self.cu_seqlens,)  # type: ignore[return-value]
 
     @property
     def per_row(self) -> bool:
-        """True if ``cu_seqlens`` has separate boundaries for each row of the batch."""
+        """Whether ``cu_seqlens`` has separate boundaries for each row of the batch."""
         return self.cu_seqlens is not None and isinstance(self.cu_seqlens[0], tuple)
 
     @property
     def rows(self) -> "tuple[MaskSpec, ...]":
-        """One mask for each row of the batch; only this mask if all rows share it."""
+        """One mask for each row of the batch, or only this mask if all rows share it."""
         if len(self.ends) < 2:
             return (self,)
         # Not kept with a function, which a cache is not to keep alive.
@@ -115,9 +119,9 @@ class MaskSpec:
 
     @property
     def band(self) -> Band:
-        """Smallest and largest visible ``j - i`` for query ``i`` and key ``j``.
+        """Bounds of ``j - i`` between which query ``i`` sees key ``j``: ``(smallest, largest)``.
 
-        An element is None if that side is unbounded.
+        A bound is None if there is no limit on this side.
         """
         reach = None if self.window is None else self.window - 1
         return (None if reach is None else -reach), (0 if self.causal else reach)
@@ -132,8 +136,8 @@ class MaskSpec:
             One range per document, in order, without empty documents.
 
         Raises:
-            InputError: ``cu_seqlens`` does not end at ``seq_len``, or it has the documents of
-                several rows.
+            InputError: ``cu_seqlens`` does not end at ``seq_len``, or has separate boundaries for
+                several rows of the batch.
         """
         self.check_length(seq_len)
         if len(self.ends) > 1:
@@ -159,7 +163,9 @@ class MaskSpec:
             )
 
     def one_behind_the_other(self, seq_len: int) -> "MaskSpec":
-        """Return one mask for all rows of the batch, concatenated to one sequence.
+        """Return the mask for all rows of the batch concatenated to one sequence.
+
+        Use it for a mask with separate boundaries for each row.
 
         Args:
             seq_len: Length of one row, in positions.

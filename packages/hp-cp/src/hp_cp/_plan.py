@@ -73,31 +73,36 @@ def _share(q: range, group: int) -> HeadShare:
 class AttentionPlan:
     """The blocks, the communication and the work of every rank, made by `plan_attention`.
 
-    With ``ulysses_degree=u``, each group of ``u`` neighbouring ranks attends all rows of the group,
-    and each rank computes a share of the heads. The schedule runs over the ``n / u`` groups and
-    counts them as its ranks: rank ``r`` of the mesh is rank ``r // u`` of the schedule.
+    One position of a tensor is called a row; the local rows of a rank are the positions that it
+    holds.
 
-    If each row of the batch has its documents, the local rows of blocks and fetches count through
-    the batch: first the local rows of batch row 0, then of batch row 1.
+    With ``ulysses_degree=u``, groups of ``u`` neighbouring ranks exchange rows for heads: each rank
+    computes all rows of its group for a part of the heads. The schedule then runs over the
+    ``n / u`` groups: it counts rank ``r`` of the mesh as rank ``r // u``.
+
+    If the rows of the batch have different documents, they are concatenated to one sequence; see
+    `executed`. The indices of local rows in blocks and fetches then count first the positions of
+    batch row 0, then those of batch row 1, and so on.
 
     Attributes:
         mask: Attention mask.
         layout: Layout of the sequence.
         n: Number of ranks that share the sequence.
         seq_len: Length of the whole sequence, in positions.
-        schedule: Schedule of keys and values.
-        ulysses_degree: Number of neighbouring ranks that exchange heads for rows.
+        schedule: How keys and values reach other ranks, as in `context_parallel_attention`.
+        ulysses_degree: Number of neighbouring ranks that exchange rows for heads.
         keep_kv: True if received keys and values are kept for the backward.
-        load_balance: True if ranks swap half of their queries.
+        load_balance: True if each rank swaps half of its queries with another rank.
         batch: Number of rows of the batch.
         q_heads: Number of query heads of all ranks.
         kv_heads: Number of KV heads of all ranks.
         head_size: Head size of queries and keys.
         value_size: Head size of values and outputs.
         itemsize: Bytes per element of the tensors.
-        chunks: Positions of each rank.
-        lengths: Number of local rows of each rank.
-        sequences: Number of batch rows that `executed` has concatenated to one sequence, else 1.
+        chunks: Positions of each rank: one tuple of ranges per rank.
+        lengths: Number of positions of each rank.
+        sequences: Number of batch rows that were concatenated to one sequence; see `executed`. 1 if
+            none were.
 
     Examples:
         >>> plan = plan_attention(MaskSpec(causal=True), Zigzag(), n=2, seq_len=16)
@@ -132,28 +137,29 @@ class AttentionPlan:
 
     @property
     def executed(self) -> "AttentionPlan":
-        """The plan that ranks execute.
+        """The plan that ranks execute: this plan, or a plan for one concatenated sequence.
 
-        It is this plan, unless each row of the batch has its documents. Then a batch of ``B`` rows
-        becomes one sequence of ``B * seq_len`` positions, each row split as before.
+        If ``cu_seqlens`` of the mask has separate documents for each of the ``B`` rows of the
+        batch, ranks execute a plan for one sequence of ``B * seq_len`` positions. Each row is split
+        over the ranks as before.
         """
         return _with(_executed(self.rest), self.mask.mask_mod) if self.mask.per_row else self
 
     @property
     def row_length(self) -> int:
-        """Number of positions of one row of the batch."""
+        """Number of positions in one row of the batch."""
         return self.seq_len // self.sequences
 
     @property
     def row_chunks(self) -> Chunks:
-        """Positions of each rank in one row of the batch."""
+        """Positions of each rank in one row of the batch: one tuple of ranges per rank."""
         if self.sequences == 1:
             return self.chunks
         return tuple(tuple(c for c in held if c.stop <= self.row_length) for held in self.chunks)
 
     @property
     def groups(self) -> Chunks:
-        """Positions of the keys that each rank of the schedule holds."""
+        """Positions of the keys in each group of ``ulysses_degree`` ranks: one tuple per group."""
         u = self.ulysses_degree
         return tuple(
             union(chunk for held in self.chunks[i : i + u] for chunk in held)
@@ -162,7 +168,10 @@ class AttentionPlan:
 
     @property
     def queries(self) -> Chunks:
-        """Positions of the queries that each rank of the schedule attends."""
+        """Positions of the queries of each group of ``ulysses_degree`` ranks: one tuple per group.
+
+        They differ from `groups` only with ``load_balance``.
+        """
         if not self.load_balance:
             return self.groups
         half = cut(range(0, self.seq_len + 1, max(1, self.seq_len // (2 * self.n))))
@@ -173,21 +182,28 @@ class AttentionPlan:
 
     @property
     def ring(self) -> Ring | None:
-        """Ring that passes keys and values on; None if each owner sends them directly."""
+        """Order in which keys and values are passed on from rank to rank.
+
+        None for the schedules ``"direct"`` and ``"gather"``, which have no ring.
+        """
         return ring_of(self.schedule, self.n // self.ulysses_degree)
 
     @property
     def heads(self) -> tuple[HeadShare, ...]:
-        """One `HeadShare` per rank of a Ulysses group: its query heads and their KV heads."""
+        """Heads of each rank in a group of ``ulysses_degree`` ranks: one object per rank.
+
+        Its attribute ``q`` is the range of the rank's query heads. ``kv`` is the range of the KV
+        heads that these query heads use.
+        """
         return split_heads(self.q_heads, self.kv_heads, self.ulysses_degree)
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Return the blocks that a rank computes, in the order of their keys' arrival.
+        """Return the blocks that a rank computes, in the order in which their keys arrive.
 
-        Blocks are disjoint and cover all visible pairs of the rank's queries. Each row of a block
-        sees at least one of its keys, except in ``masked`` blocks. If the mask has a function, it
-        runs on the CPU. With ``schedule="gather"``, blocks of several sources may share one kernel
-        launch.
+        Blocks do not overlap, and together they cover all query-key pairs that the mask shows to
+        the queries of the rank. In a block that is not ``"masked"``, every query sees at least one
+        key of the block. A ``mask_mod`` is called with CPU tensors. With ``schedule="gather"``, one
+        kernel launch may compute several blocks.
 
         Args:
             rank: Rank of the mesh, from 0 to ``n - 1``.
@@ -196,26 +212,27 @@ class AttentionPlan:
             Blocks with the rank's own keys first. Empty for a rank without positions.
 
         Raises:
-            InputError: ``rank`` is no int from 0 to ``n - 1``.
+            InputError: ``rank`` is not an int from 0 to ``n - 1``.
         """
         check_rank(rank, self.n)
         by_source = part_of(self.executed, rank // self.ulysses_degree).blocks
         return tuple(block for blocks in by_source.values() for block in blocks)
 
     def fetches(self, rank: int) -> dict[int, Ranges]:
-        """Return the rows of keys and values that a rank receives from each other rank.
+        """Return which keys and values a rank receives from each other rank.
 
-        With ``schedule="direct"``, these are the rows that the mask shows. With the other
-        schedules, these are all rows.
+        With ``schedule="direct"``, these are the rows that the mask shows to the queries of the
+        rank. With the other schedules, these are all rows.
 
         Args:
             rank: Rank of the mesh, from 0 to ``n - 1``.
 
         Returns:
-            Local rows of each source, as ranges, in the order of their use.
+            A dict from the source to ranges of indices into its local keys. The source is a rank of
+            the schedule, ``rank // ulysses_degree``. Sources are in the order of their use.
 
         Raises:
-            InputError: ``rank`` is no int from 0 to ``n - 1``.
+            InputError: ``rank`` is not an int from 0 to ``n - 1``.
         """
         check_rank(rank, self.n)
         fetched = part_of(self.executed, rank // self.ulysses_degree).receive_rows
@@ -224,9 +241,10 @@ class AttentionPlan:
     def bytes_received(self, rank: int) -> int:
         """Return the number of bytes that a rank receives in one forward and backward.
 
-        The table holds for ranks of equal length. ``U`` is the size of one rank's keys and values
-        in bytes, ``Q`` the mean size of its queries and outputs, and ``a`` the element size of
-        gradient sums over the element size of the tensors.
+        The table holds if all ranks have equal lengths. ``U`` is the size of one rank's keys and
+        values together, in bytes. ``Q`` is the mean of the sizes of its queries and of its outputs,
+        in bytes. ``a`` is the element size of gradient sums divided by the element size of the
+        tensors.
 
         | mode | bytes |
         |---|---|
@@ -244,7 +262,7 @@ class AttentionPlan:
             Bytes received by all collectives of one attention.
 
         Raises:
-            InputError: ``rank`` is no int from 0 to ``n - 1``.
+            InputError: ``rank`` is not an int from 0 to ``n - 1``.
         """
         check_rank(rank, self.n)
         if (plan := self.executed) is not self:
@@ -261,11 +279,11 @@ class AttentionPlan:
     def imbalance(self) -> float:
         """Return the largest work of a rank divided by the mean work.
 
-        The work is the number of visible query-key pairs times the number of heads, without
-        ``mask_mod``.
+        The work of a rank is the number of query-key pairs that the mask shows to its queries,
+        times its number of query heads. A ``mask_mod`` is ignored.
 
         Returns:
-            1.0 if all ranks have equal work or if there is no work.
+            A number of at least 1. It is 1.0 if all ranks have equal work or if there is no work.
         """
         pairs = [pairs_of(rows, self.mask, self.seq_len) for rows in self.queries]
         heads = [len(share.q) for share in self.heads]
@@ -276,8 +294,8 @@ class AttentionPlan:
         """Describe the plan in text.
 
         Returns:
-            One line for the plan, then one line per rank: rows, pairs, bytes received, fetched rows
-            and blocks.
+            One line for the plan, then one line per rank: number of rows, query-key pairs, received
+            bytes, rows of keys received from each source, and blocks.
         """
         layout = repr(self.layout)
         if isinstance(self.layout, Auto):
@@ -559,12 +577,12 @@ def plan_attention(
         seq_len: Length of the whole sequence, in positions.
         schedule: ``"direct"``, ``"gather"``, ``"ring"``, ``"double_ring"`` or a `DoubleRing`, as
             for `context_parallel_attention`. Defaults to ``"direct"``.
-        ulysses_degree: Number of neighbouring ranks that exchange heads for rows. It must divide
-            ``n``. Defaults to 1: none.
+        ulysses_degree: Number of neighbouring ranks that exchange rows for heads. It must divide
+            ``n``. Defaults to 1: no exchange.
         keep_kv: If True, received keys and values are kept for the backward. If False, the backward
             fetches them again. Defaults to None: True for ``"gather"``, else False.
-        load_balance: If True, each rank swaps half of its queries, as in `ContextParallel`.
-            Defaults to False.
+        load_balance: If True, rank ``r`` swaps the second half of its queries with rank
+            ``n - 1 - r``, as in `ContextParallel`. Defaults to False.
         batch: Number of rows of the batch. Defaults to 1.
         q_heads: Number of query heads of all ranks. Defaults to ``ulysses_degree``.
         kv_heads: Number of KV heads of all ranks. Defaults to ``q_heads``.
@@ -576,9 +594,10 @@ def plan_attention(
         The plan of all ranks.
 
     Raises:
-        InputError: An argument has the wrong type or an invalid value, the mask has another length
-            or another batch size, the layout does not partition the sequence, or a degree does not
-            fit the ranks or the heads.
+        InputError: An argument has the wrong type or an invalid value; the documents of the mask do
+            not end at ``seq_len``, or their number of rows is not ``batch``; the layout does not
+            partition the sequence; ``ulysses_degree`` does not divide ``n`` or is larger than
+            ``q_heads``; or ``kv_heads`` does not divide ``q_heads``.
 
     Examples:
         >>> plan = plan_attention(

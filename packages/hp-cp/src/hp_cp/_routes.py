@@ -14,17 +14,18 @@ ScheduleName = Literal["gather", "direct", "ring", "double_ring"]
 class DoubleRing:
     """A schedule of two levels: rings of ``inner`` neighbouring ranks, and a ring of these rings.
 
-    Keys and values go around the inner ring once for each hop between rings, so a hop can take as
-    long as one round (LoongTrain, arXiv 2406.18485, section 4.3). If ``inner`` is the number of
-    ranks per node, only one hop in ``inner`` crosses nodes.
+    While keys and values travel once around an inner ring, the next transfer between rings is in
+    flight. It can therefore take as long as one round of the inner ring (LoongTrain, arXiv
+    2406.18485, section 4.3). If ``inner`` is the number of ranks per node, only one of ``inner``
+    transfers crosses nodes.
 
     Args:
-        inner: Number of ranks per inner ring. It must divide the number of ranks of the schedule.
-            Defaults to None: the largest divisor up to the square root.
+        inner: Number of ranks per inner ring. It must divide the number of ranks of the schedule,
+            ``n / ulysses_degree``. Defaults to None: the largest divisor up to the square root.
 
     Raises:
-        InputError: ``inner`` is no int of at least 1. If it does not divide the ranks,
-            `plan_attention` and the attention raise the error.
+        InputError: ``inner`` is not an int of at least 1. If ``inner`` does not divide the number
+            of ranks, `plan_attention` and `context_parallel_attention` raise the error.
 
     Examples:
         >>> schedule = DoubleRing(inner=4)

@@ -32,26 +32,30 @@ IGNORED = -100  # what torch.nn.functional.cross_entropy leaves out by default
 def shard_sequence(
     tree: Any, mesh: AxisMesh, layout: Layout | None, seq_dim: Any, mask: MaskSpec | None = None
 ) -> Any:
-    """Copy this rank's positions of every tensor in a tree.
+    """Return this rank's positions of every tensor in a tree, as copies.
 
     Communicates nothing. Every rank passes the same whole tensors.
 
     Args:
         tree: A tensor, or lists, tuples, mappings, dataclasses and registered pytree types of
-            tensors. They keep their types. Leaves that are no tensors are returned unchanged.
-        mesh: Mesh of the ranks that share the sequence, of one or two axes.
+            tensors. Containers keep their types. Leaves that are not tensors are returned
+            unchanged.
+        mesh: Mesh of the ranks that share the sequence, with one or two axes.
         layout: Positions of each rank. None means `Contiguous`.
         seq_dim: Dim of the sequence: one int for all tensors, or a tree of ints with the structure
             of ``tree``.
-        mask: Attention mask. Required by layouts that follow the mask. Defaults to None.
+        mask: Attention mask. Required by layouts that depend on the mask, such as `Greedy`.
+            Defaults to None.
 
     Returns:
-        ``tree`` with this rank's rows, in new contiguous tensors, also if there is only one rank.
+        ``tree`` with this rank's positions only. Its tensors are new and contiguous, also if there
+        is only one rank.
 
     Raises:
-        InputError: ``tree`` has no tensors, or it has DTensors, arrays of other libraries or
-            unknown containers of tensors; a tensor has no such dim; the layout or the mask is
-            invalid, or the mask has another length. Ranks with equal arguments raise together.
+        InputError: ``tree`` has no tensors, or contains DTensors, arrays of other libraries or
+            unknown containers of tensors; a tensor does not have the dim ``seq_dim``; the layout or
+            the mask is invalid; or the documents of the mask do not end at the length of the
+            sequence. Ranks with equal arguments raise together.
 
     Examples:
         On 4 ranks:
@@ -91,40 +95,42 @@ def unshard_sequence(
 ) -> Any:
     """Gather every tensor of a tree along the sequence: all ranks get the whole sequence.
 
-    The function is differentiable. Each tensor needs, per mesh axis, one all-gather, or sends
-    between all ranks if local lengths differ.
+    The function is differentiable. Each tensor needs one all-gather per mesh axis. If local lengths
+    differ, sends between all ranks replace the all-gather.
 
     Args:
-        tree: Tensors with this rank's rows, in containers as for `shard_sequence`.
+        tree: Tensors with this rank's positions, in containers as for `shard_sequence`.
         mesh: Mesh of the ranks that share the sequence, as for `shard_sequence`.
         layout: Layout of `shard_sequence`. None means `Contiguous`.
         seq_dim: Dim of the sequence, as for `shard_sequence`.
         mask: Mask of `shard_sequence`. Defaults to None.
-        seq_len: Length of the whole sequence, in positions. Defaults to None: the end of the mask's
-            documents, else the local length times the number of ranks, which then compare their
-            lengths as in `context_parallel_attention`.
+        seq_len: Length of the whole sequence, in positions. Defaults to None: the end of the last
+            document if the mask has documents, else the local length times the number of ranks. In
+            the latter case, ranks compare their lengths as in `context_parallel_attention`.
         replicated_loss: Whether every rank computes the same loss from the whole tensor. Defaults
             to False.
 
-            - True: every rank computes the same loss, as DPO and GRPO do from log-probabilities.
-              The backward takes this rank's rows of its gradient and communicates nothing. Sum the
-              gradients of parameters over ``mesh``.
-            - False: each rank computes its part of the loss. The backward sums the gradients of all
-              ranks: one reduce-scatter per tensor and axis, or one all-to-all if lengths differ.
-              With a replicated loss, gradients are then ``n`` times too large on ``n`` ranks.
+            - True: every rank computes the same loss, as DPO and GRPO do from log-probabilities. In
+              the backward, each rank keeps its own positions of the gradient, and nothing is
+              communicated. Sum the gradients of parameters over ``mesh``.
+            - False: each rank computes a different part of the loss. The backward sums the
+              gradients of all ranks: one reduce-scatter per tensor and axis, or one all-to-all if
+              lengths differ. If every rank computes the same loss after all, gradients are ``n``
+              times too large on ``n`` ranks.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Returns:
         ``tree`` with whole tensors, in the order of positions.
 
     Raises:
-        InputError: As from `shard_sequence`, and:
+        InputError: Raised in the cases of `shard_sequence`, and in these cases:
 
-            - documents do not end at ``seq_len``, or ``replicated_loss`` is no bool: before
-              communication;
-            - a tensor has another length than the layout gives: on this rank only;
-            - lengths differ while the whole length is inferred: on all ranks, after their
-              comparison.
+            - Documents do not end at ``seq_len``, or ``replicated_loss`` is not a bool. Raised
+              before communication.
+            - A tensor does not have the length that the layout assigns to this rank. Raised on this
+              rank only.
+            - Local lengths differ although ``seq_len`` is inferred from them. Raised on all ranks
+              after the comparison of lengths.
 
     Examples:
         On 4 ranks:
@@ -205,28 +211,30 @@ def sharded_buffers(
 ) -> Iterator[None]:
     """Shard tensors in place along the sequence inside a ``with`` block.
 
-    Use it for tensors that a model holds, for example tables of rotary embeddings, and for inputs.
-    Inside the block, each buffer is the same tensor object with this rank's rows in new contiguous
-    memory. After the block, also after an exception, it has its whole memory again, unchanged.
-    Communicates nothing.
+    Use this context manager for inputs, and for tensors that a model holds, such as tables of
+    rotary embeddings. Inside the block, each buffer is the same tensor object, but it has this
+    rank's positions only, in new contiguous memory. After the block, also after an exception, each
+    buffer has its whole memory again, unchanged. Communicates nothing.
 
     Args:
         mesh: Mesh of the ranks that share the sequence, as for `shard_sequence`.
         buffers: Plain dense tensors without gradients, whole and the same on every rank.
         seq_dims: Dim of the sequence: one int for all buffers, or one int for each.
         layout: Positions of each rank. Defaults to None: `Contiguous`.
-        mask: Attention mask. Required by layouts that follow the mask. Defaults to None.
+        mask: Attention mask. Required by layouts that depend on the mask, such as `Greedy`.
+            Defaults to None.
         keep: Tensors of ``buffers`` that stay sharded after the block. Their whole memory is freed.
-            If sharding fails, they are restored too. Defaults to none.
+            If sharding fails, these tensors are restored too. Defaults to an empty tuple.
 
     Yields:
         Nothing. Use the buffers.
 
     Raises:
-        InputError: Before any buffer changes: ``buffers`` is no list or tuple; a buffer is no plain
-            dense tensor, requires gradients, is listed twice, shares memory with another one, is
-            sharded by an enclosing block or has no such dim; ``seq_dims`` has another length;
-            ``keep`` has a tensor that is not in ``buffers``; or as from `shard_sequence`.
+        InputError: Raised before any buffer changes if ``buffers`` is not a list or tuple; a buffer
+            is not a plain dense tensor, requires gradients, is listed twice, shares memory with
+            another buffer, is sharded by an enclosing block or does not have its sequence dim;
+            ``seq_dims`` and ``buffers`` have different lengths; ``keep`` has a tensor that is not
+            in ``buffers``; or the layout or the mask is invalid, as in `shard_sequence`.
 
     Examples:
         On 4 ranks:
@@ -355,12 +363,13 @@ def position_ids(
         mesh: Mesh of the ranks that share the sequence, as for `shard_sequence`.
         layout: Layout of `shard_sequence`. None means `Contiguous`.
         seq_len: Length of the whole sequence, in positions.
-        mask: Attention mask. Required for documents and by layouts that follow the mask. Defaults
-            to None.
-        device: Device of the result. Defaults to the default device.
+        mask: Attention mask. Required if there are documents, and by layouts that depend on the
+            mask. Defaults to None.
+        device: Device of the result. Defaults to torch's default device.
 
     Returns:
-        int64 tensor ``[rows]``, or ``[batch, rows]`` if each row of the batch has its documents.
+        int64 tensor ``[local positions]``. If the mask has separate documents for each row of the
+        batch, ``[batch, local positions]``.
 
     Raises:
         InputError: The mesh, the layout, the mask or the length is invalid. Ranks with equal
@@ -452,12 +461,13 @@ def shift_labels(
 ) -> Tensor:
     """Shift labels to the left by one, so that each position has the label of the next token.
 
-    Call it on whole sequences, before `shard_sequence`, because the last label of a rank belongs to
-    another rank. The last position of the sequence, and of each document, gets ``ignored``.
+    Call this function on whole sequences, before `shard_sequence`: the next token of a rank's last
+    position is on another rank. The last position of each document gets the label ``ignored``.
 
     Args:
-        labels: Labels of whole sequences, of any shape with the sequence at ``seq_dim``. If each
-            row of the batch has its documents, ``[batch, sequence]`` or ``[sequence, batch]``.
+        labels: Labels of whole sequences, of any shape with the sequence at ``seq_dim``. If the
+            mask has separate documents for each row of the batch, the shape has to be
+            ``[batch, sequence]`` or ``[sequence, batch]``.
         mask: Mask with the documents. Defaults to None: one document.
         seq_dim: Dim of the sequence. Defaults to -1.
         ignored: Label that the loss ignores. Defaults to -100, as in ``cross_entropy``.
@@ -466,9 +476,10 @@ def shift_labels(
         A new tensor with the shape and dtype of ``labels``.
 
     Raises:
-        InputError: ``labels`` is no plain tensor with this dim or these rows, its dtype cannot hold
-            ``ignored``, or the mask is no `MaskSpec` of this length. Ranks with equal arguments
-            raise together.
+        InputError: ``labels`` is not a plain tensor, does not have the dim ``seq_dim``, or has
+            another number of rows than the mask; the dtype of ``labels`` cannot hold ``ignored``;
+            or ``mask`` is not a `MaskSpec` for this length. Ranks with equal arguments raise
+            together.
 
     Examples:
         >>> shift_labels(torch.tensor([1, 2, 3, 4]), MaskSpec(causal=True, cu_seqlens=(0, 2, 4)))
@@ -520,8 +531,9 @@ def cp_loss(
 ) -> Tensor:
     """Divide this rank's loss sum by the number of tokens of all ranks.
 
-    The results of all ranks sum to the mean loss. Sum the gradients over ``loss_mesh``; do not
-    average them. Communicates one all-reduce of the token count per axis, outside autograd.
+    The results of all ranks add up to the mean loss. Sum the gradients of parameters over
+    ``loss_mesh``; do not average them. Communicates one all-reduce of the token count per axis,
+    outside autograd.
 
     Args:
         loss_sum: Sum of the loss over this rank's counted tokens.
@@ -530,12 +542,13 @@ def cp_loss(
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Returns:
-        This rank's share of the mean loss. If no rank has tokens, ``loss_sum`` unchanged.
+        ``loss_sum`` divided by the number of tokens of all ranks. If no rank has tokens, the result
+        is ``loss_sum``.
 
     Raises:
-        InputError: ``loss_sum`` is no plain tensor, ``loss_mesh`` is no mesh, or ``n_tokens`` is no
-            valid count. Raised on this rank before communication; the others wait if their
-            arguments are valid.
+        InputError: ``loss_sum`` is not a plain tensor, ``loss_mesh`` is not a mesh, or ``n_tokens``
+            is not an int or an integer tensor of at least 0. Raised on this rank before
+            communication. Ranks with valid arguments wait.
 
     Examples:
         On 4 ranks:

@@ -55,66 +55,75 @@ from .kernels._interface import PLAIN, AttentionBackend, ScoreOptions
 
 
 class ContextParallel(ParallelStyle):
-    """Parallel style that makes a core-attention module attend over the rows of all ranks.
+    """Parallel style that makes an attention module attend over a sequence sharded over ranks.
 
-    Apply it with ``parallelize_module`` to a module with the arguments of
-    ``scaled_dot_product_attention``. The module then takes this rank's rows of q, k and v and
-    returns this rank's rows. DTensor inputs are used as their local shards; they must be sharded on
-    the sequence over the ranks of the mesh, and on other axes only on the batch or on heads.
-    Outputs are plain tensors.
+    Apply it with ``parallelize_module`` to a core-attention module: a module with the arguments of
+    ``scaled_dot_product_attention``. The module then takes q, k and v of this rank's positions and
+    returns the outputs of these positions. DTensor inputs are used as their local shards. They must
+    be sharded on the sequence over the ranks of the mesh; other mesh axes may shard only the batch
+    or the heads. Outputs are plain tensors.
 
     The arguments decide whether the module's own forward runs:
 
-    - It runs if all ranks exchange heads, the layout is `Contiguous` and ``mask`` is None. It then
-      gets the whole sequence for its share of the heads, and all other arguments unchanged. Outputs
-      shaped like its q, alone or in a tuple or list, are exchanged back.
-    - Otherwise, `context_parallel_attention` replaces it and **the body of the forward does not
-      run**. Its scale, dropout, normalization of q and k, or a transposed output are lost without
-      an error. Do these around the core module, or call `context_parallel_attention` in the forward
-      instead of using the style. A call may pass ``scale``, ``sinks``, and ``dropout_p`` with
-      ``dropout_seed``. A module with parameters is an error. If the forward takes ``*args``, they
-      are read in the order of ``scaled_dot_product_attention``, and calls must pass ``is_causal``
-      unless the style has a mask.
+    - The forward runs if all ranks exchange rows for heads (``ulysses_degree``), the layout is
+      `Contiguous` and ``mask`` is None. The forward then gets the whole sequence for a part of the
+      heads, and all other arguments unchanged. Outputs with the shape of its q, alone or in a tuple
+      or list, are exchanged back.
+    - Otherwise, `context_parallel_attention` replaces the forward, and **the body of the forward
+      does not run**. A scale, dropout, normalization of q and k, or transposed output in this body
+      is lost without an error. Do these around the module, or call `context_parallel_attention` in
+      the forward instead of using the style.
+
+    If `context_parallel_attention` replaces the forward:
+
+    - Calls may pass ``scale``, ``sinks``, and ``dropout_p`` with ``dropout_seed``.
+    - A module with parameters raises an error.
+    - If the forward takes ``*args``, they are read in the order of
+      ``scaled_dot_product_attention``, and calls must pass ``is_causal`` unless the style has a
+      mask.
 
     Args:
-        seq_dim: Dim of the rows in q, k and v: 2 for ``[batch, heads, rows, size]``, 1 for
+        seq_dim: Dim of the positions in q, k and v: 2 for ``[batch, heads, rows, size]``, 1 for
             ``[batch, rows, heads, size]``.
-        head_dim: Dim of the heads in q, k and v: 1 or 2 in these cases.
-        ulysses_degree: Number of neighbouring ranks that exchange heads for rows. 1 means none. A
-            divisor in between runs the ``schedule`` over the other ranks. Defaults to None: all
-            ranks of a mesh of one axis, or the last axis of a mesh of two.
+        head_dim: Dim of the heads in q, k and v: 1 for ``[batch, heads, rows, size]``, 2 for
+            ``[batch, rows, heads, size]``.
+        ulysses_degree: Number of neighbouring ranks that exchange rows for heads. With 1, no ranks
+            do. With another divisor of the number of ranks, ``schedule`` runs over the groups of
+            these ranks. Defaults to None: all ranks of a mesh with one axis, or the last axis of a
+            mesh with two axes.
         qkv_indices: Positions of q, k and v in the arguments of the forward. Defaults to
             ``(0, 1, 2)``.
         qkv_kwarg_names: Keyword names of q, k and v. Defaults to the parameter names at
             ``qkv_indices``.
-        load_balance: If True, each rank swaps the second half of its queries with rank
-            ``n - 1 - r``, so causal work is equal. Only for `Contiguous`, ``ulysses_degree=1`` and
-            ``"gather"``. Defaults to False.
-        schedule: Schedule of keys and values, as for `context_parallel_attention`. Defaults to
-            None: ``"gather"``. Leave it out if all ranks exchange heads.
+        load_balance: If True, rank ``r`` of ``n`` swaps the second half of its queries with rank
+            ``n - 1 - r``, so that all ranks have equal work with a causal mask. Only for
+            `Contiguous`, ``ulysses_degree=1`` and ``"gather"``. Defaults to False.
+        schedule: How keys and values reach other ranks, as for `context_parallel_attention`.
+            Defaults to None: ``"gather"``. Do not pass it if all ranks exchange rows for heads.
         layout: Positions of each rank. Defaults to None: `Contiguous`.
-        mask: Attention mask. It must agree with ``is_causal`` of a call, and with a default of True
-            in the forward. Defaults to None: ``is_causal`` of each call.
+        mask: Attention mask. If a call passes ``is_causal``, or the forward has the default
+            ``is_causal=True``, the mask must have the same ``causal``. Defaults to None: the mask
+            follows ``is_causal`` of each call.
         backend: Kernel, as for `context_parallel_attention`. Defaults to ``"auto"``.
         softcap: Bound of the scores, as for `context_parallel_attention`. Defaults to None.
-        seq_len: Length of the whole sequence, in positions. Defaults to None: the length of
-            DTensors over the mesh, else as for `context_parallel_attention`.
+        seq_len: Length of the whole sequence, in positions. Defaults to None: the global length if
+            q is a DTensor sharded over the mesh, else as for `context_parallel_attention`.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Raises:
-        InputError: An argument is invalid. Calls of the module raise it before communication, on
-            all ranks if all call it with equal options, for:
+        InputError: An argument is invalid. Calls of the module raise the error, too. If all ranks
+            call the module with equal options, all raise before communication for:
 
             - a dense ``attn_mask``, dropout without a seed, or another argument that has no effect;
             - ``enable_gqa=False`` with grouped heads if the forward is replaced;
-            - an ``is_causal`` that contradicts the mask, or is no bool if there is no mask;
-            - queries and keys of different lengths, or rows that another layer has split
-              differently.
+            - an ``is_causal`` that contradicts the mask, or that is not a bool if there is no mask;
+            - queries and keys of different lengths, or inputs from a layer that used another
+              layout.
 
-            A number of rows that the layout does not give raises on this rank only; the others
-            wait. If the module's own forward returns no tensor shaped like its q, this raises after
-            the first exchange, on each rank with such an output.
-        BackendError: ``backend`` is no backend or an unknown name.
+            If q does not have the number of rows that the layout assigns to this rank, only this
+            rank raises, and the others wait. If the module's own forward runs and returns no tensor
+            with the shape of its q, ranks with such an output raise after the first exchange.
+        BackendError: ``backend`` is not an `AttentionBackend`, or is an unknown name.
 
     Examples:
         On 4 ranks:
@@ -194,9 +203,9 @@ class ContextParallel(ParallelStyle):
         """Replace the forward of a module, as ``parallelize_module`` does.
 
         All ranks of the mesh must apply the style: on devices other than a CPU, the first style on
-        a process group exchanges one element between all of its ranks. With one rank, the forward
-        is replaced under the same conditions as with several; if its own forward would run, the
-        module stays unchanged.
+        a process group exchanges one element between all of its ranks. On one rank, the forward is
+        replaced under the same conditions as on several ranks. If its own forward would run, the
+        module is left unchanged.
 
         Args:
             module: Core-attention module. It is changed in place.
@@ -207,12 +216,13 @@ class ContextParallel(ParallelStyle):
             ``module``.
 
         Raises:
-            InputError: The mesh has more than two axes or does not fit a degree; the module has
-                this style already; or the forward would be replaced, and it has parameters or
-                defaults that would be lost, or no ``is_causal`` while the style has no mask. All
-                ranks raise together before communication.
-            BackendError: The backend does not support the devices of the mesh, or would not be
-                used.
+            InputError: The mesh has more than two axes; ``ulysses_degree`` or ``schedule`` is
+                invalid for the number of ranks; or the module has this style already. Also if the
+                forward would be replaced, but the module has parameters or defaults that would be
+                lost, or the forward has no ``is_causal`` and the style no mask. All ranks raise
+                together before communication.
+            BackendError: The backend does not support the device of the mesh, or a backend is given
+                although the module's own forward runs.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
         options, (n, _) = self.options, place_of(mesh)

@@ -76,21 +76,26 @@ _MODELS: WeakKeyDictionary[nn.Module, UnitRanks] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShard:
-    """How `shard_batch` has sharded a sequence; an argument that the model passes to its attention.
+    """Describes how `shard_batch` has sharded a batch.
+
+    `shard_batch` returns this object as ``sequence_shard``. The model passes it to its attention
+    layers.
 
     Attributes:
         layout: Layout of the sequence.
         mask: Mask with the documents of the batch.
         seq_len: Length of the whole sequence, in tokens.
-        last_positions: Largest position id of the whole batch, one for each axis of position ids
-            ``[axes, batch, sequence]``.
+        last_positions: Largest position id of the whole batch: one int, or one for each axis of
+            position ids ``[axes, batch, sequence]``.
         counted: True if `shard_batch` created the position ids, False if the batch had them.
-        padded: True if sequences end with padding, which only causal layers do not see.
+        padded: True if the batch has padding at the end of sequences. Only causal layers can then
+            run: in a causal layer, tokens do not see the padding after them.
         dropout_seed: Seed for the dropout of attention weights, or None.
         rows: Number of rows of the batch.
-        place: Number of ranks of the sequence and this rank's index among them.
-        hashes: Hashes of the whole batch and of the position ids, which ranks compare. None skips
-            the comparison.
+        place: ``(number of ranks that share the sequence, index of this rank among them)``, or None
+            if unknown.
+        hashes: Hashes of the whole batch and of the position ids. Ranks compare them in the first
+            forward of a batch shape. None skips the comparison.
 
     Examples:
         On 4 ranks:
@@ -224,8 +229,8 @@ def context_parallel(
     sinks, soft cap and scale. Call the model with the result of `shard_batch`. This function
     communicates nothing.
 
-    A rank's gradients are the gradients of its share of the loss: sum them over the mesh, do not
-    average them (hp-fsdp: ``gradient_reduction="sum"``).
+    The loss on each rank is a part of the mean loss. Sum the gradients of parameters over the mesh;
+    do not average them (hp-fsdp: ``gradient_reduction="sum"``).
 
     Args:
         model: A ``PreTrainedModel``. It is changed in place.
@@ -241,35 +246,40 @@ def context_parallel(
         ``model``.
 
     Raises:
-        InputError: This function raises it before communication, on all ranks together, if
+        InputError: This function raises the error before communication, on all ranks together, if
             ``model``
 
-            - is no model of transformers, or was passed to this function before;
+            - is not a model of transformers, or was passed to this function before;
             - does not read the attention registry;
-            - mixes rows in other ways than by attention (convolutions, recurrences, encoders with
-              cross attention);
-            - selects or normalizes rows of whole sequences (sequence classification, question
+            - mixes positions in other ways than by attention (convolutions, recurrences, encoders
+              with cross attention);
+            - selects or normalizes positions of whole sequences (sequence classification, question
               answering, poolers);
             - computes positions itself (no ``position_ids``, or scores that depend on positions).
 
-            Calls of the model raise it as `context_parallel_attention` does, and:
+            Calls of the model raise the error in the cases of `context_parallel_attention`. If all
+            ranks call the model with the same arguments, all raise before communication for:
 
-            - before communication, on all ranks if all call the model with the same arguments: for
-              caches, returned attention weights, ``logits_to_keep``, or padding that the mask does
-              not hide; dropout of attention
-              weights without a seed; masks other than full, causal, windowed or packed documents;
-              labels, packed documents or several ranks without `shard_batch`; an attention
-              implementation set afterwards; auxiliary losses of routers, which average over the
-              tokens of one rank; labels of whole sequences; a model that counts positions from the
-              ``pad_token_id`` on, if `shard_batch` got no ``position_ids``;
-            - in the first training forward: if ``fully_shard`` got a mesh without the ranks of
-              ``mesh``;
-            - on all ranks, after the comparison of a new batch shape: for different batches,
-              lengths or seeds, ``position_ids`` other than the ones from `shard_batch`, or a batch
-              sharded over another mesh;
-            - on all ranks, after the forward: for outputs of one or two dims, as from a pooling
-              head.
-        BackendError: As from `context_parallel_attention`.
+            - caches, returned attention weights or ``logits_to_keep``;
+            - padding in a layer that is not causal;
+            - dropout of attention weights without a seed;
+            - masks other than full, causal, windowed or packed documents;
+            - labels, packed documents or several ranks without `shard_batch`;
+            - labels of whole sequences;
+            - an attention implementation that was set after this function;
+            - auxiliary losses of routers, which average over the tokens of one rank;
+            - a model that counts positions from the ``pad_token_id`` on, if `shard_batch` got no
+              ``position_ids``.
+
+            Calls of the model raise the error later in these cases:
+
+            - In the first training forward: ``fully_shard`` got a mesh without the ranks of
+              ``mesh``.
+            - On all ranks, when a new batch shape is compared: ranks have different batches,
+              lengths or seeds, ``position_ids`` are not the ones from `shard_batch`, or the batch
+              was sharded over another mesh.
+            - On all ranks, after the forward: outputs have one or two dims, as from a pooling head.
+        BackendError: ``backend`` is unknown or does not support the inputs.
 
     Examples:
         On 2 ranks, with a model of transformers:
@@ -410,47 +420,49 @@ def shard_batch(
       ``[batch, sequence]`` are sharded along the sequence.
     - If the batch has no ``position_ids``, they are created and count from the start of each
       document.
-    - If the batch has ``labels``, the labels of the next token are sharded as ``shift_labels``, and
-      ``num_items_in_batch`` becomes the number of labels of all ranks. The model's loss is then
-      this rank's share: the shares of all ranks sum to the mean over the whole batch.
+    - If the batch has ``labels``, the labels of the next tokens are sharded and returned as
+      ``shift_labels``, and ``num_items_in_batch`` is set to the number of labels of all ranks. The
+      losses of all ranks then add up to the mean loss of the whole batch.
     - If data-parallel ranks or micro-batches share one mean, put their number of labels into the
       batch as ``num_items_in_batch``.
 
     Args:
         batch: A mapping with ``input_ids`` or ``inputs_embeds``.
         mesh: Mesh of `context_parallel`.
-        layout: Layout of `context_parallel`. A layout that follows the mask follows ``mask`` in all
-            layers. Defaults to None: `Contiguous`.
-        mask: Packed documents, as ``cu_seqlens``, for all rows of the batch or for each of them.
-            Causality and windows are properties of the layers. Defaults to None: documents are
-            found in the batch, in this order:
+        layout: Layout of `context_parallel`. Layouts that depend on the mask, such as `Greedy`, use
+            ``mask`` in all layers. Defaults to None: `Contiguous`.
+        mask: Mask whose ``cu_seqlens`` has the packed documents, for all rows of the batch or for
+            each of them. Causality and windows are properties of the layers. Defaults to None: the
+            documents are taken from the batch, by the first rule that applies:
 
-            - ``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` creates it;
-            - without an ``attention_mask``: ``position_ids`` that return to 0 or to the first id of
-              their row start a document, as in transformers. In ``position_ids``
-              ``[4, batch, sequence]`` (Qwen2-VL), row 0 has the ids of the text;
-            - otherwise there is one document per row.
+            - ``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` creates it, has the boundaries.
+            - If there is no ``attention_mask``, a document starts where ``position_ids`` return to
+              0 or to the first id of their row, as in transformers. In ``position_ids``
+              ``[4, batch, sequence]`` (Qwen2-VL), row 0 has the ids of the text.
+            - Otherwise each row is one document.
         dropout_seed: Seed for models with dropout of attention weights: an int of at least 0, equal
             on the ranks of a sequence. Use another seed for every step and batch. Defaults to None.
 
     Returns:
-        A new dictionary with this rank's part and ``sequence_shard``, which describes the sharding.
-        With several ranks, ``attention_mask`` is an object that models passed to `context_parallel`
-        drop; any other model that reads it raises `InputError`.
+        A new dictionary with this rank's part of the batch and a `SequenceShard` as
+        ``sequence_shard``. On several ranks, ``attention_mask`` is an object that models passed to
+        `context_parallel` drop. Any other model that reads this object raises `InputError`.
 
     Raises:
-        InputError: As from `shard_sequence`, and on all ranks with equal arguments for:
+        InputError: Raised in the cases of `shard_sequence`. Also raised on all ranks, if they pass
+            equal arguments, for:
 
             - a batch with neither or both of ``input_ids`` and ``inputs_embeds``, with tensors of
               unknown shape (images), with DTensors, or with fewer tokens than ranks;
             - an ``attention_mask`` with zeros before ones or with values other than 0 and 1;
             - labels of whole sequences, or labels of padding;
-            - without ``mask`` and ``attention_mask``: ``position_ids`` that jump, repeat or
-              decrease, unless a document starts there, and ``position_ids``
-              ``[axes, batch, sequence]`` that start again and have no row of the text;
-            - a ``mask`` with a window or a function, with other documents than the batch, or with
-              documents of another number of rows;
-            - a ``dropout_seed`` that is no int of at least 0.
+            - if neither ``mask`` nor ``attention_mask`` is given: ``position_ids`` that jump,
+              repeat or decrease at a position where no document starts;
+            - if neither is given: ``position_ids`` ``[axes, batch, sequence]`` that start again and
+              have no row of the text;
+            - a ``mask`` with a window or a function, with other documents than the batch has, or
+              with documents for another number of rows;
+            - a ``dropout_seed`` that is not an int of at least 0.
 
     Examples:
         On 4 ranks:

@@ -34,17 +34,17 @@ _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Register a backend under its ``name``, for configurations that name it.
+    """Register a backend, so that ``backend=`` accepts its name.
 
-    The registration holds for this process. A backend object can be passed as ``backend=`` without
-    registration.
+    The registration applies to this process. A backend object can also be passed as ``backend=``
+    without registration.
 
     Args:
         backend: The backend to register.
 
     Raises:
-        BackendError: ``backend`` is no `AttentionBackend`, its name is taken by another backend, or
-            its name is ``"auto"``.
+        BackendError: ``backend`` is not an `AttentionBackend`, its name is taken by another
+            backend, or its name is ``"auto"``.
 
     Examples:
         >>> register_backend(my_backend)  # an AttentionBackend with the name "mine"

@@ -75,16 +75,17 @@ class ScoreOptions:
         softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``. None means no
             bound.
         dropout: Rate and seed of the dropout. None means no dropout.
-        window: Number of keys that a query sees left and right of the diagonal through the last
-            query and the last key; None for an unbounded side. None means no window.
+        window: ``(left, right)``: number of keys that a query sees to the left and to the right of
+            the diagonal. The diagonal ends at the last query and the last key. A side is None if it
+            is unbounded. None means no window.
         mask_mod: Mask function as in `MaskSpec`, called with the positions in ``places``. A query
             without visible keys has the output 0 and the log-sum-exp minus infinity. None means
             that all keys are visible.
-        places: Positions of the queries and keys of one kernel call in the whole attention, if
-            there is ``dropout`` or ``mask_mod``. None outside a call.
+        places: Positions in the whole attention of the queries and keys of one kernel call. Given
+            only if there is ``dropout`` or ``mask_mod``. None outside a kernel call.
 
     Raises:
-        InputError: ``scale`` is no finite number, or ``softcap`` is no finite number above 0.
+        InputError: ``scale`` is not a finite number, or ``softcap`` is not a finite number above 0.
 
     Examples:
         >>> options = ScoreOptions(softcap=30.0)
@@ -114,7 +115,7 @@ class ScoreOptions:
             )
 
     def scale_of(self, head_size: int) -> float:
-        """Return the factor of the products for a head size.
+        """Return the factor by which a kernel multiplies the products of queries and keys.
 
         Args:
             head_size: Head size of queries and keys.
@@ -125,29 +126,29 @@ class ScoreOptions:
         return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
 
     def band(self, causal: bool, rows: int, keys: int) -> Band:
-        """Return the smallest and the largest visible ``j - i`` of a kernel call.
+        """Return bounds of ``j - i`` between which query ``i`` of a block sees key ``j``.
 
         Args:
             causal: True if the block is a causal square.
-            rows: Number of query rows of the block.
+            rows: Number of queries of the block.
             keys: Number of keys of the block.
 
         Returns:
-            Bounds of ``j - i`` for row ``i`` and key ``j``; None if a side is unbounded.
+            ``(smallest, largest)``. A bound is None if there is no limit on this side.
         """
         window = (None, 0) if causal else self.window
         return (None, None) if window is None else band_of(window, keys - rows)
 
     @property
     def placed(self) -> bool:
-        """True if weights depend on their positions: with dropout or a mask function."""
+        """Whether attention weights depend on positions: True with dropout or a mask function."""
         return self.dropout is not None or self.mask_mod is not None
 
     def at(self, places: Places) -> "ScoreOptions":
-        """Return these options for one kernel call.
+        """Return a copy of these options with the positions of one kernel call.
 
         Args:
-            places: Positions of the queries and keys of the call.
+            places: Positions of the queries and keys of the call in the whole attention.
 
         Returns:
             A copy with ``places``.
@@ -155,9 +156,9 @@ class ScoreOptions:
         return replace(self, places=places)
 
     def lack(self, *known: str) -> str | None:
-        """Return why a kernel with a limited set of options cannot compute these options.
+        """Return why a kernel that supports only some options cannot compute these options.
 
-        An option that a later version adds counts as unknown, so the kernel refuses it.
+        Options that later versions add count as unsupported, so that the kernel refuses them.
 
         Args:
             known: Names of the options that the kernel supports.
@@ -195,8 +196,8 @@ class AttentionBackend(Protocol):
 
     Inputs may be views with a dense last dim, mostly in the memory order
     ``[batch, rows, heads, size]``. Results in this order need no copy. ``batch`` is at most 65,535.
-    A backend object needs a hash. A backend that also has ``forward_packed`` and
-    ``backward_packed`` gets many blocks of one kind in one call.
+    Backend objects have to be hashable. If a backend also has the methods ``forward_packed`` and
+    ``backward_packed``, they are called with many blocks of one kind at once.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -215,7 +216,7 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Name for configurations, used by `register_backend`."""
+        """Name under which `register_backend` registers the backend."""
         ...
 
     def supports(
@@ -227,10 +228,10 @@ class AttentionBackend(Protocol):
         value_size: int,
         options: ScoreOptions,
     ) -> str | None:
-        """Return why the backend cannot compute a kind of block.
+        """Return why the backend cannot compute a kind of block, or None if it can.
 
-        The answer must be the same on every rank, because a plan is accepted on all ranks or on
-        none.
+        The result must be the same on every rank, because either all ranks or no ranks accept a
+        plan.
 
         Args:
             kernel: ``"full"`` or ``"causal"``.
@@ -238,8 +239,8 @@ class AttentionBackend(Protocol):
             dtype: Dtype of the tensors.
             head_size: Head size of queries and keys.
             value_size: Head size of values and outputs.
-            options: Options of the scores. ``options.lack("scale")`` is the answer of a kernel that
-                supports only ``scale``.
+            options: Options of the scores. A kernel that supports only ``scale`` returns
+                ``options.lack("scale")``.
 
         Returns:
             The reason in a few words; None if the backend supports the block.
@@ -278,18 +279,18 @@ class AttentionBackend(Protocol):
         """Compute the gradients of a block.
 
         Args:
-            grad: Gradient of the output of the rows.
+            grad: Gradient of ``out``.
             q: Queries of the forward.
             k: Keys of the forward.
             v: Values of the forward.
-            out: Output of the rows over all of their keys, not only the keys of this block.
-            lse: Log-sum-exp of the rows over all of their keys.
+            out: Output of the queries over all keys that they see, not only the keys of this block.
+            lse: Log-sum-exp of the queries over all keys that they see.
             causal: True for a causal square, False for a full block.
             options: Options of the scores.
 
         Returns:
-            This block's parts of ``(dq, dk, dv)``, all new tensors. Parts of other blocks are added
-            to them in place.
+            The gradients ``(dq, dk, dv)`` from this block alone, as new tensors. The caller adds
+            the gradients from other blocks to them in place.
         """
         ...
 
