@@ -45,8 +45,9 @@ def collect_loads(
 ) -> dict[str, Tensor]:
     """Return the number of tokens that chose each expert on all ranks, and reset the counts.
 
-    The counts cover the backward passes since the last call. All ranks call it: one all-reduce of
-    all loads per axis.
+    This number is called the load of an expert. Choices are counted in the backward of a router,
+    from the last call of this function on. All ranks have to call this function. Communicates one
+    all-reduce of all loads per axis.
 
     Args:
         model: A model with `TopKRouter` modules, or a model that was passed to
@@ -56,13 +57,15 @@ def collect_loads(
         collectives: Implementation of the collectives. Defaults to the one of the first router.
 
     Returns:
-        int64 loads ``[num_experts]`` by the name of the router in ``model``. For a model of
-        transformers, by the name of the experts' module.
+        A dict from the name of each router in ``model`` to an int64 tensor ``[num_experts]``. For a
+        model of transformers, the keys are the names of the modules of experts.
 
     Raises:
-        ExpertConfigError: ``model`` has no routers; routers have different ``token_axes``, or none
-            although a style has split their experts; or ranks of ``axes`` hold the same tokens. All
-            ranks raise together before communication.
+        ExpertConfigError: ``model`` has no routers; ``axes`` is None, and the routers have
+            different ``token_axes``; ``axes`` is None, and a style has split the experts without
+            setting the ``token_axes`` of a router; or ``axes`` include ranks that hold the same
+            tokens, because a style splits each expert over them. All ranks raise together before
+            communication.
 
     Examples:
         >>> model = nn.Sequential(MoE(64, hidden_dim=128, num_experts=8, top_k=2))
@@ -91,9 +94,10 @@ def update_router_bias(
 ) -> dict[str, Tensor]:
     """Move the bias of each router by its ``bias_rate`` towards equal loads.
 
-    Call it once per optimizer step, on all ranks. The bias of an expert rises if its load is below
-    the mean and falls if it is above the mean (Wang et al., arXiv 2408.15664, algorithm 1).
-    Communicates as `collect_loads` and resets the counts.
+    Call this function once per optimizer step, on all ranks. The bias of an expert rises if its
+    load is below the mean, and falls if its load is above the mean (Wang et al., arXiv 2408.15664,
+    algorithm 1). Like `collect_loads`, the function communicates one all-reduce per axis and resets
+    the counts.
 
     Args:
         model: A model as for `collect_loads`. Routers of transformers models have the ``bias_rate``
@@ -102,11 +106,12 @@ def update_router_bias(
         collectives: As for `collect_loads`. Defaults to the one of the first router.
 
     Returns:
-        The loads, as `collect_loads` returns them.
+        The loads before the update, as `collect_loads` returns them.
 
     Raises:
-        ExpertConfigError: A router has ``bias_rate=0``, a bias is a DTensor or narrower than
-            float32, or as from `collect_loads`. All ranks raise together before communication.
+        ExpertConfigError: A router has ``bias_rate=0``, a bias is a DTensor or has a dtype narrower
+            than float32, or `collect_loads` raises the error. All ranks raise together before
+            communication.
 
     Examples:
         >>> router = TopKRouter(64, num_experts=8, top_k=2, score="sigmoid", bias_rate=1e-3)
@@ -141,13 +146,15 @@ class BalanceLoss:
     """One load-balancing loss for all layers of a model, computed as in transformers.
 
     The loss is ``E * sum over e of (C_e / N) * (S_e / N)``. ``E`` is the number of experts. ``C_e``
-    is the number of choices of expert ``e``, ``S_e`` the sum of its probabilities, and ``N`` the
-    number of pairs of token and layer, all of them over all ranks (``load_balancing_loss_func`` of
-    transformers, after Fedus et al., arXiv 2101.03961, section 2.2). Equal loads give ``top_k``,
-    not 1. Probabilities are softmax scores, or sigmoid scores divided by their sum.
+    is the number of times that tokens chose expert ``e``, ``S_e`` is the sum of its probabilities,
+    and ``N`` is the number of tokens times the number of layers. All three count over all layers
+    and all ranks (``load_balancing_loss_func`` of transformers, after Fedus et al., arXiv
+    2101.03961, section 2.2). If all experts have equal loads, the loss is ``top_k``, not 1.
+    Probabilities are softmax scores, or sigmoid scores divided by their sum.
 
-    Used as a context manager, it records the forwards of the routers inside the block, several
-    micro-batches together. Entering it again starts a new record. Masked tokens are left out.
+    Use the object as a context manager around the forward of the model. All forwards inside the
+    ``with`` block are recorded and counted together, for example several micro-batches. Entering
+    the block again starts a new record. Tokens that ``valid`` of `MoE` masks are not counted.
 
     Args:
         model: The model or a part of it. Routers of other pipeline stages are not counted.
@@ -156,10 +163,10 @@ class BalanceLoss:
         collectives: Implementation of the collectives. Defaults to the one of the first router.
 
     Raises:
-        ExpertConfigError: ``model`` has no router; routers differ in the number of experts,
-            ``top_k`` or ``token_axes``, or have no ``token_axes`` although a style has split their
-            experts; or ranks of ``axes`` hold the same tokens. Entering the block raises it if a
-            router is inside another open block. All ranks raise together before communication.
+        ExpertConfigError: ``model`` has no router; routers differ in the number of experts or in
+            ``top_k``; or ``token_axes`` or ``axes`` are invalid, as in `collect_loads`. Entering
+            the ``with`` block raises the error if a router is inside another open block. All ranks
+            raise together before communication.
 
     Examples:
         >>> layer = MoE(64, hidden_dim=128, num_experts=8, top_k=2)
@@ -170,7 +177,8 @@ class BalanceLoss:
         >>> (loss + 0.001 * balance.loss()).backward()
 
     Note:
-        - Set ``load_balance_loss`` of the routers to 0; it is another loss, of each layer alone.
+        - Set ``load_balance_loss`` of the routers to 0. That loss is computed for each layer
+          separately, and would be added to this one.
         - Activation checkpointing is supported with ``use_reentrant=False`` only.
     """
 
@@ -215,18 +223,20 @@ class BalanceLoss:
             router.record = RoutingRecord()
 
     def loss(self) -> Tensor:
-        """Return the loss of the recorded forwards. All ranks call it.
+        """Return the loss of all forwards that were recorded in the last ``with`` block.
 
-        Communicates one small all-reduce per axis, for any number of layers.
+        All ranks have to call this method. Communicates one small all-reduce per axis, for any
+        number of layers.
 
         Returns:
-            A scalar. Its value covers the tokens of all ranks and is equal on all ranks. Its
-            gradient is this rank's share: add it to a loss with gradients that are summed over
-            ranks. If gradients are averaged, multiply the loss by the number of ranks.
+            A scalar tensor. Its value covers the tokens of all ranks and is equal on all ranks. Its
+            gradient covers the tokens of this rank only. Add the scalar to a training loss if
+            gradients are summed over ranks. If gradients are averaged over ranks, multiply the
+            scalar by the number of ranks first.
 
         Raises:
-            ExpertConfigError: No router ran inside the block. Raised on this rank only; the others
-                wait.
+            ExpertConfigError: No router ran inside the ``with`` block. Raised on this rank only;
+                the other ranks wait in the all-reduce.
         """
         entries = [entry for record in self._records for entry in record.entries]
         if not entries:

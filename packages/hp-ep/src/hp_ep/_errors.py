@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class ExpertConfigError(ValueError):
-    """Raised before any communication if sizes, shapes, axes or options do not fit together."""
+    """Raised before communication if sizes, shapes, axes or options are invalid or conflict."""
 
 
 class RoutingError(ValueError):

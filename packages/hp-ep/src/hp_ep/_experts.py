@@ -47,11 +47,13 @@ _GATES: dict[str, Gate] = {
 
 
 class GroupedExperts(nn.Module):
-    """``num_experts`` gated feed-forward networks, each applied to its block of rows.
+    """``num_experts`` gated feed-forward networks, the experts of a mixture-of-experts layer.
 
-    Expert ``e`` computes ``down[e] @ (act(gate[e] @ x) * (up[e] @ x))`` (Shazeer, arXiv 2002.05202,
-    section 2). If a style such as `ExpertParallel` has split the experts, this rank computes its
-    local experts.
+    The input has one row for each pair of a token and an expert that the token chose. Rows are
+    sorted by expert, and each expert computes its own rows. For a row ``x``, expert ``e`` computes
+    ``down[e] @ (act(gate[e] @ x) * (up[e] @ x))`` (Shazeer, arXiv 2002.05202, section 2). If a
+    style such as `ExpertParallel` has split the experts over ranks, each rank computes its local
+    experts.
 
     | parameter | shape |
     |---|---|
@@ -60,17 +62,20 @@ class GroupedExperts(nn.Module):
     | ``gate_up_proj_bias``, with ``bias`` | ``[num_experts, 2, hidden_dim]`` |
     | ``down_proj_bias``, with ``bias`` | ``[num_experts, dim]`` |
 
-    State dicts with other shapes load too: ``gate_up_proj`` of transformers with ``2 * hidden_dim``
-    rows, and weights ``w1``, ``w3``, ``w2`` (gate, up, down). With a placement, the state dict has
-    one more entry, the expert of each row of the weights. Loading a state dict with another order
-    raises `ExpertConfigError`. A state dict without this entry is in the order of the experts; its
-    rows are moved to their slots by one all-to-all per weight.
+    State dicts in two other formats load too: ``gate_up_proj`` of transformers with
+    ``[num_experts, 2 * hidden_dim, dim]``, and separate weights ``w1``, ``w3``, ``w2`` (gate, up,
+    down).
+
+    With a `Placement`, the weights have one entry along dim 0 per slot, and the state dict has one
+    more tensor: the expert of each of these entries. Loading a state dict with another order raises
+    `ExpertConfigError`. A state dict without this tensor is loaded as one entry per expert, in the
+    order of the experts; one all-to-all per weight moves its entries to the slots.
 
     Args:
         dim: Length of a row.
-        hidden_dim: Number of rows of the gate and of the up projection of each expert.
+        hidden_dim: Output size of the gate and of the up projection of each expert.
         num_experts: Number of experts of all ranks.
-        activation: Defaults to ``"swiglu"``.
+        activation: Function of the gate and up projections. Defaults to ``"swiglu"``.
 
             - ``"swiglu"``: SiLU of the gate times up;
             - ``"geglu"``: GELU of the gate times up;
@@ -78,21 +83,22 @@ class GroupedExperts(nn.Module):
               ``gate`` at most ``swiglu_limit`` and ``up`` between ``-swiglu_limit`` and
               ``swiglu_limit`` (gpt-oss);
             - a function of ``gate`` and ``up`` that computes row by row and has no parameters.
-        swiglu_alpha: See ``activation``. Defaults to 1.702.
-        swiglu_limit: See ``activation``. Defaults to 7.0.
-        bias: If True, both products have a bias. Defaults to False.
+        swiglu_alpha: Factor in ``"clamped_swiglu"``. Defaults to 1.702.
+        swiglu_limit: Limit in ``"clamped_swiglu"``. Defaults to 7.0.
+        bias: If True, the gate, up and down projections have biases. Defaults to False.
         score_before_experts: If True, rows are multiplied by their routing weights before the
-            experts. If False, inside the experts. Defaults to False.
-        row_multiple: Each expert's rows are padded with zeros to a multiple of this number, for
-            low-precision kernels: 16 for float8; 8, 32 or 128 for others. Defaults to 1.
-        float8: If True, products use rows and weights rounded to float8 (e4m3), with one scale per
-            row of each. The product for the gradients of rows uses rounded gradients. Parameters,
-            results and gradients of weights keep their dtype. Defaults to False.
+            experts. If False, they are multiplied inside the experts. Defaults to False.
+        row_multiple: Rows of each expert are padded with zeros to a multiple of this number,
+            for low-precision kernels: 16 for float8; 8, 32 or 128 for others. Defaults to 1.
+        float8: If True, matrix products use inputs and weights rounded to float8 (e4m3), with one
+            scale per row of the inputs and per row of the weights. The product for the gradients of
+            inputs uses rounded gradients. Parameters, results and gradients of weights keep their
+            dtype. Defaults to False.
         device: Device of the parameters. Defaults to the default device.
         dtype: Dtype of the parameters. Defaults to the default dtype.
 
     Raises:
-        ExpertConfigError: A size is no positive int, a factor is negative, or ``activation`` is
+        ExpertConfigError: A size is not a positive int, a factor is negative, or ``activation`` is
             unknown.
 
     Examples:
@@ -153,7 +159,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize all weights uniformly within ``1 / sqrt(in)``, as ``nn.Linear`` does."""
+        """Initialize all parameters uniformly within ``1 / sqrt(input size)``, as ``nn.Linear``."""
         _draw(self.gate_up_proj, self.gate_up_proj_bias)
         _draw(self.down_proj, self.down_proj_bias)
 
@@ -177,13 +183,13 @@ class GroupedExperts(nn.Module):
         return ", ".join([text, *said])
 
     def place(self, replicas: ReplicaSum) -> None:
-        """Set the placement of the experts. Styles and `migrate_experts` call it.
+        """Set the placement of the experts. Styles and `migrate_experts` call this method.
 
-        The state dict then has the expert of each row, and each parameter knows its replicated
-        rows.
+        The state dict then also has the expert of each entry of the weights along dim 0. Each
+        parameter gets a mark for its replicas; see `mark_replicas`.
 
         Args:
-            replicas: Placement of the experts and the sum of their replicas' gradients.
+            replicas: Object with the placement, which also sums the gradients of replicas.
         """
         self.replicas = replicas
         kind = type(self)
@@ -195,16 +201,16 @@ class GroupedExperts(nn.Module):
         self.mark_replicas()
 
     def mark_replicas(self) -> None:
-        """Record in each parameter the rows that are replicas, for norms that count them once."""
+        """Mark replicas of experts in each parameter, so that norms count each expert once."""
         if self.replicas is not None:
             for parameter in self.parameters(recurse=False):
                 mark_repeated_rows(parameter, self.replicas.repeated)
 
     def row_order(self) -> list[int]:
-        """Return the expert of each row of the weights.
+        """Return the expert of each entry of the weights along dim 0.
 
         Returns:
-            One expert id for each row of the weights of all ranks.
+            One expert id per entry, for the weights of all ranks.
         """
         own = range(self.num_experts)
         return list(own if self.replicas is None else self.replicas.placement.experts)
@@ -213,10 +219,11 @@ class GroupedExperts(nn.Module):
         """Check that saved weights have the same order of experts as this module.
 
         Args:
-            state: Entry of a state dict: an int64 tensor with the expert of each row.
+            state: Tensor from a state dict: an int64 tensor with the expert of each entry of the
+                weights along dim 0.
 
         Raises:
-            ExpertConfigError: ``state`` is no int64 tensor or has another order.
+            ExpertConfigError: ``state`` is not an int64 tensor, or has another order.
         """
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
             kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
@@ -234,22 +241,22 @@ class GroupedExperts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """Apply the local experts to their rows.
 
-        Uses grouped products if torch has a kernel for the device, dtype and shapes. Otherwise
-        experts run one after the other, and ``counts`` is copied to the host once. Under autocast,
-        both compute in its dtype.
+        All experts run in one grouped matrix product if torch has a kernel for the device, dtype
+        and shapes. Otherwise experts run one after the other, and ``counts`` is copied to the host
+        once. Under autocast, both ways compute in the dtype of autocast.
 
         Args:
             rows: Rows ``[rows, dim]``, sorted by expert.
             counts: Number of rows of each local expert, ``[local experts]``.
-            weights: Routing weight of each row, ``[rows]``. Defaults to None: ``combine``
-                multiplies.
+            weights: Routing weight of each row, ``[rows]``. Defaults to None: results are not
+                weighted here, because ``combine`` of the dispatcher does it.
 
         Returns:
-            Results ``[rows, dim]``, times ``weights`` if given.
+            Results ``[rows, dim]``, multiplied by ``weights`` if given.
 
         Raises:
-            ExpertConfigError: ``rows`` has another width or dtype than the weights, or ``counts``
-                or ``weights`` has another shape. Raised on this rank only.
+            ExpertConfigError: ``rows`` is not ``[rows, dim]`` in the dtype of the parameters, or
+                ``counts`` or ``weights`` has a wrong shape. Raised on this rank only.
             RoutingError: ``counts`` has negative numbers or does not sum to the number of rows.
                 Checked on the CPU outside compiled graphs only.
         """

@@ -37,10 +37,11 @@ Experts = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class MoE(nn.Module):
     """A mixture-of-experts layer: each token is computed by ``top_k`` of ``num_experts`` experts.
 
-    The result is the sum of routing weight times expert output over a token's experts (Shazeer et
-    al., arXiv 1701.06538, section 2), plus the output of shared experts that compute every token
-    (Dai et al., arXiv 2401.06066, section 3.2). The layer works in one process. A style such as
-    `ExpertParallel` splits the experts over ranks. Shared experts run while tokens are in flight.
+    The result for a token is the sum over its experts of routing weight times expert output
+    (Shazeer et al., arXiv 1701.06538, section 2). If there are shared experts, their output is
+    added; they compute every token (Dai et al., arXiv 2401.06066, section 3.2). Without a style,
+    the layer runs in one process. A style such as `ExpertParallel` splits the experts over ranks.
+    The shared experts then run while tokens are in flight.
 
     ``torch.compile`` supports the layer: as one graph if all experts are local, else with graph
     breaks around communication.
@@ -50,8 +51,8 @@ class MoE(nn.Module):
         hidden_dim: Hidden size of each expert.
         num_experts: Number of experts of all ranks.
         top_k: Number of experts per token.
-        num_shared_experts: Size of the network that computes every token, in experts. Defaults to
-            0.
+        num_shared_experts: Number of shared experts. They are one network with the hidden size
+            ``num_shared_experts * hidden_dim``. Defaults to 0.
         gated_shared_experts: If True, the output of the shared experts is multiplied by a sigmoid
             of the token (Qwen). Defaults to False.
         activation: Activation of all experts, as for `GroupedExperts`. Defaults to None:
@@ -60,8 +61,8 @@ class MoE(nn.Module):
             0.0.
         router: The `TopKRouter` to use. Defaults to None: a router with default options.
         experts: The `GroupedExperts` to use. Defaults to None: experts with default options.
-        num_chunks: Number of chunks of the tokens. One chunk is in flight while the experts compute
-            another. Defaults to 1.
+        num_chunks: Number of chunks into which the tokens are split. One chunk is in flight while
+            the experts compute another. Defaults to 1.
         device: Device of the parameters. Defaults to the default device.
         dtype: Dtype of the parameters. Defaults to the default dtype.
 
@@ -70,8 +71,9 @@ class MoE(nn.Module):
             between calls.
 
     Raises:
-        ExpertConfigError: A number is invalid, or ``router`` or ``experts`` has other sizes or the
-            wrong type, or an option belongs to them.
+        ExpertConfigError: A number is invalid; ``router`` or ``experts`` has the wrong type or
+            other sizes than the layer; or ``load_balance_loss`` is given together with ``router``,
+            or ``activation`` together with ``experts``.
 
     Examples:
         >>> layer = MoE(dim=64, hidden_dim=128, num_experts=8, top_k=2)
@@ -164,28 +166,30 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Compute the layer for this rank's tokens.
 
-        All ranks that split the experts call it, also ranks without tokens. Communicates through
-        the dispatcher and, if the router has losses, one small all-reduce per axis.
+        All ranks that split the experts have to call the layer, also ranks without tokens. The
+        dispatcher communicates. If the router has losses, one small all-reduce per axis is added.
 
         Args:
             x: Tokens ``[..., dim]``. A DTensor must be sharded over another dimension than the
-                last, because every rank would compute the tokens of a replicated one. If a style
-                has split each expert over ranks (`TensorParallel`), it must be replicated over
-                these ranks. With ``sequence_loss`` of the router, the dimension before the last is
-                the sequence.
-            valid: Bool mask ``[...]``. Tokens with False are left out of everything, and their
+                last; if it were replicated, every rank would compute the same tokens. Exception: if
+                a style has split each expert over ranks (`TensorParallel`), the DTensor must be
+                replicated over these ranks. If the router has a ``sequence_loss``, the dimension
+                before the last is the sequence.
+            valid: Bool mask ``[...]``. Tokens with False are not routed and not counted, and their
                 results are 0. The mask is read on the host. Defaults to None: all tokens are valid.
 
         Returns:
             Results with the shape and dtype of ``x``.
 
         Raises:
-            ExpertConfigError: ``x`` has no last dimension ``dim``, no floating dtype of at least
-                two bytes, or another device or placement; or ``valid`` has another shape or dtype.
-                Raised before communication. If only one rank has an invalid mask or DTensor, or an
-                invalid ``x`` and no tokens travel, it alone raises and the others wait.
-            RoutingError: Tokens travel, and only some ranks have an invalid ``x`` or run under
-                autocast. All ranks raise together.
+            ExpertConfigError: ``x`` does not have the last dimension ``dim``, a floating dtype of
+                at least two bytes, or the device of the layer; ``x`` is a DTensor with a wrong
+                placement; or ``valid`` has a wrong shape or dtype. Raised before communication. If
+                only one rank has an invalid ``valid`` or DTensor, only this rank raises and the
+                others wait. The same holds for any invalid ``x`` if the dispatcher does not
+                communicate.
+            RoutingError: Only some ranks have an invalid ``x``, or only some run under autocast,
+                and the dispatcher communicates. All ranks raise together.
         """
         if self.router.experts_are_split or self.replicated_over is not None:
             check_unwrapped(self.experts)

@@ -33,16 +33,17 @@ Score = Literal["softmax", "sigmoid"]
 class TopKRouter(KeepsDtype):
     """Chooses ``top_k`` of ``num_experts`` experts for each token and computes their weights.
 
-    The logits are ``weight [num_experts, dim]`` times the token, plus ``gate_bias [num_experts]``
-    if there is one. They become scores by a softmax over all experts or by a sigmoid. The ``top_k``
-    largest scores are the weights. Logits are computed in the wider dtype of input and weight, also
-    under autocast. All else is computed in float32 or wider, so a float32 router can serve a
-    bfloat16 layer.
+    The logits of a token are ``weight [num_experts, dim]`` times the token, plus
+    ``gate_bias [num_experts]`` if there is one. A softmax over all experts, or a sigmoid, turns
+    logits into scores. The token goes to the ``top_k`` experts with the largest scores, and these
+    scores become its routing weights. Logits are computed in the wider of the dtypes of input and
+    weight, also under autocast. Everything else is computed in float32 or wider, so that a float32
+    router can be used in a bfloat16 layer.
 
-    ``load_balance_loss``, ``sequence_loss`` and ``z_loss`` are coefficients of losses that are not
-    returned: they enter the gradient through the weights. They are for a loss that is summed over
-    ranks, with gradients summed too. A gradient scaler does not scale them; use `BalanceLoss` with
-    one.
+    ``load_balance_loss``, ``sequence_loss`` and ``z_loss`` are coefficients of additional losses.
+    The losses are not returned: their gradients are added in the backward of the routing weights.
+    They are scaled for gradients that are summed over ranks. A gradient scaler does not scale them;
+    with a gradient scaler, use `BalanceLoss` instead.
 
     Args:
         dim: Length of a token.
@@ -51,18 +52,19 @@ class TopKRouter(KeepsDtype):
         score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each logit (DeepSeek-V3, arXiv
             2412.19437, section 2.1.2). Defaults to ``"softmax"``.
         norm_topk_prob: If True, weights are divided by their sum. Defaults to True.
-        routed_scaling_factor: Factor of the weights. Defaults to 1.0.
-        n_group: Number of equal groups of experts. Defaults to 1.
-        topk_group: Number of groups that a token may use: the ones with the best group scores.
-            Defaults to None: all groups.
-        group_score_experts: A group's score is the sum of this number of its largest biased scores.
-            2 is the number of DeepSeek-V3 and transformers, 1 the number of DeepSeek-V2 (arXiv
-            2405.04434, section 2.2.2). ``"share"`` means ``ceil(top_k / topk_group)`` (arXiv
-            2412.19437, section 2.1.2). Defaults to 2.
+        routed_scaling_factor: Factor by which weights are multiplied. Defaults to 1.0.
+        n_group: Number of groups into which the experts are divided, all of equal size. Defaults to
+            1.
+        topk_group: Number of groups from which a token may choose experts: the groups with the
+            largest group scores. Defaults to None: all groups.
+        group_score_experts: The score of a group is the sum of this number of its largest scores,
+            with ``bias`` added to the scores. DeepSeek-V3 and transformers use 2, DeepSeek-V2 uses
+            1 (arXiv 2405.04434, section 2.2.2). ``"share"`` means ``ceil(top_k / topk_group)``
+            (arXiv 2412.19437, section 2.1.2). Defaults to 2.
         gate_bias: If True, the logits have a learned bias. Defaults to False.
-        force_balance: For benchmarks. If True, tokens go to all experts in turn, whatever their
-            scores. The turns start at expert 0 on each rank and in each call, so results differ
-            from one process. Defaults to False.
+        force_balance: For benchmarks. If True, tokens are assigned to experts in a fixed cyclic
+            order, whatever their scores. The order starts at expert 0 on each rank and in each
+            call, so results differ from those of one process. Defaults to False.
         noise: Standard deviation of normal noise on the logits in training (after Shazeer et al.,
             arXiv 1701.06538, section 4). Defaults to 0.0.
         load_balance_loss: Coefficient of the load-balancing loss of the whole batch; see
@@ -72,23 +74,23 @@ class TopKRouter(KeepsDtype):
             to 0.0.
         z_loss: Coefficient of the mean squared logarithm of the softmax denominator (arXiv
             2202.08906, section 3.2). Defaults to 0.0.
-        bias_rate: Step of `update_router_bias` for balancing without a loss (Wang et al., arXiv
-            2408.15664, section 3). Defaults to 0.0.
-        bias: If True, the router has the buffer ``bias``. True without ``bias_rate`` is the frozen
-            bias of a trained model. Defaults to None: True if there is a ``bias_rate``.
+        bias_rate: Amount by which `update_router_bias` changes the bias of an expert, to balance
+            loads without a loss (Wang et al., arXiv 2408.15664, section 3). Defaults to 0.0.
+        bias: If True, the router has the buffer ``bias``. Pass True without a ``bias_rate`` for a
+            trained model with a fixed bias. Defaults to None: True if ``bias_rate`` is not 0.
         device: Device of the parameters. Defaults to the default device.
         dtype: Dtype of the parameters. Defaults to the default dtype.
 
     Attributes:
-        load: Buffer ``[num_experts]``, int64, not saved. The number of tokens of this rank that
-            chose each expert. It grows in the backward.
-        bias: Buffer ``[num_experts]``, float32, saved; None without. It is added to the scores for
-            the choice of experts, not for the weights.
+        load: Buffer ``[num_experts]``, int64, not saved: the number of this rank's tokens that
+            chose each expert. Each backward adds the choices of its forward.
+        bias: Buffer ``[num_experts]``, float32, saved; or None. The bias is added to the scores
+            when experts are chosen, but not to the routing weights.
 
     Raises:
-        ExpertConfigError: A size is no positive int, ``top_k`` is larger than the number of experts
-            in the used groups, groups do not divide the experts, a factor is negative, ``score`` is
-            unknown, or there is a ``bias_rate`` with ``bias=False``.
+        ExpertConfigError: A size is not a positive int, ``top_k`` is larger than the number of
+            experts in ``topk_group`` groups, ``n_group`` does not divide ``num_experts``, a factor
+            is negative, ``score`` is unknown, or ``bias=False`` is given with a ``bias_rate``.
 
     Examples:
         >>> router = TopKRouter(dim=64, num_experts=8, top_k=2)
@@ -179,7 +181,10 @@ class TopKRouter(KeepsDtype):
 
     @property
     def needs_whole_batch(self) -> str:
-        """The reason why losses or the bias need the load of all ranks, else an empty string."""
+        """Reason why this router needs the loads of all ranks, as text; empty if it does not.
+
+        Losses and ``bias_rate`` need them.
+        """
         if self.load_balance_loss:
             return f"load_balance_loss={self.load_balance_loss} is the loss of the whole batch"
         if self.sequence_loss:
@@ -217,7 +222,7 @@ class TopKRouter(KeepsDtype):
         return ", ".join([text, *said])
 
     def reset_parameters(self) -> None:
-        """Initialize the weight uniformly within ``1 / sqrt(dim)``, ``load`` and ``bias`` to 0."""
+        """Initialize parameters uniformly within ``1 / sqrt(dim)``, and set buffers to 0."""
         bound = 1.0 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
         if self.gate_bias is not None:
@@ -235,22 +240,22 @@ class TopKRouter(KeepsDtype):
     ) -> None:
         """Set the axes that split the tokens of a batch, so that losses cover the whole batch.
 
-        Styles call it with their ``token_axes``. With a loss, each training forward then
-        communicates one small all-reduce per axis.
+        Styles call this method with their ``token_axes``. If the router has a loss, each training
+        forward then communicates one small all-reduce per axis.
 
         Args:
-            axes: All axes on which ranks hold different tokens: a mesh or `Axis` objects. Data and
-                context parallel axes, and the tensor parallel axis if the input is sharded by
-                sequence.
-            collectives: Implementation of the collectives. Defaults to None: the current one,
-                ``torch.distributed`` at first.
-            sequence_axes: The axes of ``axes`` on which ranks hold equal parts of the same
-                sequences. ``sequence_loss`` communicates one more all-reduce for each. Defaults to
-                none.
+            axes: All axes on which ranks hold different tokens: a mesh or `Axis` objects. These are
+                the data and context parallel axes, and the tensor parallel axis if the input is
+                sharded by sequence.
+            collectives: Implementation of the collectives. Defaults to None: unchanged. A new
+                router uses ``torch.distributed``.
+            sequence_axes: Those of ``axes`` on which ranks hold equal parts of the same sequences.
+                ``sequence_loss`` communicates one more all-reduce over each of them. Defaults to
+                ``()``.
 
         Raises:
-            ExpertConfigError: An axis of ``sequence_axes`` is not in ``axes``, or ranks of ``axes``
-                hold the same tokens.
+            ExpertConfigError: An axis of ``sequence_axes`` is not in ``axes``, or ``axes`` include
+                ranks that hold the same tokens, because a style splits each expert over them.
         """
         over = as_axes(axes)
         check_apart(axes, self.replicated_over)
@@ -268,17 +273,18 @@ class TopKRouter(KeepsDtype):
 
         Args:
             x: Tokens ``[tokens, dim]``.
-            sequence_ids: Sequence of each token for ``sequence_loss``, ``[tokens]``, int64.
-                Defaults to None: one sequence.
+            sequence_ids: Index of the sequence of each token, ``[tokens]``, int64, from 0 to
+                ``num_sequences - 1``. Only ``sequence_loss`` uses it. Defaults to None: all tokens
+                are in one sequence.
             num_sequences: Number of sequences. Defaults to 1.
 
         Returns:
             ``(weights, expert_ids)``, both ``[tokens, top_k]``. The ids are int64.
 
         Raises:
-            ExpertConfigError: ``x`` has another shape or no floating dtype, or the sequence ids do
-                not fit the tokens. Values of ids are checked on the CPU only. Raised on this rank
-                only.
+            ExpertConfigError: ``x`` is not ``[tokens, dim]`` with a floating dtype, or
+                ``sequence_ids`` has a wrong shape, dtype or value. Values are checked on the CPU
+                only. Raised on this rank only.
         """
         check_tokens(x, self.dim)
         if sequence_ids is not None:
@@ -349,10 +355,10 @@ class TopKRouter(KeepsDtype):
         load += counts
 
     def counted_load(self) -> Tensor:
-        """Return the buffer ``load``.
+        """Return the buffer ``load``, and create it if the router was built on the meta device.
 
         Returns:
-            ``load``, on the device of the weight if the router was created on the meta device.
+            ``load`` on the device of the weight.
         """
         device = self.weight.device
         if self.load.is_meta and device.type != "meta":

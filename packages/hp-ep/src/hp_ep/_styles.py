@@ -130,24 +130,25 @@ class BaseExpertParallel(ParallelStyle):
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
-            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            keep the ``token_axes`` of the router.
-        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to none.
+            if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
+            None: keep the ``token_axes`` of the router.
+        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
-            to None.
-        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
-            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
-            the backward. Defaults to None: equal blocks in order.
-        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
+            over its ranks. Defaults to None.
+        placement: `Placement` that assigns experts to ranks, the same on all ranks. To check this,
+            ranks communicate one small all-gather over each mesh axis that splits the experts. In
+            the backward, one all-to-all sums the gradients of replicas. Defaults to None: each rank
+            holds an equal block of consecutive experts.
+        node_mesh: The same ranks as a 2-D mesh ``(nodes, ranks of a node)``, so that ``"auto"`` can
             choose `Hierarchical`. Defaults to None.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Raises:
-        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
-            `Placement`. `apply` checks the other arguments.
+        ExpertConfigError: ``dispatcher`` is not a `TokenDispatcher`, or ``placement`` is not a
+            `Placement`. The other arguments are checked when the style is applied.
 
     Examples:
         >>> class MyExpertParallel(BaseExpertParallel):
@@ -413,37 +414,39 @@ def _check_balance(router: TopKRouter, token_axes: tuple[Axis, ...] | None) -> N
 class ExpertParallel(BaseExpertParallel):
     """Parallel style that splits whole experts over one mesh axis. Tokens travel to their experts.
 
-    The mesh is 1-D or has an axis ``ep``. Weights become ``Shard(0)`` over it. Ranks of the axis
-    hold different tokens; otherwise gradients of the experts count a token once for each rank that
-    holds it.
+    The mesh is 1-D or has an axis ``ep``. Weights of the experts become ``Shard(0)`` over this
+    axis. Its ranks have to hold different tokens. If several ranks held the same token, gradients
+    of the experts would count this token several times.
 
-    Apply the style to a `MoE`, or to a `GroupedExperts`, which then takes rows sorted by global
-    expert, takes counts ``[num_experts]``, and returns its results in the order of the rows.
-    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
-    ranks equally. Apply the style before FSDP.
+    Apply the style to a `MoE` or to a `GroupedExperts`. A `GroupedExperts` then takes rows for the
+    experts of all ranks, sorted by expert, and counts ``[num_experts]``. It returns its results in
+    the order of the rows. Parameters become DTensors with this rank's values. Values are not
+    communicated, so all ranks must initialize the module with equal values. Apply the style before
+    FSDP.
 
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
-            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            keep the ``token_axes`` of the router.
-        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to none.
+            if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
+            None: keep the ``token_axes`` of the router.
+        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
-            to None.
-        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
-            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
-            the backward. Defaults to None: equal blocks in order.
-        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
+            over its ranks. Defaults to None.
+        placement: `Placement` that assigns experts to ranks, the same on all ranks. To check this,
+            ranks communicate one small all-gather over each mesh axis that splits the experts. In
+            the backward, one all-to-all sums the gradients of replicas. Defaults to None: each rank
+            holds an equal block of consecutive experts.
+        node_mesh: The same ranks as a 2-D mesh ``(nodes, ranks of a node)``, so that ``"auto"`` can
             choose `Hierarchical`. Defaults to None.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Raises:
-        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
-            `Placement`. `apply` checks the other arguments.
+        ExpertConfigError: ``dispatcher`` is not a `TokenDispatcher`, or ``placement`` is not a
+            `Placement`. The other arguments are checked when the style is applied.
 
     Examples:
         On 4 ranks:
@@ -457,13 +460,14 @@ class ExpertParallel(BaseExpertParallel):
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the axis ``ep`` of a mesh, or its only axis.
+        """Return how this style uses a mesh: its only axis, or the axis ``ep``, splits the experts.
 
         Args:
             mesh: Mesh that the style is applied to.
 
         Returns:
-            The axis that splits whole experts.
+            An object with the attributes ``mesh`` and ``expert_axis``, the axis that splits whole
+            experts.
         """
         axis = expert_axis(mesh)
         return Split(mesh=mesh if mesh.ndim == 1 else mesh[axis.name], expert_axis=axis)
@@ -472,37 +476,39 @@ class ExpertParallel(BaseExpertParallel):
 class TensorParallel(BaseExpertParallel):
     """Parallel style that splits each expert along its hidden size over a 1-D mesh.
 
-    Weights become ``Shard(2)``. All ranks of the mesh hold the same tokens, so no token travels.
-    Their partial outputs are summed by one all-reduce: of the tokens for a `MoE`, of the rows for a
-    `GroupedExperts`.
+    Weights of the experts become ``Shard(2)``. All ranks of the mesh have to hold the same tokens,
+    so no token travels. Each rank computes a partial output. One all-reduce sums the partial
+    outputs: those of tokens for a `MoE`, those of rows for a `GroupedExperts`.
 
-    Apply the style to a `MoE`, or to a `GroupedExperts`, which then takes rows sorted by global
-    expert, takes counts ``[num_experts]``, and returns its results in the order of the rows.
-    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
-    ranks equally. Apply the style before FSDP.
+    Apply the style to a `MoE` or to a `GroupedExperts`. A `GroupedExperts` then takes rows for the
+    experts of all ranks, sorted by expert, and counts ``[num_experts]``. It returns its results in
+    the order of the rows. Parameters become DTensors with this rank's values. Values are not
+    communicated, so all ranks must initialize the module with equal values. Apply the style before
+    FSDP.
 
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
-            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            keep the ``token_axes`` of the router.
-        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to none.
+            if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
+            None: keep the ``token_axes`` of the router.
+        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
-            to None.
-        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
-            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
-            the backward. Defaults to None: equal blocks in order.
-        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
+            over its ranks. Defaults to None.
+        placement: `Placement` that assigns experts to ranks, the same on all ranks. To check this,
+            ranks communicate one small all-gather over each mesh axis that splits the experts. In
+            the backward, one all-to-all sums the gradients of replicas. Defaults to None: each rank
+            holds an equal block of consecutive experts.
+        node_mesh: The same ranks as a 2-D mesh ``(nodes, ranks of a node)``, so that ``"auto"`` can
             choose `Hierarchical`. Defaults to None.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Raises:
-        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
-            `Placement`. `apply` checks the other arguments.
+        ExpertConfigError: ``dispatcher`` is not a `TokenDispatcher`, or ``placement`` is not a
+            `Placement`. The other arguments are checked when the style is applied.
 
     Examples:
         On 4 ranks:
@@ -516,13 +522,14 @@ class TensorParallel(BaseExpertParallel):
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the only axis of a mesh.
+        """Return how this style uses a mesh: its only axis splits each expert.
 
         Args:
             mesh: Mesh that the style is applied to.
 
         Returns:
-            The axis that splits each expert.
+            An object with the attributes ``mesh`` and ``tensor_axis``, the axis that splits each
+            expert.
 
         Raises:
             ExpertConfigError: The mesh is not 1-D.
@@ -538,37 +545,39 @@ class TensorParallel(BaseExpertParallel):
 class ExpertTensorParallel(BaseExpertParallel):
     """Parallel style that splits whole experts over one axis and each expert over a second axis.
 
-    The first axis of the 2-D mesh splits whole experts, the second one splits each expert, whatever
-    the names of the axes. Tokens travel over the first axis only. Ranks of the second axis hold the
-    same tokens, and their partial outputs are summed.
+    The first axis of the 2-D mesh splits whole experts, and the second axis splits each expert. The
+    names of the axes do not matter. Tokens travel over the first axis only. Ranks of the second
+    axis have to hold the same tokens, and one all-reduce sums their partial outputs.
 
-    Apply the style to a `MoE`, or to a `GroupedExperts`, which then takes rows sorted by global
-    expert, takes counts ``[num_experts]``, and returns its results in the order of the rows.
-    Parameters become DTensors of this rank's values. Nothing is communicated, so initialize all
-    ranks equally. Apply the style before FSDP.
+    Apply the style to a `MoE` or to a `GroupedExperts`. A `GroupedExperts` then takes rows for the
+    experts of all ranks, sorted by expert, and counts ``[num_experts]``. It returns its results in
+    the order of the rows. Parameters become DTensors with this rank's values. Values are not
+    communicated, so all ranks must initialize the module with equal values. Apply the style before
+    FSDP.
 
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to
             ``"auto"``: the result of `choose_dispatcher`.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
-            for none. Required if the router has losses or a ``bias_rate``. Defaults to None:
-            keep the ``token_axes`` of the router.
-        sequence_axes: The axes of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to none.
+            if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
+            None: keep the ``token_axes`` of the router.
+        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
+            Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
-            DTensors replicated over it, with Partial gradients: sum them over its ranks. Defaults
-            to None.
-        placement: Experts of each rank, the same on all ranks. Ranks compare it: one small
-            all-gather per axis of the split. Gradients of replicas are summed by one all-to-all in
-            the backward. Defaults to None: equal blocks in order.
-        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
+            over its ranks. Defaults to None.
+        placement: `Placement` that assigns experts to ranks, the same on all ranks. To check this,
+            ranks communicate one small all-gather over each mesh axis that splits the experts. In
+            the backward, one all-to-all sums the gradients of replicas. Defaults to None: each rank
+            holds an equal block of consecutive experts.
+        node_mesh: The same ranks as a 2-D mesh ``(nodes, ranks of a node)``, so that ``"auto"`` can
             choose `Hierarchical`. Defaults to None.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
 
     Raises:
-        ExpertConfigError: ``dispatcher`` is no `TokenDispatcher`, or ``placement`` is no
-            `Placement`. `apply` checks the other arguments.
+        ExpertConfigError: ``dispatcher`` is not a `TokenDispatcher`, or ``placement`` is not a
+            `Placement`. The other arguments are checked when the style is applied.
 
     Examples:
         On 4 ranks:
@@ -582,13 +591,14 @@ class ExpertTensorParallel(BaseExpertParallel):
     """
 
     def split(self, mesh: DeviceMesh) -> Split:
-        """Return the two axes of a mesh.
+        """Return how this style uses a mesh: one axis splits the experts, the other each expert.
 
         Args:
             mesh: Mesh that the style is applied to.
 
         Returns:
-            The axis that splits whole experts and the axis that splits each expert.
+            An object with the attributes ``mesh``, ``expert_axis`` (splits whole experts) and
+            ``tensor_axis`` (splits each expert).
 
         Raises:
             ExpertConfigError: The mesh is not 2-D.
@@ -602,24 +612,24 @@ class ExpertTensorParallel(BaseExpertParallel):
 
 
 def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertParallel) -> list[str]:
-    """Apply a style to every `MoE` of a model, or to none.
+    """Apply a parallel style to every `MoE` of a model. If this raises, no layer is changed.
 
-    If the style has a placement, ranks compare it: one small all-gather per axis of the split.
-    Nothing else is communicated.
+    If the style has a ``placement``, ranks check that it is the same everywhere, with one small
+    all-gather over each mesh axis that splits the experts. Nothing else is communicated.
 
     Args:
         model: The model. Its `MoE` layers are changed in place.
-        mesh: Mesh of the ranks that split the experts.
-        style: The style: `ExpertParallel`, `TensorParallel` or `ExpertTensorParallel`.
+        mesh: Mesh of the ranks over which the style splits the experts.
+        style: An `ExpertParallel`, `TensorParallel` or `ExpertTensorParallel`.
 
     Returns:
-        The names of the layers.
+        The names of the `MoE` layers in ``model``.
 
     Raises:
-        ExpertConfigError: Before any change, on all ranks together: the style does not fit a layer,
-            which the message names; ``model`` has no `MoE`; layers share experts or their
-            parameters with another module; ``mesh`` or ``style`` has the wrong type; or ranks have
-            different placements. One `MoE` in several places of the model is allowed.
+        ExpertConfigError: Raised on all ranks together before any change, if the style cannot be
+            applied to a layer, which the message names; ``model`` has no `MoE`; a parameter of a
+            layer also belongs to another module; ``mesh`` or ``style`` has the wrong type; or ranks
+            have different placements. The same `MoE` object may occur several times in the model.
 
     Examples:
         On 4 ranks:

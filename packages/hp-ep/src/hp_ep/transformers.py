@@ -118,18 +118,21 @@ def parallelize_experts(
 ) -> list[str]:
     """Split the experts of a transformers model over the ranks of a mesh.
 
-    Each module of experts computes through a dispatcher: tokens travel to the ranks of their
-    experts and back, and none is dropped. Parameters of the experts become DTensors, ``Shard(0)``
-    over ``mesh``, of this rank's values, so all ranks must pass equal models. Names and shapes of
-    the state dict stay. Each rank calls the model with its sequences. Call the function before
-    FSDP. It communicates nothing.
+    In the model's forward, a dispatcher sends tokens to the ranks of their experts and back. No
+    token is dropped. Parameters of the experts become DTensors with ``Shard(0)`` over ``mesh`` and
+    this rank's values, so all ranks must pass equal models. Names and shapes in the state dict do
+    not change. Each rank calls the model with its own sequences. Call this function before FSDP. It
+    communicates nothing.
 
-    With ``token_axes``, losses are shares: the sum of ``loss`` over the ranks is the loss of one
-    process with all sequences, and so is the sum of ``aux_loss``. Sum gradients over ranks; do not
-    average them (hp-fsdp: ``gradient_reduction="sum"``). Each forward counts the labels by one
-    small all-reduce per axis, unless the call passes ``num_items_in_batch``, the number of labels
-    of the whole batch. The auxiliary loss (``output_router_logits``) needs one more. Without
-    ``token_axes``, the loss covers this rank's labels, and an auxiliary loss is an error.
+    With ``token_axes``, each rank returns a part of the loss. The parts of all ranks add up to the
+    loss of one process with all sequences; the same holds for ``aux_loss``. Sum gradients over
+    ranks; do not average them (hp-fsdp: ``gradient_reduction="sum"``). Each forward counts the
+    labels of all ranks with one small all-reduce per axis. To avoid it, pass
+    ``num_items_in_batch``, the number of labels of the whole batch. The auxiliary loss
+    (``output_router_logits``) needs one more all-reduce per axis.
+
+    Without ``token_axes``, the loss is the mean over this rank's labels, and a call with an
+    auxiliary loss raises an error.
 
     Args:
         model: A ``PreTrainedModel``. It is changed in place. For a model of peft with adapters on
@@ -139,36 +142,40 @@ def parallelize_experts(
         dispatcher: ``"auto"``, or a `TokenDispatcher` for these experts and ranks. Defaults to
             ``"auto"``.
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
-            for none. They include the ranks of ``mesh``. Defaults to None: see above.
-        node_mesh: The same ranks as a 2-D mesh (nodes, ranks of a node), so that ``"auto"`` can
+            if there are none. They have to include the ranks of ``mesh``. Defaults to None: the
+            loss covers this rank only, see above.
+        node_mesh: The same ranks as a 2-D mesh ``(nodes, ranks of a node)``, so that ``"auto"`` can
             choose `Hierarchical`. Defaults to None.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
-        bias_rate: Step of `update_router_bias`, for routers with a bias that transformers does not
-            train (``e_score_correction_bias`` or ``expert_bias``). Defaults to 0.0: unchanged.
+        bias_rate: Amount by which `update_router_bias` changes the bias of an expert, for routers
+            with a bias that transformers does not train (``e_score_correction_bias`` or
+            ``expert_bias``). Defaults to 0.0: the bias is not changed.
 
     Returns:
         The names of the modules of experts.
 
     Raises:
         ImportError: transformers is missing or older than 5.23.
-        ExpertConfigError: This function raises it before any change, on all ranks together, for:
+        ExpertConfigError: This function raises the error on all ranks together, before any change,
+            for:
 
-            - a mesh of several axes, or ranks that do not divide the experts;
-            - a model of another library, one without experts in the registry of transformers, or
-              one that was passed before;
+            - a mesh with several axes, or a number of experts that is not divisible by the number
+              of ranks;
+            - a model of another library, a model without experts in the registry of transformers,
+              or a model that was passed to this function before;
             - experts with quantized weights or unknown parameters;
-            - ``token_axes`` over ranks of ``mesh`` that hold the same tokens, or for a model that
-              computes no loss, such as the one inside ``Qwen3MoeForCausalLM``;
+            - ``token_axes`` that do not include all ranks of ``mesh``, or that are given although
+              the model computes no loss, such as the one inside ``Qwen3MoeForCausalLM``;
             - a ``bias_rate`` if no router has such a bias.
 
-            Calls of the model raise it before communication for:
+            Calls of the model raise the error before communication for:
 
             - an auxiliary loss without ``token_axes``, of a model around ``model``, with
               ``return_dict=False``, or with another formula than Mixtral's;
             - adapters that peft has added to experts after this call;
-            - ``labels`` if the model's loss takes no ``num_items_in_batch``.
+            - ``labels`` if the loss of the model has no argument ``num_items_in_batch``.
 
-            ``save_pretrained`` raises it without a ``state_dict`` of whole tensors.
+            ``save_pretrained`` raises the error if it gets no ``state_dict`` with whole tensors.
 
     Examples:
         On 2 ranks, with a model of transformers:
@@ -179,11 +186,12 @@ def parallelize_experts(
         >>> loss.backward()
 
     Note:
-        - All ranks must call the model equally often. With ``token_axes``, they must pass the same
-          of the keywords ``labels``, ``num_items_in_batch`` and ``output_router_logits``; the first
-          exchange of counts compares them, and its ranks raise a `RoutingError`.
-        - Experts count their tokens in training, with padding, as a `TopKRouter` does.
-          `collect_loads` and `update_router_bias` accept the model.
+        - All ranks must call the model equally often. With ``token_axes``, either all or none of
+          them must pass each of the keywords ``labels``, ``num_items_in_batch`` and
+          ``output_router_logits``. The first exchange of counts compares this. If ranks differ, all
+          of them raise a `RoutingError`.
+        - In training, the tokens of each expert are counted as in a `TopKRouter`; padding is
+          counted, too. `collect_loads` and `update_router_bias` accept the model.
         - The function sets the experts' implementation in the configs of the model. Models that
           share a config object raise an error when called, until they are passed to this function
           too.

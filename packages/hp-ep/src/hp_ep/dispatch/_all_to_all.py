@@ -156,9 +156,9 @@ class AllToAll(AsyncDispatcher):
     | backward | 2 | 0 |
 
     Each rank receives ``8 * (experts per rank + 4)`` bytes of counts from every other rank. If the
-    experts multiply rows by their routing weights, forward and backward have one more all-to-all
-    each. A rank with invalid inputs reports it in the exchange of counts, and all ranks raise the
-    same `RoutingError`.
+    experts multiply rows by their routing weights (in a `MoE` they do), forward and backward
+    have one more all-to-all each. If a rank has invalid inputs, it reports them in the exchange of
+    counts, and all ranks raise the same `RoutingError`.
 
     Args:
         ep_mesh: Mesh of the ranks that split the experts: 1-D, or with an axis ``ep``; or an `Axis`
@@ -166,14 +166,15 @@ class AllToAll(AsyncDispatcher):
         num_experts: Number of experts of all ranks.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
         validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
-            Defaults to None: on the CPU only.
-        payload: Narrower floating dtype of rows, results and gradients in transit, the same on all
-            ranks. Sums keep the dtype of the tokens. Values beyond its range (65,504 for float16)
-            become infinite without an error. Defaults to None: no narrowing.
+            Defaults to None: True on the CPU, else False.
+        payload: Dtype in which rows, results and gradients are sent: a floating dtype narrower than
+            that of the tokens, the same on all ranks. Sums are computed in the dtype of the tokens.
+            Values beyond the range of ``payload`` (65,504 for float16) become infinite without an
+            error. Defaults to None: the dtype of the tokens.
 
     Raises:
-        ExpertConfigError: The ranks do not divide ``num_experts``, or an argument is invalid. All
-            ranks raise together before communication.
+        ExpertConfigError: ``num_experts`` is not divisible by the number of ranks, or another
+            argument is invalid. All ranks raise together before communication.
 
     Examples:
         On 4 ranks:
@@ -207,14 +208,18 @@ class AllToAll(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the rows travel, or on CUDA while the counts are copied to the host.
+        """Start the dispatch and return a handle before its communication finishes.
 
-        See `AsyncDispatcher.start_dispatch`.
+        On CUDA, this method returns while the counts are copied to the host. The rows are then sent
+        in ``wait()`` of the handle. See `AsyncDispatcher.start_dispatch`.
         """
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel. See `AsyncDispatcher.start_combine`."""
+        """Start the combine and return a handle before its communication finishes.
+
+        See `AsyncDispatcher.start_combine`.
+        """
         return Pending(self._combine(rows, consume(state, self, _AllToAllState, rows)))
 
     def _dispatch(

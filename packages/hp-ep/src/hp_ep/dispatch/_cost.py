@@ -216,31 +216,33 @@ def choose_dispatcher(
     links: AlphaBeta | None = None,
     device_type: str = "cuda",
 ) -> Kind:
-    """Return the dispatcher with the lowest estimated time of a forward and backward.
+    """Return the name of the dispatcher with the lowest estimated time of a forward and backward.
 
-    The estimate counts latency, bytes on each link, operators and copied rows. A simpler dispatcher
-    is kept unless it costs more than 1.1 times a more complex one. All experts count as equally
-    likely. For a router that limits the groups of a token (``topk_group``), `Dedup` and
-    `Hierarchical` send less than estimated; pass one of them to the style.
+    The estimate includes latency, bytes on each link, operators and copied rows. A more complex
+    dispatcher is chosen only if a simpler one takes more than 1.1 times as long. The estimate
+    assumes that tokens choose all experts equally often. If a router limits the groups of a token
+    (``topk_group``), `Dedup` and `Hierarchical` send less than estimated; in that case, pass one of
+    them to the style.
 
     Args:
         num_ranks: Number of ranks that split the experts.
-        num_experts: Number of experts of all ranks, or slots of a placement.
+        num_experts: Number of experts of all ranks; with a `Placement`, the number of its slots.
         top_k: Number of experts per token.
         row_bytes: Bytes of one token.
-        node_size: Number of ranks of a node. ``"hierarchical"`` needs several nodes of several
-            ranks. Defaults to None: all ranks are one node.
+        node_size: Number of ranks per node. ``"hierarchical"`` needs several nodes with several
+            ranks each. Defaults to None: all ranks are on one node.
         num_tokens: Number of tokens of a rank in one call. Defaults to 8,192.
-        links: Seconds per call and per byte, as an ``AlphaBeta`` of hp-dtensor: one number for all
-            links, or a pair (between nodes, inside a node). Defaults to None: built-in values for
-            ``device_type``.
+        links: Latency and seconds per byte, as an ``AlphaBeta`` of hp-dtensor. Each is one number
+            for all links, or a pair ``(between nodes, inside a node)``. Defaults to None: built-in
+            values for ``device_type``.
         device_type: ``"cuda"`` or ``"cpu"``. Defaults to ``"cuda"``.
 
     Returns:
         ``"local"``, ``"all_to_all"``, ``"dedup"`` or ``"hierarchical"``.
 
     Raises:
-        ExpertConfigError: A number is invalid, or the ranks do not divide the experts or the nodes.
+        ExpertConfigError: A number is invalid, ``num_ranks`` does not divide ``num_experts``, or
+            ``node_size`` does not divide ``num_ranks``.
 
     Examples:
         >>> choose_dispatcher(num_ranks=64, num_experts=256, top_k=8, row_bytes=14336, node_size=8)
@@ -269,13 +271,14 @@ def choose_dispatcher(
 
 
 def choose_capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the capacity of `Padded` for a multiple of an even load, rounded up.
+    """Return the ``capacity`` of `Padded` for a capacity factor.
 
-    The result is ``factor * num_tokens * top_k / num_experts`` (GShard, arXiv 2006.16668, section
-    2.2).
+    The result is ``factor * num_tokens * top_k / num_experts``, rounded up (GShard, arXiv
+    2006.16668, section 2.2).
 
     Args:
-        factor: Multiple of an even load. With 1, an even load loses no row.
+        factor: Capacity divided by the number of rows that each expert gets if all experts get
+            equally many. With 1, no row is lost in this case.
         num_tokens: Largest number of tokens of a rank in one call, the same on all ranks.
         top_k: Number of experts per token.
         num_experts: Number of experts of all ranks.

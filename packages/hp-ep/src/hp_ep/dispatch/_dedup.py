@@ -235,11 +235,19 @@ class _Deduplicating(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the tokens travel. See `AsyncDispatcher.start_dispatch`."""
+        """Start the dispatch and return a handle before its communication finishes.
+
+        The exchange of counts is complete on return; the tokens are in flight. See
+        `AsyncDispatcher.start_dispatch`.
+        """
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the sums travel. See `AsyncDispatcher.start_combine`."""
+        """Start the combine and return a handle before its communication finishes.
+
+        Each rank sends back one weighted sum per received token. See
+        `AsyncDispatcher.start_combine`.
+        """
         return Pending(self._combine(rows, consume(state, self, _DedupState, rows)))
 
     def _plan(self, given: Checked) -> _Planned:
@@ -296,16 +304,18 @@ class _Deduplicating(AsyncDispatcher):
 class Dedup(_Deduplicating):
     """Dispatcher that sends a token once to each rank that has one of its experts.
 
-    The receiving rank copies the token to its experts and sends back their weighted sum, as the
-    node-limited dispatch of DeepSeek-V3 does for nodes (arXiv 2412.19437, section 3.2.2).
+    The receiving rank copies the token for each of these experts, and sends back the weighted sum
+    of their results. DeepSeek-V3 does the same with nodes instead of ranks (arXiv 2412.19437,
+    section 3.2.2).
 
     | | all-to-alls | device-to-host synchronizations |
     |---|---|---|
     | forward | 4: counts, assignments, tokens, results | 1 |
     | backward | 3 | 0 |
 
-    An assignment is one choice of a token; it takes 8 bytes (12 with float64 weights). Invalid
-    inputs raise as in `AllToAll`. With ``payload``, sums of one rank are rounded once.
+    An assignment is one pair of a token and an expert that it chose. It takes 8 bytes, or 12 with
+    float64 weights. If a rank has invalid inputs, all ranks raise the same `RoutingError`. With
+    ``payload``, the sum of a rank is rounded once, when it is sent.
 
     Args:
         ep_mesh: Mesh of the ranks that split the experts: 1-D, or with an axis ``ep``; or an `Axis`
@@ -313,14 +323,15 @@ class Dedup(_Deduplicating):
         num_experts: Number of experts of all ranks.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
         validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
-            Defaults to None: on the CPU only.
-        payload: Narrower floating dtype of rows, results and gradients in transit, the same on all
-            ranks. Sums keep the dtype of the tokens. Values beyond its range (65,504 for float16)
-            become infinite without an error. Defaults to None: no narrowing.
+            Defaults to None: True on the CPU, else False.
+        payload: Dtype in which tokens, results and gradients are sent: a floating dtype narrower
+            than that of the tokens, the same on all ranks. Sums are computed in the dtype of the
+            tokens. Values beyond the range of ``payload`` (65,504 for float16) become infinite
+            without an error. Defaults to None: the dtype of the tokens.
 
     Raises:
-        ExpertConfigError: The ranks do not divide ``num_experts``, or an argument is invalid. All
-            ranks raise together before communication.
+        ExpertConfigError: ``num_experts`` is not divisible by the number of ranks, or another
+            argument is invalid. All ranks raise together before communication.
 
     Examples:
         On 4 ranks:
@@ -366,34 +377,39 @@ class Dedup(_Deduplicating):
 
 
 class Hierarchical(_Deduplicating):
-    """Dispatcher that sends a token once to each node, and inside the node once to each rank.
+    """Dispatcher that sends a token at most once to each node, and there at most once to each rank.
 
-    A token goes to the rank with the same index in each node that has one of its experts, and from
-    there to each rank that has one. Results return the same way and are summed at both stops (two
-    exchanges as in DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+    Sending has two steps, as in DeepSeek-V3 (arXiv 2412.19437, section 3.2.2). First, the token is
+    sent to every node that has one of its experts. In the node, the rank with the same index as the
+    sending rank receives it. Second, this rank sends the token to every rank of its node that has
+    one of the experts. Results return the same way: each rank sends back one sum per token, and
+    each node sends back one sum per token.
 
     | | all-to-alls per axis | device-to-host synchronizations |
     |---|---|---|
     | forward | 4 | 1 |
     | backward | 3 | 0 |
 
-    The exchange between nodes overlaps with computation; the exchange inside a node does not.
-    Invalid inputs raise as in `AllToAll`.
+    The exchange between nodes overlaps with computation; the exchange inside a node does not. If a
+    rank has invalid inputs, all ranks raise the same `RoutingError`.
 
     Args:
-        node_mesh: Mesh of two axes: nodes, and the ranks of a node. Rank ``(n, i)`` holds block
-            ``n * ranks per node + i`` of the experts.
+        node_mesh: Mesh with the two axes ``(nodes, ranks of a node)``. The experts are split into
+            one equal block per rank. Rank ``i`` of node ``n`` holds block
+            ``n * (ranks per node) + i``.
         num_experts: Number of experts of all ranks.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
         validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
-            Defaults to None: on the CPU only.
-        payload: Narrower floating dtype of rows, results and gradients in transit, the same on all
-            ranks. Sums keep the dtype of the tokens. Values beyond its range (65,504 for float16)
-            become infinite without an error. Defaults to None: no narrowing.
+            Defaults to None: True on the CPU, else False.
+        payload: Dtype in which tokens, results and gradients are sent: a floating dtype narrower
+            than that of the tokens, the same on all ranks. Sums are computed in the dtype of the
+            tokens. Values beyond the range of ``payload`` (65,504 for float16) become infinite
+            without an error. Defaults to None: the dtype of the tokens.
 
     Raises:
-        ExpertConfigError: ``node_mesh`` has not two axes, the ranks do not divide ``num_experts``,
-            or an argument is invalid. All ranks raise together before communication.
+        ExpertConfigError: ``node_mesh`` does not have two axes, ``num_experts`` is not divisible by
+            the number of ranks, or another argument is invalid. All ranks raise together before
+            communication.
 
     Examples:
         On 4 ranks, as two nodes of two:

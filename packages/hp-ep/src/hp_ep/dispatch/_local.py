@@ -84,10 +84,10 @@ class Local(AsyncDispatcher):
     Args:
         num_experts: Number of experts of all ranks.
         validate: Whether to check the values of expert ids, which costs a device-to-host
-            synchronization. Defaults to None: on the CPU only.
+            synchronization. Defaults to None: True on the CPU, else False.
 
     Raises:
-        ExpertConfigError: ``num_experts`` is no positive int.
+        ExpertConfigError: ``num_experts`` is not a positive int.
 
     Examples:
         >>> x = torch.randn(16, 64)
@@ -107,11 +107,17 @@ class Local(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return the rows sorted by expert. See `AsyncDispatcher.start_dispatch`."""
+        """Sort the rows by expert, and return a handle that is already complete.
+
+        See `AsyncDispatcher.start_dispatch`.
+        """
         return Done(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return the weighted sum of each token's results. See `AsyncDispatcher.start_combine`."""
+        """Sum the weighted results of each token, and return a handle that is already complete.
+
+        See `AsyncDispatcher.start_combine`.
+        """
         own = consume(state, self, _LocalState, rows)
         return Done(scatter_tokens(rows.to(own.dtype), own.groups, own.weights))
 

@@ -57,38 +57,43 @@ class _PaddedState(DispatchState):
 class Padded(AsyncDispatcher):
     """Dispatcher with a fixed capacity: each rank sends ``capacity`` rows to each expert.
 
-    Missing rows are zeros, so the host knows all sizes and needs no device-to-host synchronization
-    (GShard, arXiv 2006.16668, section 3.2). Forward and backward have two all-to-alls each, and one
-    more each if the experts multiply rows by their routing weights.
+    If a rank has fewer tokens for an expert, it pads with rows of zeros. The host therefore knows
+    all sizes without a device-to-host synchronization (GShard, arXiv 2006.16668, section 3.2).
+    Forward and backward have two all-to-alls each, and one more each if the experts multiply rows
+    by their routing weights (in a `MoE` they do).
 
-    Tokens beyond the capacity lose this expert; its part of the result is missing. With
-    ``overflow="error"``, all ranks raise a `RoutingError` instead, which costs one synchronization.
+    If a rank has more than ``capacity`` tokens for an expert, some of them are not sent to this
+    expert, and their result is the sum over their other experts. With ``overflow="error"``, all
+    ranks raise a `RoutingError` instead, which costs one device-to-host synchronization.
 
-    Ranks report invalid inputs to each other on the CPU, with ``validate=True`` or with
-    ``overflow="error"``: one more small all-to-all. Without these reports:
+    On the CPU, with ``validate=True`` and with ``overflow="error"``, ranks report invalid inputs to
+    each other by one more small all-to-all. In all other cases:
 
-    - invalid inputs raise on their rank only, and the others wait;
-    - a rank takes part in the backward of other ranks' tokens only if its tokens or weights need a
-      gradient;
-    - another ``capacity`` on some ranks is not detected.
+    - A rank with invalid inputs raises alone, and the others wait.
+    - A rank takes part in the backward for tokens of other ranks only if its own tokens or weights
+      need a gradient.
+    - Different values of ``capacity`` on ranks are not detected.
 
     Args:
         ep_mesh: Mesh of the ranks that split the experts: 1-D, or with an axis ``ep``; or an `Axis`
             of hp-dtensor. Rank ``i`` holds the ``i``-th equal block of experts.
         num_experts: Number of experts of all ranks.
         collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
-        capacity: Number of rows from each rank for each expert, the same on all ranks. See
+        capacity: Number of rows that each rank sends to each expert, the same on all ranks. See
             `choose_capacity`.
-        overflow: ``"drop"`` or ``"error"`` for tokens beyond the capacity, the same on all ranks.
-            Defaults to ``"drop"``.
-        drop_policy: Tokens that lose the expert: the last ones (``"position"``), or the ones with
-            the smallest routing weights (``"probability"``). Defaults to ``"position"``.
-        validate: As for `AllToAll`, the same on all ranks. Defaults to None.
-        payload: As for `AllToAll`. Defaults to None.
+        overflow: What happens to tokens beyond the capacity, the same on all ranks: ``"drop"`` or
+            ``"error"``. Defaults to ``"drop"``.
+        drop_policy: Which tokens beyond the capacity are not sent to the expert: the last ones
+            (``"position"``), or the ones with the smallest routing weights (``"probability"``).
+            Defaults to ``"position"``.
+        validate: Whether to check the values of expert ids, as for `AllToAll`. The same on all
+            ranks. Defaults to None.
+        payload: Dtype in which rows, results and gradients are sent, as for `AllToAll`. Defaults to
+            None.
 
     Raises:
-        ExpertConfigError: The ranks do not divide ``num_experts``, or an argument is invalid. All
-            ranks raise together before communication.
+        ExpertConfigError: ``num_experts`` is not divisible by the number of ranks, or another
+            argument is invalid. All ranks raise together before communication.
 
     Examples:
         On 4 ranks:
@@ -135,11 +140,17 @@ class Padded(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the rows travel. See `AsyncDispatcher.start_dispatch`."""
+        """Start the dispatch and return a handle before its communication finishes.
+
+        See `AsyncDispatcher.start_dispatch`.
+        """
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel. See `AsyncDispatcher.start_combine`."""
+        """Start the combine and return a handle before its communication finishes.
+
+        See `AsyncDispatcher.start_combine`.
+        """
         return Pending(self._combine(rows, consume(state, self, _PaddedState, rows)))
 
     def _dispatch(

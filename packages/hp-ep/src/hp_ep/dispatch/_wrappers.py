@@ -72,11 +72,11 @@ class Placed(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the rows travel; see `AsyncDispatcher.start_dispatch`."""
+        """Start the dispatch and return its handle; see `AsyncDispatcher.start_dispatch`."""
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        """Start the combine and return its handle; see `AsyncDispatcher.start_combine`."""
         return start_combine(self.inner, rows, state)
 
     def _dispatch(
@@ -161,7 +161,7 @@ class Summed(AsyncDispatcher):
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while the rows travel; see `AsyncDispatcher.start_dispatch`."""
+        """Start the dispatch and return its handle; see `AsyncDispatcher.start_dispatch`."""
         x, weights = (
             AutogradCollectives(self._collectives).replicate(tensor, self.axis)
             for tensor in (x, weights)
@@ -169,7 +169,7 @@ class Summed(AsyncDispatcher):
         return start_dispatch(self.inner, x, weights, expert_ids, weigh_rows=weigh_rows)
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        """Start the combine and return its handle; see `AsyncDispatcher.start_combine`."""
         return Pending(self._combine(rows, state))
 
     def _combine(self, rows: Tensor, state: DispatchState) -> Generator[Step, None, Tensor]:

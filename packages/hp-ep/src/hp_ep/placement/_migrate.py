@@ -35,27 +35,29 @@ def migrate_experts(
 ) -> Migration:
     """Move the experts of a layer to a new placement, in place.
 
-    Call it between optimizer steps, on all ranks with the same placement. Parameters, their
-    gradients and all optimizer state with a row per slot keep their identity and get the values of
-    the new experts. Training continues with the same results. Copies of the layer, for example
-    averaged weights, are not moved; migrate them in the same step.
+    Call this function between optimizer steps, on all ranks, with the same placement. A `Placement`
+    has slots, and each slot of a rank holds one expert. Parameters, gradients and optimizer state
+    of the experts have one entry along dim 0 per slot. They stay the same tensor objects and get
+    the values of the new experts. Training continues with the same results. Copies of the layer,
+    for example averaged weights, are not moved; migrate them in the same step.
 
-    Ranks first compare the placement and the tensors to move: one small all-gather per axis of the
-    experts' mesh. Then each tensor needs one all-to-all of the slots that change rank.
+    Ranks first check that the placement and the tensors to move are the same on all of them, with
+    one small all-gather per axis of the experts' mesh. Then one all-to-all per tensor moves the
+    entries that change rank.
 
     Args:
-        layer: A `MoE` with a placement from its style.
+        layer: A `MoE` to which a style with a ``placement`` was applied.
         placement: The new placement, with the same number of slots.
         optimizer: The optimizer that trains the experts. Defaults to None: no optimizer state.
 
     Returns:
-        The migration, as from `plan_migration`.
+        The migration that was executed, as `plan_migration` returns it.
 
     Raises:
-        ExpertConfigError: Before anything moves, on all ranks: ``layer`` has no placement; ranks
-            have different placements, gradients or optimizer states; the number of slots differs;
-            ``optimizer`` does not train the experts; or another axis shards a tensor along its
-            experts.
+        ExpertConfigError: ``layer`` has no placement; ranks have different placements, gradients or
+            optimizer states; the new placement has another number of slots; ``optimizer`` does not
+            train the experts; or a mesh axis other than that of the experts shards dim 0 of a
+            tensor. All ranks raise together before anything moves.
 
     Examples:
         On 4 ranks:
@@ -145,11 +147,13 @@ def _tensors(
 
 
 def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with one row per expert, in order, for saving.
+    """Return a state dict whose expert weights are in the order of the experts, for saving.
 
-    Such a checkpoint loads under every split and placement. Replicas become one row, with the
-    values of the first slot. Entries other than experts are unchanged; the entry with the order of
-    the rows is left out. Communicates one all-to-all per tensor of the rows that change rank.
+    With a `Placement`, expert weights have one entry along dim 0 per slot, in the order of the
+    slots. In the result they have one entry per expert, so that a checkpoint can be loaded with any
+    number of ranks and any placement. If an expert has replicas, the values of its first slot are
+    taken. Tensors of other modules are unchanged. The tensor with the order of the slots is left
+    out. Communicates one all-to-all per tensor, which moves the entries that change rank.
 
     Args:
         model: The model.
@@ -160,8 +164,9 @@ def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
         A new state dict.
 
     Raises:
-        ExpertConfigError: The ranks do not divide the experts, or another axis shards a tensor
-            along its experts. All ranks raise together before communication.
+        ExpertConfigError: The number of experts is not divisible by the number of ranks, or a mesh
+            axis other than that of the experts shards dim 0 of a tensor. All ranks raise together
+            before communication.
 
     Examples:
         On 4 ranks:
@@ -177,10 +182,11 @@ def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def order_by_slot(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with one row per slot of the model's placements, for loading.
+    """Return a state dict whose expert weights are in the order of the model's slots, for loading.
 
-    The inverse of `order_by_expert`. Communicates one all-to-all per tensor of the rows that change
-    rank.
+    This is the inverse of `order_by_expert`: expert weights with one entry along dim 0 per expert
+    become weights with one entry per slot of the model's placements. Replicas get the same values.
+    Communicates one all-to-all per tensor, which moves the entries that change rank.
 
     Args:
         model: The model.
@@ -191,8 +197,8 @@ def order_by_slot(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         A new state dict for torch's ``set_model_state_dict`` or ``set_optimizer_state_dict``.
 
     Raises:
-        ExpertConfigError: As from `order_by_expert`, or ``state`` says that its rows have another
-            order.
+        ExpertConfigError: `order_by_expert` would raise the error, or ``state`` has the order of
+            slots instead of experts. All ranks raise together before communication.
 
     Examples:
         On 4 ranks:

@@ -18,19 +18,21 @@ EVEN = 1.02  # a largest load within this of the mean needs no more swaps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The experts on the slots of each rank.
+    """Assigns experts to ranks.
 
-    A slot holds one expert, and all ranks have equally many slots. An expert can have several
-    slots, its replicas, on different ranks. Every expert has at least one slot.
+    Each rank has the same number of slots, and each slot holds one expert. Every expert has at
+    least one slot. If an expert has several slots, these copies are called replicas; they are on
+    different ranks.
 
     Args:
         num_ranks: Number of ranks that split the experts.
         num_experts: Number of experts.
-        experts: Expert of each slot, rank by rank.
+        experts: Expert of each slot: first the slots of rank 0, then those of rank 1, and so on.
 
     Raises:
-        ExpertConfigError: A number is no positive int, ``experts`` is no tuple of expert ids, slots
-            do not divide by ranks, an expert has no slot, or a rank has two replicas of an expert.
+        ExpertConfigError: A number is not a positive int, ``experts`` is not a tuple of expert ids,
+            the number of slots is not divisible by ``num_ranks``, an expert has no slot, or a rank
+            has two replicas of an expert.
 
     Examples:
         >>> Placement.contiguous(num_experts=4, num_ranks=2).experts
@@ -73,7 +75,7 @@ class Placement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> "Placement":
-        """Return equal blocks of experts in order, as ``Shard(0)`` gives them.
+        """Return the placement that gives each rank an equal block of consecutive experts.
 
         Args:
             num_experts: Number of experts.
@@ -83,19 +85,20 @@ class Placement:
             A placement without replicas.
 
         Raises:
-            ExpertConfigError: A number is no positive int, or the ranks do not divide the experts.
+            ExpertConfigError: A number is not a positive int, or ``num_experts`` is not divisible
+                by ``num_ranks``.
         """
         check_sizes({"num_experts": num_experts, "num_ranks": num_ranks})
         return cls(num_ranks=num_ranks, num_experts=num_experts, experts=tuple(range(num_experts)))
 
     @property
     def slots_per_rank(self) -> int:
-        """Number of slots of a rank."""
+        """Number of slots of each rank."""
         return len(self.experts) // self.num_ranks
 
     @property
     def slots_of(self) -> tuple[tuple[int, ...], ...]:
-        """Slots of each expert, in ascending order."""
+        """Slots of each expert: one tuple of indices into ``experts`` per expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts):
             found[expert].append(slot)
@@ -111,7 +114,7 @@ class Placement:
             The expert of each slot of the rank.
 
         Raises:
-            ExpertConfigError: ``rank`` is none of the ranks.
+            ExpertConfigError: ``rank`` is not an int from 0 to ``num_ranks - 1``.
         """
         if not is_count(rank, 0, self.num_ranks - 1):
             raise ExpertConfigError(f"rank={rank!r} is not one of 0 .. {self.num_ranks - 1}")
@@ -122,13 +125,13 @@ class Placement:
         """Return the load of each rank. Replicas share the load of their expert equally.
 
         Args:
-            load: Load of each expert, ``[num_experts]``.
+            load: Load of each expert, such as its number of tokens, ``[num_experts]``.
 
         Returns:
-            The load of each rank.
+            The load of each rank, ``[num_ranks]``.
 
         Raises:
-            ExpertConfigError: ``load`` has another number of experts.
+            ExpertConfigError: ``load`` does not have ``num_experts`` numbers.
         """
         if len(load) != self.num_experts:
             raise ExpertConfigError(
@@ -138,16 +141,16 @@ class Placement:
         return tuple(sum(share[e] for e in self.on_rank(r)) for r in range(self.num_ranks))
 
     def imbalance(self, load: Sequence[float]) -> float:
-        """Return the largest load of a rank divided by the mean load.
+        """Return the largest load of a rank divided by the mean load of ranks.
 
         Args:
-            load: Load of each expert, ``[num_experts]``.
+            load: Load of each expert, such as its number of tokens, ``[num_experts]``.
 
         Returns:
-            1.0 if all ranks have equal loads, or if there is no load.
+            A number of at least 1. It is 1.0 if all ranks have equal loads, or if all loads are 0.
 
         Raises:
-            ExpertConfigError: ``load`` has another number of experts.
+            ExpertConfigError: ``load`` does not have ``num_experts`` numbers.
         """
         loads = self.rank_load(load)
         total = sum(loads)
@@ -164,8 +167,8 @@ class LoadStats:
         placement: Placement of the experts.
 
     Raises:
-        ExpertConfigError: A load is negative or not finite, or the placement has another number of
-            experts.
+        ExpertConfigError: A load is negative or not finite, or ``expert_load`` does not have one
+            number per expert of the placement.
 
     Examples:
         >>> stats = LoadStats(expert_load=(6, 2, 2, 2), placement=Placement.contiguous(4, 2))
@@ -184,17 +187,17 @@ class LoadStats:
 
     @property
     def rank_load(self) -> tuple[float, ...]:
-        """Load of each rank; replicas share the load of their expert equally."""
+        """Load of each rank, ``[num_ranks]``. Replicas share the load of their expert equally."""
         return self.placement.rank_load(self.expert_load)
 
     @property
     def rank_imbalance(self) -> float:
-        """Largest load of a rank divided by the mean load, 1 without load."""
+        """Largest load of a rank divided by the mean load of ranks; 1 if all loads are 0."""
         return self.placement.imbalance(self.expert_load)
 
     @property
     def expert_imbalance(self) -> float:
-        """Largest load of an expert divided by the mean load, 1 without load."""
+        """Largest load of an expert divided by the mean load of experts; 1 if all loads are 0."""
         total = sum(self.expert_load)
         return max(self.expert_load) * len(self.expert_load) / total if total else 1.0
 
@@ -205,7 +208,10 @@ class LoadStats:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the expert loads over its maximum: 1 for equal loads, 0 for one expert."""
+        """Entropy of the expert loads divided by its maximum, from 0 to 1.
+
+        1 if all experts have equal loads, 0 if one expert has the whole load.
+        """
         total = sum(self.expert_load)
         if not total or len(self.expert_load) == 1:
             return 1.0
@@ -251,29 +257,31 @@ def plan_placement(
     node_size: int | None = None,
     near: Placement | None = None,
 ) -> Placement:
-    """Plan a placement with about equal loads of the ranks.
+    """Return a placement in which all ranks have about the same load.
 
-    First, each extra slot goes to the expert with the most load per replica. Then slots are
-    assigned in order of decreasing load, each to the rank with the least load and a free slot
-    (longest processing time first, Graham 1969, section 5). With ``node_size``, slots are first
-    assigned to nodes and then to the ranks of a node. The function is pure and communicates
-    nothing.
+    There is one copy of each expert, and ``num_replicas`` more. Each of these goes to the expert
+    with the most load per copy so far. Then all copies are assigned to ranks in order of decreasing
+    load, each to the rank with the least load among those with a free slot (longest processing time
+    first, Graham 1969, section 5). With ``node_size``, copies are first assigned to nodes and then
+    to the ranks of a node. The function is pure and communicates nothing.
 
     Args:
         load: Load of each expert, as numbers or as a tensor, which is copied to the host once.
         num_ranks: Number of ranks that split the experts.
         num_replicas: Number of slots in addition to one per expert. Defaults to 0.
         node_size: Number of ranks per node. Defaults to None: nodes are not considered.
-        near: Current placement, to move few experts. It is returned, with swaps if necessary, if
-            its imbalance is then at most 5 % above the plan's. Otherwise the ranks of the plan are
-            numbered so that many experts stay. Defaults to None: a new plan.
+        near: Current placement. If given, few experts move: the result is ``near``, or ``near``
+            after some swaps, if its imbalance is at most 5 % above that of a new plan. Otherwise
+            the result is the new plan, with its ranks numbered so that many experts stay on their
+            rank. Defaults to None: a new plan.
 
     Returns:
         A placement of ``len(load)`` experts.
 
     Raises:
-        ExpertConfigError: Slots do not divide by ranks or ranks by nodes, there are too many
-            replicas, a load is negative or not finite, or ``near`` has other sizes.
+        ExpertConfigError: The number of slots is not divisible by ``num_ranks``, or ``num_ranks``
+            by ``node_size``; ``num_replicas`` is too large; a load is negative or not finite; or
+            ``near`` has another number of experts, slots or ranks.
 
     Examples:
         >>> placement = plan_placement([6.0, 2.0, 2.0, 2.0], num_ranks=2, num_replicas=2)
@@ -594,19 +602,19 @@ class Migration:
 
 
 def plan_migration(old: Placement, new: Placement) -> Migration:
-    """Plan how the values of experts get from one placement to another.
+    """Plan which rank sends which expert to change from one placement to another.
 
-    A value stays on its rank if the rank holds the expert in both placements. If several ranks hold
-    an expert, the rank that has sent the least so far sends it. The function is pure;
-    `migrate_experts` executes the plan.
+    If a rank holds an expert in both placements, it receives nothing for this expert. Otherwise,
+    among the ranks that hold the expert, the one that has sent the fewest experts so far sends it.
+    The function is pure; `migrate_experts` executes the plan.
 
     Args:
         old: Current placement.
         new: Next placement, with the same number of ranks and experts.
 
     Returns:
-        The plan: ``sources`` has the old slot of each new slot, and ``moved`` is the number of
-        experts that change rank.
+        The plan. For each slot of ``new``, ``sources`` has the slot of ``old`` that its values come
+        from. ``moved`` is the number of slots whose values come from another rank.
 
     Raises:
         ExpertConfigError: The placements have different numbers of ranks or experts.
