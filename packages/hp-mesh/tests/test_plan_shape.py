@@ -1,11 +1,13 @@
 """Shapes of published models, and every wrong number of a shape, a cluster or a run."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh import ParallelDims, ParallelDimsError, planner
 from hp_mesh.planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 
 from .plan_strategies import shapes
@@ -156,3 +158,36 @@ def test_an_accelerator_has_a_name(name: Any) -> None:
 def test_an_accelerator_may_be_given_by_name() -> None:
     for name in ("H100", "h100"):
         assert Cluster(world_size=1, accelerator=name).accelerator == ACCELERATORS["H100"]
+
+
+def test_a_rule_that_reads_a_field_which_shapes_lack_is_an_error_at_import() -> None:
+    root = planner.__name__.rpartition(".")[0]
+    code = f"""if True:
+        import {root}._rules as rules
+        from dataclasses import replace
+        rules.RULES += (replace(rules.RULES[0], fields=("kernels",)),)
+        try:
+            import {root}.planner
+        except TypeError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.stdout.strip() == "rules read kernels, which ModelShape lacks"
+
+
+def test_sizes_of_axes_are_those_of_the_layout() -> None:
+    from hp_mesh.planner._result import degrees_of
+
+    dims = ParallelDims(
+        pp=2, dp_replicate=3, dp_shard=4, cp=6, tp=2, ep=4, etp=2, ulysses_degree=3, world_size=288
+    )
+    layout, degrees = dims.layout(), degrees_of(dims)
+    for name, axis in {"dp": "dp", "fsdp": "fsdp", "efsdp": "efsdp", "ring": "cp_outer"}.items():
+        assert getattr(degrees, name) == layout.size(axis)
+    assert degrees.world == layout.world_size

@@ -127,12 +127,12 @@ def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
     """
     return {
         axis: prod([degrees[name] for name in parts]) // prod([degrees[name] for name in others])
-        for axis, (parts, others) in _size_rules(folds).items()
+        for axis, (parts, others) in size_rules(folds).items()
     }
 
 
 @cache
-def _size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+def size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the degrees that are multiplied, and divided by, for the size of each axis."""
     rules: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     for blocks in view_blocks(folds).values():

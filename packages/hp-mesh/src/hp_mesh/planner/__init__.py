@@ -7,8 +7,6 @@ from ._cluster import Accelerator as Accelerator
 from ._cluster import Cluster as Cluster
 from ._hints import Hint as Hint
 from ._hints import hints as hints
-from ._model import MODELS as MODELS
-from ._model import ModelShape as ModelShape
 from ._result import Candidate as Candidate
 from ._result import Comparison as Comparison
 from ._result import MemorySplit as MemorySplit
@@ -21,6 +19,8 @@ from ._search import compare as compare
 from ._search import estimate as estimate
 from ._search import plan as plan
 from ._search import smallest_world as smallest_world
+from ._shape import MODELS as MODELS
+from ._shape import ModelShape as ModelShape
 from ._train import TrainSpec as TrainSpec
 
 __all__ = [

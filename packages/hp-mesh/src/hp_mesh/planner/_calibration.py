@@ -1,7 +1,7 @@
-"""Every constant of the estimates, where it was calibrated, and how far off that leaves them.
+"""All constants of the estimates, with their sources.
 
-The published runs are those of ``benchmarks/``, and ``benchmarks/calibrate.py`` fits what is marked
-"fit" to them. One set holds for every device, model and configuration.
+``benchmarks/calibrate.py`` fits those with the source `FIT` to the published runs in
+``benchmarks/``.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from .._errors import amount_violations, raise_errors
 FIT = "fit: benchmarks/calibrate.py"
 
 
-def _constant(value: float, meaning: str, source: str) -> Any:
-    return field(default=value, metadata={"meaning": meaning, "source": source})
+def _constant(value: float, source: str) -> Any:
+    return field(default=value, metadata={"source": source})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Constants of the cost model. Replace those that your own runs contradict.
 
-    The metadata of each field has its meaning and its source. One set of constants holds for every
-    device, model and configuration. Unless stated otherwise, an efficiency is a share of the data
-    sheet's dense peak.
+    The metadata of each field has its source. One set of constants holds for every device, model
+    and configuration. Unless stated otherwise, an efficiency is a share of the dense peak in the
+    data sheet.
 
     Args:
         master_bytes: Bytes of the float32 copy of one weight.
@@ -40,7 +40,8 @@ class Calibration:
         gemm_efficiency: Efficiency of large bf16 matrix products.
         fp8_efficiency: Efficiency of large fp8 matrix products.
         gemm_half_side: Side of a matrix product that reaches half of that efficiency.
-        expert_half_side: The same for grouped products of experts, at 1 PFLOP/s.
+        expert_half_side: The same for grouped products of experts at 1 PFLOP/s. It scales with the
+            rate, because starting and ending a tile takes a fixed time.
         attention_efficiency: Efficiency of native fused attention, forward and backward.
         flash2_tflops: Peak of FlashAttention-2 on devices newer than A100, in TFLOP/s.
         attention_half_chunk: Number of tokens per chunk for which attention reaches half of its
@@ -62,11 +63,11 @@ class Calibration:
         overlap_cost: Share of overlapped communication that still slows the computation.
         tp_hidden: Share of tensor-parallel communication that overlaps with computation.
         ep_hidden: Share of expert-parallel communication that overlaps, without DualPipe.
-        stage3_collectives: Number of all-gathers, or reduce-scatters, of one pass over a layer with
-            ZeRO stage 3.
+        stage3_collectives: Number of collectives with which ZeRO stage 3 gathers, or reduces, one
+            layer: one for each weight.
         layer_seconds: Host time of one layer with eager kernels, forward and backward, in seconds.
         eager_hop_seconds: Seconds per hop of a tensor-parallel collective of eager kernels if the
-            pipeline stages are on several nodes.
+            pipeline stages are on several nodes. Measured, but not explained.
         fused_launches: Host time of a layer with fused kernels, relative to eager ones.
         retry_share: Share of the memory limit above which an eager framework's allocator retries.
         retry_slowdown: Factor on the time of a microbatch with such retries.
@@ -81,138 +82,54 @@ class Calibration:
         (0.7, 0.727)
     """
 
-    # Bytes.
-    master_bytes: float = _constant(
-        4, "float32 weight that the optimizer updates", "arXiv 1910.02054, section 3.1"
-    )
-    half_bytes: float = _constant(
-        2, "bf16 weight or activation in a kernel", "arXiv 1910.02054, section 3.1"
-    )
-    logit_bytes: float = _constant(
-        16, "bf16 logit, its float32 copy, softmax and gradient", "torchtitan, long contexts"
-    )
-    eager_logit_bytes: float = _constant(
-        14, "bf16 logit, float32 copy, softmax and gradient of an eager loss", "nanotron, tp=1"
-    )
-    shared_loss_bytes: float = _constant(
-        4, "one more float32 logit of a loss shared over tp", "torchtitan, tables 4 and 5"
-    )
-    fused_loss_tokens: float = _constant(
-        1024, "tokens whose logits a chunked loss holds at once", "arXiv 2410.10989, section 3.2"
-    )
-    mask_bytes: float = _constant(2, "masks of two dropouts", "arXiv 2205.05198, equation 1")
-    score_bytes: float = _constant(
-        5, "score, softmax and dropout of attention", "arXiv 2205.05198, equation 1"
-    )
-    fragmentation: float = _constant(
-        1.02, "blocks that a caching allocator cannot use", "torchtitan, tables 1 to 5"
-    )
-    eager_fragmentation: float = _constant(
-        1.15, "the same with eager kernels, which allocate more and more sizes", "nanotron runs"
-    )
-    # Matrix products and attention, as shares of the data sheet's dense peak.
-    gemm_efficiency: float = _constant(0.727, "large bf16 products under a power limit", FIT)
-    fp8_efficiency: float = _constant(0.738, "large fp8 products, scales applied", FIT)
-    gemm_half_side: float = _constant(
-        128, "side of a product that reaches half of that: tiles and waves", "tile sizes of cuBLAS"
-    )
-    expert_half_side: float = _constant(
-        400,
-        "the same for products of many experts that are launched as one, at a rate of 1 PFLOP/s: "
-        "their tiles start and end in a fixed time, whatever the rate",
-        FIT,
-    )
-    attention_efficiency: float = _constant(
-        0.46, "fused attention with the device's own instructions, both passes", FIT
-    )
-    flash2_tflops: float = _constant(
-        455,
-        "peak that the instructions of A100, which FlashAttention-2 uses, have on newer devices",
-        "torchtitan, table 2; arXiv 2407.08608, section 1",
-    )
-    attention_half_chunk: float = _constant(
-        256, "chunk of a sequence that reaches half of it", "tile sizes of FlashAttention"
-    )
-    ring_efficiency: float = _constant(
-        0.90, "attention over twice as many parts of a sequence: smaller, unequal, waiting", FIT
-    )
-    attention_backward: float = _constant(
-        2.5, "products of attention's backward against the forward", "arXiv 2307.08691, section 3.1"
-    )
-    score_passes: float = _constant(
-        6, "passes over the bf16 scores of attention that is not fused", "arXiv 2205.05198, table 5"
-    )
-    # Memory traffic.
-    hbm_efficiency: float = _constant(
-        0.80, "share of the memory bandwidth that elementwise kernels reach", "data sheets, STREAM"
-    )
-    eager_passes: float = _constant(
-        3.0, "memory traffic of eager elementwise kernels against fused ones", "nanotron runs"
-    )
-    elementwise_backward: float = _constant(
-        1.5, "traffic of their backward against the forward", "count of operands"
-    )
-    cast_bytes: float = _constant(
-        4, "casting one weight to fp8 in both orders", "count of operands"
-    )
-    gather_copy_bytes: float = _constant(
-        4, "copying one weight out of a gathered buffer", "count of operands"
-    )
-    reduce_copy_bytes: float = _constant(
-        6, "copying one gradient into the buffer to reduce", "count of operands"
-    )
-    optimizer_bytes: float = _constant(
-        32, "AdamW on one weight in float32, with its norm", "count of operands"
-    )
-    loss_bytes: float = _constant(24, "traffic of the loss for one logit", "count of operands")
-    merge_bytes: float = _constant(
-        12, "merging one element of attention's output with another part", "count of operands"
-    )
-    # Links.
-    link_efficiency: float = _constant(
-        0.80, "share of the wire that collectives reach", "protocol overhead of NCCL"
-    )
-    overlap_cost: float = _constant(
-        0.20, "share of hidden communication that still slows the computation", FIT
-    )
-    tp_hidden: float = _constant(0.46, "part of tensor-parallel traffic beside products", FIT)
-    ep_hidden: float = _constant(
-        0.18, "part of expert traffic beside other kernels, without DualPipe", FIT
-    )
-    stage3_collectives: float = _constant(
-        4,
-        "collectives of one pass over a layer with ZeRO stage 3: one for each weight",
-        "count of weights of a GPT layer",
-    )
-    # Host.
-    layer_seconds: float = _constant(
-        4.2e-3, "host time of one layer, both passes, eager kernels", "nanotron runs, tp=8"
-    )
-    eager_hop_seconds: float = _constant(
-        0.3e-3,
-        "hop of a tensor-parallel collective of eager kernels while stages are on several nodes "
-        "(measured, not explained)",
-        "nanotron runs, pp>1 on 2 to 8 nodes",
-    )
-    fused_launches: float = _constant(
-        0.25, "host time of a layer with fused kernels against that", "count of kernels"
-    )
+    master_bytes: float = _constant(4, "arXiv 1910.02054, section 3.1")
+    half_bytes: float = _constant(2, "arXiv 1910.02054, section 3.1")
+    logit_bytes: float = _constant(16, "torchtitan, long contexts")
+    eager_logit_bytes: float = _constant(14, "nanotron, tp=1")
+    shared_loss_bytes: float = _constant(4, "torchtitan, tables 4 and 5")
+    fused_loss_tokens: float = _constant(1024, "arXiv 2410.10989, section 3.2")
+    mask_bytes: float = _constant(2, "arXiv 2205.05198, equation 1")
+    score_bytes: float = _constant(5, "arXiv 2205.05198, equation 1")
+    fragmentation: float = _constant(1.02, "torchtitan, tables 1 to 5")
+    eager_fragmentation: float = _constant(1.15, "nanotron runs")
+    gemm_efficiency: float = _constant(0.727, FIT)
+    fp8_efficiency: float = _constant(0.738, FIT)
+    gemm_half_side: float = _constant(128, "tile sizes of cuBLAS")
+    expert_half_side: float = _constant(400, FIT)
+    attention_efficiency: float = _constant(0.46, FIT)
+    flash2_tflops: float = _constant(455, "torchtitan, table 2; arXiv 2407.08608, section 1")
+    attention_half_chunk: float = _constant(256, "tile sizes of FlashAttention")
+    ring_efficiency: float = _constant(0.90, FIT)
+    attention_backward: float = _constant(2.5, "arXiv 2307.08691, section 3.1")
+    score_passes: float = _constant(6, "arXiv 2205.05198, table 5")
+    hbm_efficiency: float = _constant(0.80, "data sheets, STREAM")
+    eager_passes: float = _constant(3.0, "nanotron runs")
+    elementwise_backward: float = _constant(1.5, "count of operands")
+    cast_bytes: float = _constant(4, "count of operands")
+    gather_copy_bytes: float = _constant(4, "count of operands")
+    reduce_copy_bytes: float = _constant(6, "count of operands")
+    optimizer_bytes: float = _constant(32, "count of operands")
+    loss_bytes: float = _constant(24, "count of operands")
+    merge_bytes: float = _constant(12, "count of operands")
+    link_efficiency: float = _constant(0.80, "protocol overhead of NCCL")
+    overlap_cost: float = _constant(0.20, FIT)
+    tp_hidden: float = _constant(0.46, FIT)
+    ep_hidden: float = _constant(0.18, FIT)
+    stage3_collectives: float = _constant(4, "count of weights of a GPT layer")
+    layer_seconds: float = _constant(4.2e-3, "nanotron runs, tp=8")
+    eager_hop_seconds: float = _constant(0.3e-3, "nanotron runs, pp>1 on 2 to 8 nodes")
+    fused_launches: float = _constant(0.25, "count of kernels")
     retry_share: float = _constant(
-        0.97,
-        "share of the memory limit above which the allocator of an eager framework retries",
-        "nanotron: every run that measured more than 75 GiB is 3 to 8 times slower",
+        0.97, "nanotron: every run that measured more than 75 GiB is 3 to 8 times slower"
     )
-    retry_slowdown: float = _constant(4.0, "time of a microbatch with such retries", "the same")
-    expert_layer_seconds: float = _constant(
-        1.1e-3, "routing, counts read by the host and permutation of one layer with experts", FIT
-    )
+    retry_slowdown: float = _constant(4.0, "nanotron: the same runs")
+    expert_layer_seconds: float = _constant(1.1e-3, FIT)
 
     def __post_init__(self) -> None:
         values = {constant.name: getattr(self, constant.name) for constant in fields(self)}
         raise_errors(amount_violations(values, zero=True))
 
 
-# All of them by name, for reports.
 CONSTANTS: Mapping[str, float] = MappingProxyType(
     {
         constant.name.upper(): getattr(Calibration(), constant.name)

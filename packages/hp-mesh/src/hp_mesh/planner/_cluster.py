@@ -1,4 +1,4 @@
-"""Accelerators, how fast they reach each other, and what collectives take."""
+"""Accelerators, their links, and the time of collectives."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of connection: bytes per second of each device in one direction, seconds per hop."""
+    """One kind of link: bytes per second per device and direction, and seconds per hop."""
 
     bandwidth: float
     latency: float

@@ -1,4 +1,4 @@
-"""Which degrees a run may have: the rules of `ParallelDims.check`, asked early and cheaply."""
+"""The legal degrees of a run, by the rules of `ParallelDims.check`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from .._errors import (
 )
 from .._model import read_numbers
 from .._rules import RULES, Rule, Subject, degree_violations, judge, names_of
-from ._model import ModelShape
 from ._result import Degrees, Rejection, Setting
 from ._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
+from ._shape import ModelShape
 from ._train import ANY, TrainSpec, Zero
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -28,57 +28,44 @@ AXES = (*DENSE_AXES, "ep", "etp")
 
 
 class Legality:
-    """The rules for one model and one run, and the degrees of a world that keep them.
+    """The rules of `ParallelDims.check` for one model and one run.
 
-    Degrees are chosen axis after axis. What the axes so far break, no choice of the others mends:
-    one rejection then stands for all of them.
+    `legal` chooses degrees axis by axis. If the degrees chosen so far break a rule, no choice of
+    the others can repair that, so one rejection stands for all of them.
     """
 
     def __init__(
         self, model: ModelShape, train: TrainSpec, fix: Mapping[str, int] | None = None
     ) -> None:
         self._model, self._train, self._fix = model, train, fix or {}
-        numbers, wrong = read_numbers(model.to_config(), train.seq_len, train.global_batch)
-        self._subject = Subject(
-            degrees={},
-            sharding=("dp_shard",),
-            numbers=numbers,
-            wrong=wrong,
-            causal_balance=True,
-        )
+        numbers, _ = read_numbers(model.to_config(), train.seq_len, train.global_batch)
+        self._subject = Subject(degrees={}, numbers=numbers, causal_balance=True)
         self._rules = [(rule, names_of(rule.degrees, self._subject)) for rule in RULES]
-        # Those that dense degrees which keep all rules may break when experts are folded into them.
         self._of_experts = [one for one in self._rules if {"ep", "etp"} & {*one[1]}]
-        self._found: dict[tuple[object, ...], tuple[Violation, ...]] = {}
+        self._found: dict[tuple[object, ...], list[Violation]] = {}
         self.rejected: list[Rejection] = []
 
     def violations(self, dims: ParallelDims, degrees: Degrees) -> tuple[Violation, ...]:
-        """Return the errors of a configuration, whose degrees are given too."""
+        """Return the errors of one configuration."""
         train = self._train
         report = dims.check(
             self._model.to_config(), train.seq_len, train.global_batch, causal_balance=True
         )
         return (*report.errors, *self._own(degrees))
 
-    def _asked(self, degrees: Degrees) -> tuple[Violation, ...]:
-        """Return the errors that the model and the run see in degrees."""
-        wrong = self._subject.wrong.values()
-        return (*wrong, *self._broken(self._rules, degrees), *self._own(degrees))
-
-    def _broken(
+    def _errors(
         self, rules: Sequence[tuple[Rule, Sequence[str]]], degrees: Degrees
     ) -> list[Violation]:
-        """Return the errors of some rules.
+        """Return the errors of some rules. The result of a rule is cached by the degrees it reads.
 
-        A rule is asked once for all degrees that are equal in those that it reads.
+        `ModelShape` has the fields of all rules, so no rule is skipped.
         """
         errors: list[Violation] = []
         for rule, names in rules:
             key = rule.code, *(getattr(degrees, name) for name in names)
             if key not in self._found:
                 found = judge(rule, replace(self._subject, degrees=degrees._asdict()))
-                errors_of_it = (v for v in found.violations if v.level == "error")
-                self._found[key] = () if found.missing else (*errors_of_it,)
+                self._found[key] = [v for v in found.violations if v.level == "error"]
             errors += self._found[key]
         return errors
 
@@ -128,30 +115,32 @@ class Legality:
                 folded = degrees._replace(ep=ep, etp=etp)
                 if ep * etp == 1 or not (folded.fills_block or "ep" in self._fix):
                     continue
-                errors = self._broken(self._of_experts, folded)
+                errors = self._errors(self._of_experts, folded)
                 if not folded.fills_block:
                     errors += degree_violations(Subject(degrees=folded._asdict()))
                 if errors:
-                    self._reject(folded, AXES, errors)
+                    self.reject(folded, AXES, errors)
                 else:
                     yield folded
 
     def _keeps(self, degrees: Degrees, *axes: str) -> bool:
-        if errors := self._asked(degrees):
-            self._reject(degrees, axes, errors)
+        errors = [*self._errors(self._rules, degrees), *self._own(degrees)]
+        if errors:
+            self.reject(degrees, axes, errors)
         return not errors
 
-    def _reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
+    def reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
+        """Append a rejection of all configurations with these degrees of some axes."""
         named = {axis: getattr(degrees, axis) for axis in axes}
         self.rejected.append(Rejection(degrees=named, violations=(*errors,)))
 
     def _own(self, degrees: Degrees) -> Iterator[Violation]:
-        """Yield what the estimates need beyond the rules of a mesh."""
-        # An adjustable schedule has at least two, also if their number is open.
+        """Yield the errors of rules that only estimates have."""
+        # An adjustable schedule has at least two stages per rank.
         stages, layers = max(2, self._train.virtual_stages), self._model.layers
         adjustable = self._train.schedule in ADJUSTABLE and degrees.pp > 1
         if adjustable and degrees.pp * stages > layers + 2:
-            # The embedding and the output matrix may be stages of their own.
+            # The embedding and the output matrix can be separate stages.
             yield Violation(
                 rule="virtual-stages",
                 values={"pp": degrees.pp, "virtual_stages": stages, "layers": layers},
@@ -218,7 +207,7 @@ def _fixed_violations(
 def batch_violations(
     degrees: Degrees, train: TrainSpec, setting: Setting, micro_batch: int
 ) -> Iterator[Violation]:
-    """Yield what is wrong with sequences per microbatch, and with the schedule for so many."""
+    """Yield the errors of a microbatch size, and of the schedule with that many microbatches."""
     local = train.global_batch // degrees.dp
     if local % micro_batch:
         yield Violation(
@@ -240,11 +229,11 @@ def batch_violations(
 
 
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
-    """Return the settings to try at a number of stages, those of the run where it fixes them."""
+    """Return the settings to try with ``pp`` pipeline ranks."""
     most = (model.layers + 2) // pp
     stages = [n for n in (train.virtual_stages,) if 1 < n <= most]
     if train.virtual_stages == 1 and pp > 1:
-        # Of numbers with equally many layers in each stage the smallest, which fills them best.
+        # For each number of layers per stage, try the smallest number of stages that gives it.
         fewest: dict[int, int] = {}
         for n in range(2, most + 1):
             fewest.setdefault(ceil(model.layers / (pp * n)), n)

@@ -8,11 +8,11 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 from .._errors import Violation
-from .._layout import Folds, RankLayout
+from .._layout import Folds, RankLayout, size_rules
 from ._calibration import Calibration
 from ._cluster import Cluster
-from ._model import ModelShape
 from ._schedules import DEFAULT, ScheduleName
+from ._shape import ModelShape
 from ._train import Recompute, TrainSpec, Zero
 
 GIB = 2**30
@@ -31,7 +31,7 @@ CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
 
 
 class Degrees(NamedTuple):
-    """Resolved degrees; where experts have ranks of their own, ``dp_shard`` has those too."""
+    """Resolved degrees of folded experts, and the sizes of axes that follow from them."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -44,49 +44,68 @@ class Degrees(NamedTuple):
 
     @property
     def ring(self) -> int:
-        """Return over how many ranks keys and values go round: those of cp that keep heads."""
-        return self.cp // self.ulysses_degree
+        """Number of ranks between which keys and values move around a ring."""
+        return _size(self, "cp_outer")
 
     @property
     def dp(self) -> int:
-        """Return how many ranks see different sequences."""
-        return self.dp_replicate * self.dp_shard
+        """Number of ranks with different sequences."""
+        return _size(self, "dp")
 
     @property
     def fsdp(self) -> int:
-        """Return over how many ranks dense parameters are sharded."""
-        return self.dp_shard * self.cp
+        """Number of ranks over which dense parameters are sharded."""
+        return _size(self, "fsdp")
 
     @property
     def efsdp(self) -> int:
-        """Return over how many ranks the parameters of experts are sharded."""
-        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+        """Number of ranks over which the parameters of experts are sharded."""
+        return _size(self, "efsdp")
 
     @property
     def world(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def fills_block(self) -> bool:
-        """Return whether the experts' degrees divide the ranks of a dense block."""
+        """Whether ``ep`` and ``etp`` divide the ranks of a dense block."""
         return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
 
     def dims(self) -> ParallelDims:
-        """Return the degrees as a plan has them: folded and without Ulysses."""
+        """Return the configuration with these degrees, folded experts and no Ulysses."""
         degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
         return ParallelDims(**degrees, world_size=self.world)
 
     def layout(self) -> RankLayout:
-        """Return the layout of `dims`, without asking the rules again."""
+        """Return the layout of `dims`, without checking the rules."""
         return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
+
+
+_AXES = tuple("ulysses" if name == "ulysses_degree" else name for name in Degrees._fields)
+# For each axis of the layout, positions in `Degrees` of the degrees that its size multiplies, and
+# of those that it is divided by.
+_SIZES = {
+    axis: ([*map(_AXES.index, parts)], [*map(_AXES.index, divisors)])
+    for axis, (parts, divisors) in size_rules(Folds(ulysses=True)).items()
+}
+
+
+def _size(degrees: Degrees, axis: str) -> int:
+    parts, divisors = _SIZES[axis]
+    size = 1
+    for part in parts:
+        size *= degrees[part]
+    for divisor in divisors:
+        size //= degrees[divisor]
+    return size
 
 
 def degrees_of(dims: ParallelDims) -> Degrees:
     """Return the degrees of a resolved configuration.
 
-    Experts on ranks of their own are data-parallel ranks to the dense layers: the sizes of all
-    groups are those of folding ``ep`` into more ``dp_shard``, though not their ranks.
+    For experts with ``ep_mode="peer"``, ``dp_shard`` includes ``ep``. The sizes of all groups are
+    then the same as with folded experts, although the ranks differ.
     """
     layout = dims.layout()
     own = dims.ep if dims.ep_mode == "peer" else 1
@@ -120,6 +139,24 @@ class Setting(NamedTuple):
     schedule: ScheduleName
     virtual_stages: int
     zero: Zero
+
+
+class Point(NamedTuple):
+    """One configuration to estimate.
+
+    Attributes:
+        degrees: Degrees.
+        micro_batch: Number of sequences per microbatch on each data-parallel rank.
+        recompute: Activations that backward recomputes.
+        setting: Pipeline schedule and ZeRO stage.
+        microbatches: Number of microbatches per step.
+    """
+
+    degrees: Degrees
+    micro_batch: int
+    recompute: Recompute
+    setting: Setting
+    microbatches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

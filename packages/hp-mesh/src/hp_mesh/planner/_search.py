@@ -1,8 +1,8 @@
-"""Every valid configuration of a world, estimated and ranked."""
+"""Searches: all valid configurations of a world, one configuration, the smallest world."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 from .._dims import ParallelDims
@@ -22,7 +22,6 @@ from ._cluster import Cluster, expert_groups_of, groups_of
 from ._legal import AXES as DEGREES
 from ._legal import DENSE_AXES, Legality, batch_violations, check_fixed, settings_of
 from ._memory import MemoryModel, Rank
-from ._model import ModelShape
 from ._result import (
     BORDER,
     CLASSES,
@@ -33,8 +32,8 @@ from ._result import (
     Degrees,
     MemorySplit,
     Plan,
+    Point,
     Ranking,
-    Rejection,
     Setting,
     TimeSplit,
     classify,
@@ -42,42 +41,33 @@ from ._result import (
     place_of_best,
 )
 from ._schedules import SCHEDULES
+from ._shape import ModelShape
 from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
 from ._trust import trust_of
 
 DEFAULT = Calibration()
-# How many sets of degrees are looked at between two reports of progress.
+# Number of sets of degrees between two reports of progress.
 REPORTED = 256
 
 
 class Found(NamedTuple):
-    """One configuration in a plan's order: its class, then seconds, or bytes if too large."""
+    """One configuration in the order of a plan.
+
+    Attributes:
+        place: Index of its class in `CLASSES`.
+        cost: Seconds of one step, or bytes if it does not fit.
+        point: The configuration.
+        ranks: Memory of its first and last pipeline rank.
+    """
 
     place: int
     cost: float
-    degrees: Degrees
-    micro_batch: int
-    recompute: Recompute
-    setting: Setting
+    point: Point
     ranks: tuple[Rank, ...]
 
 
 Communication: TypeAlias = tuple[Mapping[str, AxisGroup], Traffic]
-
-
-class Cost:
-    """What all settings of some degrees share; communication is looked at where it is needed."""
-
-    def __init__(self, degrees: Degrees, communication: Callable[[], Communication]) -> None:
-        self.degrees, self._communication = degrees, communication
-        # What the first and the last pipeline rank hold.
-        self.ranks: dict[Setting, tuple[Rank, ...]] = {}
-
-    @cached_property
-    def communication(self) -> Communication:
-        """Return the groups of the axes, and the time of collectives on a layer's parameters."""
-        return self._communication()
 
 
 def plan(
@@ -134,16 +124,14 @@ def plan(
     for done, degrees in enumerate(every):
         if progress and done % REPORTED == 0:
             progress(done, len(every))
-        best, violations = search.best(search.cost(degrees, degrees.layout))
+        best, violations = search.best(degrees, degrees.layout)
         if best:
             found.append(best)
         else:
-            axes = DEGREES if model.experts else DENSE_AXES
-            named = {axis: getattr(degrees, axis) for axis in axes}
-            legality.rejected.append(Rejection(degrees=named, violations=violations))
+            legality.reject(degrees, DEGREES if model.experts else DENSE_AXES, violations)
     if progress:
         progress(len(every), len(every))
-    found.sort(key=lambda entry: entry[:5])
+    found.sort(key=lambda entry: entry[:3])
     places = [entry.place for entry in found]
     fits = Ranking(found[: places.count(0)], search.candidate)
     first = place_of_best(fits)
@@ -222,8 +210,7 @@ def estimate(
     wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
     search = Search(model, cluster, train, calibration)
-    cost = search.cost(degrees, dims.layout)
-    best, violations = search.best(cost, micro_batch, recompute)
+    best, violations = search.best(degrees, dims.layout, micro_batch, recompute)
     if best is None:
         raise ParallelDimsError(list(violations))
     return search.candidate(best, dims)
@@ -311,10 +298,8 @@ def smallest_world(
             progress(tried, len(worlds) + 7)
         tried += 1
         search = Search(model, replace(cluster, world_size=world), train, calibration)
-        return any(
-            search.fits(search.cost(degrees, degrees.layout))
-            for degrees in Legality(model, train).legal(world)
-        )
+        every = (search.best(d, d.layout)[0] for d in Legality(model, train).legal(world))
+        return any(found is not None and found.place == 0 for found in every)
 
     enough = next((world for world in worlds if fits(world)), None)
     if enough is None:
@@ -325,7 +310,7 @@ def smallest_world(
 
 
 class Search:
-    """The estimates of one run, with what many configurations share computed once."""
+    """Estimates for one run. Results that many configurations share are computed once."""
 
     def __init__(
         self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
@@ -337,12 +322,15 @@ class Search:
         share = train.memory_fraction if share is None else share
         self._limit = cluster.device.memory_gib * GIB * share
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
-        self._variants: dict[int, list[Setting]] = {}
+        self._settings: dict[int, list[Setting]] = {}
         self._groups: dict[tuple[int, ...], dict[str, AxisGroup]] = {}
 
-    def cost(self, degrees: Degrees, layout: Callable[[], RankLayout]) -> Cost:
-        """Return what the settings of some degrees share; the layout is asked for if needed."""
+    def _communication(
+        self, degrees: Degrees, layout: Callable[[], RankLayout]
+    ) -> Callable[[], Communication]:
+        """Return a function that computes groups and traffic once, when first called."""
 
+        @cache
         def communication() -> Communication:
             found, replicated = layout(), self._train.zero == 0
             key = degrees[:5]  # all but those of experts
@@ -351,154 +339,140 @@ class Search:
             groups = self._groups[key] | expert_groups_of(found, replicated=replicated)
             return groups, self._time.traffic(degrees, groups)
 
-        return Cost(degrees, communication)
+        return communication
 
     def best(
-        self, cost: Cost, micro_batch: int | None = None, recompute: Recompute | None = None
+        self,
+        degrees: Degrees,
+        layout: Callable[[], RankLayout],
+        micro_batch: int | None = None,
+        recompute: Recompute | None = None,
     ) -> tuple[Found | None, tuple[Violation, ...]]:
-        """Return the best setting to run some degrees with, or what is wrong with the one given."""
-        given = self._train.micro_batch if micro_batch is None else micro_batch
-        degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
-        sizes = divisors(local) if given is None else (given,)
-        kinds = self._kinds(self._train.recompute if recompute is None else recompute)
-        if degrees.pp not in self._variants:
-            self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
+        """Return the best configuration of some degrees, or the reasons why there is none.
+
+        ``layout`` is called only if a configuration is small enough.
+        """
+        train = self._train
+        given = train.micro_batch if micro_batch is None else micro_batch
+        sizes = divisors(train.global_batch // degrees.dp) if given is None else (given,)
+        kinds = self._kinds(train.recompute if recompute is None else recompute)
+        communication = self._communication(degrees, layout)
+        if degrees.pp not in self._settings:
+            self._settings[degrees.pp] = settings_of(self._model, train, degrees.pp)
         best: Found | None = None
         broken: tuple[Violation, ...] = ()
-        for setting in self._variants[degrees.pp]:
+        for setting in self._settings[degrees.pp]:
             legal = sizes
             if given is not None or SCHEDULES[setting.schedule].violations:
                 reasons = {
-                    size: tuple(batch_violations(degrees, self._train, setting, size))
-                    for size in sizes
+                    size: tuple(batch_violations(degrees, train, setting, size)) for size in sizes
                 }
                 legal = tuple(size for size in sizes if not reasons[size])
                 broken = broken or reasons[sizes[0]]
             if legal:
-                cost.ranks[setting] = self._memory.ranks(degrees, setting)
-                found = self._best_of(cost, setting, legal, kinds)
+                found = self._best_of(degrees, setting, legal, kinds, communication)
                 best = found if best is None or found[:2] < best[:2] else best
         return best, () if best else broken
 
-    def fits(self, cost: Cost) -> bool:
-        """Return whether some degrees fit with whichever setting needs least."""
-        found, _ = self.best(cost)
-        return found is not None and found.place == 0
-
     def _kinds(self, fixed: Recompute | None) -> tuple[Recompute, ...]:
-        """Return the kinds of recomputation to try, the one that takes least time first."""
+        """Return the kinds of recomputation to try, the fastest first."""
         if fixed is not None:
             return (fixed,)
-        return tuple(
-            kind
-            for kind in RECOMPUTE
-            # With fused kernels this is the same as recomputing nothing.
-            if kind != "selective" or not self._train.fused
-        )
+        # With fused kernels, "selective" equals "none".
+        return tuple(kind for kind in RECOMPUTE if kind != "selective" or not self._train.fused)
 
     def _best_of(
-        self, cost: Cost, setting: Setting, sizes: Sequence[int], kinds: tuple[Recompute, ...]
+        self,
+        degrees: Degrees,
+        setting: Setting,
+        sizes: Sequence[int],
+        kinds: tuple[Recompute, ...],
+        communication: Callable[[], Communication],
     ) -> Found:
-        """Return the fastest micro batch and kind of recomputation that fit, of those of a setting.
+        """Return the fastest microbatch size and recomputation that fit, for one setting.
 
-        Where none fits, the fastest borderline ones, else those that need least. Memory grows with
-        the micro batch and shrinks with recomputation. Time does not shrink with recomputation, so
-        that more of it is of use for micro batches only that do not fit with less.
+        If nothing fits, returns the fastest borderline one, else the smallest one. Memory grows
+        with the microbatch and shrinks with recomputation. Recomputation never saves time, so more
+        of it helps only for sizes that do not fit with less.
         """
-        least = sum(self._memory_of(cost, setting, sizes[0], kinds[-1]))
-        place, ranks = CLASSES.index(classify(least, self._limit)), cost.ranks[setting]
+        ranks = self._memory.ranks(degrees, setting)
+        batch = self._train.global_batch // degrees.dp
+
+        def point(size: int, kind: Recompute) -> Point:
+            return Point(degrees, size, kind, setting, batch // size)
+
+        smallest = point(sizes[0], kinds[-1])
+        least = sum(self._memory.need(smallest, ranks))
+        place = CLASSES.index(classify(least, self._limit))
         if place == len(CLASSES) - 1:
-            return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting, ranks)
+            return Found(place, least, smallest, ranks)
         limit = self._limit * (BORDER if place else 1)
         best: Found | None = None
 
         def improve(size: int, kind: Recompute) -> tuple[bool, bool]:
-            """Try one; return whether it fits, and whether it is the best so far."""
+            """Estimate one configuration. Returns whether it fits, and whether it is the best."""
             nonlocal best
-            memory = self._memory_of(cost, setting, size, kind)
-            if sum(memory) > limit:
+            tried = point(size, kind)
+            need = sum(self._memory.need(tried, ranks))
+            if need > limit:
                 return False, False
-            seconds = _total(self._time_of(cost, setting, size, kind, memory))
+            seconds = _total(self._time.parts(tried, *communication(), ranks, need))
             if best is not None and seconds >= best.cost:
                 return True, False
-            best = Found(place, seconds, cost.degrees, size, kind, setting, ranks)
+            best = Found(place, seconds, tried, ranks)
             return True, True
 
-        coarse, tried = _doubling(sizes), 0
+        coarse, fitting = _doubling(sizes), 0
         for kind in kinds:
-            for size in coarse[tried:]:
+            for size in coarse[fitting:]:
                 fits, better = improve(size, kind)
-                tried += fits
-                if not fits:
-                    # Of those before it the largest that fits; most often there is none.
-                    between = sizes[sizes.index(coarse[tried - 1]) + 1 : sizes.index(size)]
-                    any(improve(size, kind)[0] for size in reversed(between if tried else ()))
+                fitting += fits
+                if not fits and fitting:
+                    # Try the largest size that fits between the last two, if there is one.
+                    between = sizes[sizes.index(coarse[fitting - 1]) + 1 : sizes.index(size)]
+                    any(improve(size, kind)[0] for size in reversed(between))
                 if not better:
-                    break  # larger ones wait longer for the first and the last microbatch
-        if best is None:  # the kind that needs least fits at the smallest size
+                    break  # larger sizes have longer bubbles and expose more communication
+        if best is None:  # not possible: the smallest configuration is within the limit
             raise RuntimeError("no setting found where one was")
         return best
 
-    def _memory_of(
-        self, cost: Cost, setting: Setting, micro_batch: int, recompute: Recompute
-    ) -> tuple[float, ...]:
-        count = self._train.global_batch // (cost.degrees.dp * micro_batch)
-        ranks = cost.ranks[setting]
-        return self._memory.need(cost.degrees, ranks, setting, micro_batch, count, recompute)
-
-    def _time_of(
-        self,
-        cost: Cost,
-        setting: Setting,
-        micro_batch: int,
-        recompute: Recompute,
-        memory: tuple[float, ...],
-    ) -> tuple[float, ...]:
-        degrees, (groups, traffic) = cost.degrees, cost.communication
-        count, ranks = self._train.global_batch // (degrees.dp * micro_batch), cost.ranks[setting]
-        return self._time.parts(
-            degrees, groups, traffic, setting, ranks, micro_batch, count, recompute, sum(memory)
-        )
-
     def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
-        """Return all that is estimated of a configuration."""
-        degrees = found.degrees
+        """Return the complete estimate of a configuration."""
+        point, degrees = found.point, found.point.degrees
         dims = degrees.dims() if dims is None else dims
-        cost = self.cost(degrees, dims.layout)
-        setting, size, kind = found.setting, found.micro_batch, found.recompute
-        cost.ranks[setting] = found.ranks
-        memory = self._memory_of(cost, setting, size, kind)
-        compute, *communication, bubble, optimizer = self._time_of(
-            cost, setting, size, kind, memory
-        )
+        groups, traffic = self._communication(degrees, dims.layout)()
+        memory = self._memory.need(point, found.ranks)
+        parts = self._time.parts(point, groups, traffic, found.ranks, sum(memory))
+        compute, *communication, bubble, optimizer = parts
         time = TimeSplit(
             compute=compute,
             communication={
                 axis: seconds
                 for axis, seconds in zip(AXES, communication, strict=True)
-                if cost.communication[0][axis].size > 1
+                if groups[axis].size > 1
             },
             bubble=bubble,
             optimizer=optimizer,
         )
         return Candidate(
             dims=dims,
-            micro_batch=found.micro_batch,
-            microbatches=self._train.global_batch // (degrees.dp * found.micro_batch),
-            recompute=found.recompute,
+            micro_batch=point.micro_batch,
+            microbatches=point.microbatches,
+            recompute=point.recompute,
             memory=MemorySplit(**dict(zip(PARTS, memory, strict=True))),
             time=time,
             limit=self._limit,
             tokens=self._train.tokens,
             flops=self._train.tokens * self._model.flops_per_token(self._train.seq_len),
             peak_tflops=self._cluster.device.tflops,
-            setting=found.setting,
-            trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, time),
+            setting=point.setting,
+            trust=trust_of(self._model, self._cluster, self._train, point, time),
         )
 
 
 def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the first size and those that are at least twice the one before."""
+    """Return the first size, and each size that is at least twice the previous result."""
     kept = [sizes[0]]
     for size in sizes[1:]:
         if size >= 2 * kept[-1]:
@@ -507,7 +481,7 @@ def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _total(parts: tuple[float, ...]) -> float:
-    """Return the seconds of a step as `TimeSplit.total` adds them up."""
+    """Return the sum of all parts, in the order in which `TimeSplit.total` adds them."""
     return parts[0] + sum(parts[1:-2]) + parts[-2] + parts[-1]
 
 

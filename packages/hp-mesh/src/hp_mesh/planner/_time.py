@@ -1,4 +1,4 @@
-"""Seconds of one step: layers, exposed communication of every axis, bubble, optimizer."""
+"""Seconds of one step: computation, exposed communication of each axis, bubble, optimizer."""
 
 from collections.abc import Mapping
 from math import log2
@@ -8,21 +8,25 @@ from .._layout import AxisGroup
 from ._calibration import Calibration
 from ._cluster import Cluster, Links
 from ._memory import Rank
-from ._model import ModelShape
-from ._result import Degrees, Setting
+from ._result import Degrees, Point
 from ._schedules import SCHEDULES
-from ._train import Recompute, TrainSpec
+from ._shape import ModelShape
+from ._train import TrainSpec
 
-# Over which communication is told apart.
+# Axes whose communication has its own entry in a `TimeSplit`.
 AXES = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
 class Work(NamedTuple):
-    """Seconds of a layer's forward and of the backward after it, recomputation included.
+    """Seconds of one layer for one microbatch.
 
-    ``attention`` is the part of the attention core in one forward, behind which parts of the
-    sequence travel, and ``weights`` that of the weights' gradients in the backward. ``launch`` is
-    what the host takes for the forward, and ``relaunch`` for the backward.
+    Attributes:
+        forward: Forward pass.
+        backward: Backward pass, with recomputation.
+        attention: Attention core of one forward pass, which ring communication overlaps.
+        weights: Weight gradients, as part of the backward pass.
+        launch: Host time of the forward pass.
+        relaunch: Host time of the backward pass.
     """
 
     forward: float
@@ -33,14 +37,20 @@ class Work(NamedTuple):
     relaunch: float
 
 
-class Microbatch(NamedTuple):
-    """Seconds of one microbatch in an average layer: computing, and what communication adds to it.
+class Layer(NamedTuple):
+    """Seconds of one average layer for one microbatch.
 
-    ``head`` is the output matrix with the loss, on the last pipeline rank. ``compute`` has what the
-    device waits for the host. ``free_forward`` and ``free_backward`` have nothing beside them yet.
+    Attributes:
+        compute: Forward and backward pass, with the time that the device waits for the host.
+        forward: The forward part of ``compute``.
+        free_forward: Forward time that no other communication overlaps.
+        free_backward: Backward time that no other communication overlaps.
+        weights: Weight gradients.
+        tp: Exposed communication over ``tp``.
+        cp: Exposed communication over ``cp``.
+        ep: Exposed communication over ``ep``.
     """
 
-    head: float
     compute: float
     forward: float
     free_forward: float
@@ -52,32 +62,40 @@ class Microbatch(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Seconds of one microbatch on a pipeline rank, and of its wait for the others.
+    """Seconds of one microbatch on one pipeline rank.
 
-    ``ends`` is its share of the embedding and the output matrix, and ``layers`` how many layers the
-    rank has, each with ``free_forward`` and ``free_backward``
-    seconds that have nothing beside them yet.
+    Attributes:
+        compute: Computation of its layers and of the output matrix with the loss.
+        send: Transfers to and from the neighbouring stages.
+        busy: All time but the bubble.
+        bubble: Waiting time of one step.
+        layers: Number of its layers.
+        ends: Its share of the embedding and the output matrix.
+        layer: One of its layers.
     """
 
     compute: float
-    tp: float
-    cp: float
-    ep: float
     send: float
     busy: float
     bubble: float
     layers: int
     ends: float
-    free_forward: float
-    free_backward: float
+    layer: Layer
 
 
 class Traffic(NamedTuple):
-    """Seconds of the collectives on the parameters of an average layer, and of an end.
+    """Seconds of the collectives on the parameters of one average layer and of one end.
 
-    The ends are the embedding and the output matrix. ``gather`` collects parameters, ``reduce``
-    leaves each rank its shard of their gradients, ``replicas`` sums shards over replicas.
-    ``hops`` is the latency of one collective, which ``gather`` and ``reduce`` include once.
+    The ends are the embedding and the output matrix.
+
+    Attributes:
+        hops: Latency of one collective. ``gather`` and ``reduce`` include it once.
+        gather: All-gather of a layer's parameters.
+        reduce: Reduce-scatter of its gradients.
+        replicas: All-reduce of its sharded gradients over the replicas.
+        end_gather: All-gather of an end's parameters.
+        end_reduce: Reduce-scatter of its gradients.
+        end_replicas: All-reduce of its sharded gradients over the replicas.
     """
 
     hops: float
@@ -90,10 +108,10 @@ class Traffic(NamedTuple):
 
 
 class ComputeModel:
-    """The time of a model's layers on an accelerator: a roofline for each kind of kernel.
+    """Time of a model's layers on one accelerator, as a roofline per kind of kernel.
 
-    Williams et al., Roofline, 2009: the larger of operations over reachable rate and bytes over
-    reachable bandwidth. The device never works faster than the host launches.
+    The time of a kernel is the larger of its operations over the reachable rate and its bytes over
+    the reachable bandwidth (Williams et al., Roofline, 2009).
     """
 
     def __init__(
@@ -115,25 +133,25 @@ class ComputeModel:
         launches = calibration.fused_launches if train.fused is True else 1.0
         self._host = calibration.layer_seconds * launches
 
-    def layer(
-        self, degrees: Degrees, micro_batch: int, recompute: Recompute, *, experts: bool
-    ) -> Work:
-        """Return the seconds of one microbatch in one layer, with experts or without."""
-        _, _, _, *inner = degrees
-        stages = degrees.pp if self._train.recompute_layers else 0
-        key = *inner, stages, micro_batch, recompute, experts
+    def tokens(self, point: Point) -> float:
+        """Return the number of tokens of one microbatch on each context-parallel rank."""
+        return point.micro_batch * self._train.seq_len / point.degrees.cp
+
+    def layer(self, point: Point, *, experts: bool) -> Work:
+        """Return the time of one layer, with experts or without."""
+        _, _, _, *inner = point.degrees
+        stages = point.degrees.pp if self._train.recompute_layers else 0
+        key = *inner, stages, point.micro_batch, point.recompute, experts
         if key not in self._layers:
-            self._layers[key] = self._layer(degrees, micro_batch, recompute, experts=experts)
+            self._layers[key] = self._layer(point, experts=experts)
         return self._layers[key]
 
-    def _layer(
-        self, degrees: Degrees, micro_batch: int, recompute: Recompute, *, experts: bool
-    ) -> Work:
-        model, constants = self._model, self._constants
+    def _layer(self, point: Point, *, experts: bool) -> Work:
+        model, constants, degrees = self._model, self._constants, point.degrees
         hidden, query, tp = model.hidden, model.query_width, degrees.tp
-        tokens = micro_batch * self._train.seq_len / degrees.cp
+        tokens, recompute = self.tokens(point), point.recompute
         width = model.shared_ffn if experts else model.ffn
-        # The products whose outputs `selective-op` keeps are the first of each of these pairs.
+        # `selective-op` saves the outputs of the first product of each pair.
         saved, again = self._projections(degrees, tokens)
         again += self._linear(tokens, hidden, query / tp)
         if width:
@@ -152,13 +170,12 @@ class ComputeModel:
         forward = linear + core + merge + moved
         backward = 2 * linear + constants.attention_backward * core + merge
         backward += constants.elementwise_backward * moved
-        # The forward, the gradients of inputs and those of weights are launched in equal times.
+        # Launching the forward pass, input gradients and weight gradients takes equally long.
         launch, relaunch = self._host / 3, self._host * 2 / 3
         if experts:
-            # The host reads how many tokens every expert gets, forward and backward.
+            # The host reads the number of tokens of each expert in both passes.
             forward += constants.expert_layer_seconds / 3
             backward += constants.expert_layer_seconds * 2 / 3
-        # Of a forward, what the backward computes again, on the layers that recompute.
         layers = self._train.recompute_layers
         share = 1.0 if layers is None else min(1.0, layers * degrees.pp / model.layers)
         if recompute == "full":
@@ -170,10 +187,9 @@ class ComputeModel:
             backward += share * core
         return Work(forward, backward, core, linear, launch, relaunch)
 
-    def head(self, degrees: Degrees, micro_batch: int) -> float:
-        """Return the seconds of the output matrix and the loss, forward and backward, in bf16."""
-        tokens = micro_batch * self._train.seq_len / degrees.cp
-        vocab = self._model.vocab / degrees.tp
+    def head(self, point: Point) -> float:
+        """Return the time of the output matrix and the loss in bf16, both passes."""
+        tokens, vocab = self.tokens(point), self._model.vocab / point.degrees.tp
         side = self._constants.gemm_half_side
         product = self._product(tokens, vocab, self._model.hidden, self._half_rate, side)
         moved = self._constants.loss_bytes * tokens * vocab / self._bandwidth
@@ -182,10 +198,10 @@ class ComputeModel:
         return 3 * product + self._passes * moved
 
     def _projections(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the seconds of the products that give queries, keys and values.
+        """Return the time of the products for queries, keys and values, in two parts.
 
-        The first figure is that of queries and keys; from latents (arXiv 2405.04434, section 2.1)
-        that of the latents.
+        Without latents, the first part is queries and keys. With latents (arXiv 2405.04434, section
+        2.1), it is the products whose outputs are latents.
         """
         model, tp = self._model, degrees.tp
         if not (model.latent and model.nope_dim):
@@ -214,9 +230,10 @@ class ComputeModel:
         *,
         grouped: bool = False,
     ) -> float:
-        """Return the seconds of one matrix product; a side as long as ``side`` reaches half.
+        """Return the time of one matrix product.
 
-        Of a ``grouped`` one it does so at 1 PFLOP/s: its tiles start and end in a fixed time.
+        A side of length ``side`` reaches half of ``rate``. For a ``grouped`` product that holds at
+        1 PFLOP/s, because starting and ending a tile takes a fixed time.
         """
         half = self._constants.half_bytes
         lost = (1 + side / rows) * (1 + side / columns) * (1 + side / inner) - 1
@@ -225,14 +242,13 @@ class ComputeModel:
         return max(seconds, moved / self._bandwidth)
 
     def _routed(self, degrees: Degrees, tokens: float) -> float:
-        """Return the seconds of a rank's experts, which get equally many rows each."""
-        model = self._model
+        """Return the time of a rank's experts. All experts get equally many rows."""
+        model, constants = self._model, self._constants
         rows = tokens * model.top_k / (degrees.tp if degrees.etp == 1 else 1)
         each = rows * degrees.ep / model.experts
         width, rate = model.expert_width / degrees.etp, self._linear_rate
-        # An expert alone on its rank is a layer as any other.
+        # A single expert on a rank is an ordinary layer.
         grouped = degrees.ep < model.experts
-        constants = self._constants
         side = constants.expert_half_side if grouped else constants.gemm_half_side
 
         def product(columns: float, inner: float) -> float:
@@ -242,13 +258,13 @@ class ComputeModel:
         return model.experts / degrees.ep * one
 
     def _attention(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the seconds of a forward of the attention core, and of merging its parts."""
+        """Return the forward time of the attention core, and of merging the parts of a ring."""
         constants, seq_len = self._constants, self._train.seq_len
         query = self._model.query_width / degrees.tp
-        # Products with keys and with values are as wide as each other but for latent attention.
+        # Only with latents do the products with keys and with values have different widths.
         wide = (self._model.score_width + self._model.query_width) / 2 / degrees.tp
         if not self._train.fused:
-            # Whole score matrices, of which a causal mask uses half.
+            # Whole score matrices, although a causal mask needs half of them.
             core = 4 * tokens * seq_len * wide / self._half_rate
             scores = self._model.heads / degrees.tp * seq_len * tokens
             moved = constants.score_passes * constants.half_bytes * scores
@@ -262,23 +278,23 @@ class ComputeModel:
         return core, parts * constants.merge_bytes * tokens * query / self._bandwidth
 
     def _elementwise(self, degrees: Degrees, tokens: float, width: int, *, experts: bool) -> float:
-        """Return the bytes that norms, residuals, rotary positions and activations move."""
+        """Return the memory traffic of norms, residuals, rotary positions and activations."""
         model = self._model
         stream = 10 * model.hidden + 2 * (model.query_width + model.kv_width)
         moved: float = stream + model.matrices * width
         if experts:
-            # Rows are permuted for the exchange, and back, and weighted.
+            # Rows are permuted before and after the exchange, and weighted.
             moved += model.top_k * (model.matrices * model.expert_width + 6 * model.hidden)
         if self._train.fused == "attention":
             moved *= self._passes
         if self._train.float8:
-            # The inputs of the products are read for their scale and cast.
+            # Inputs of products are read to compute their scale, and cast.
             moved += 2 * (2 * model.hidden + model.query_width + width)
         return self._constants.half_bytes * moved * tokens / degrees.tp
 
 
 class TimeModel:
-    """The time of a model's step on a cluster, for any degrees and groups."""
+    """Time of one step of a model on a cluster, for any configuration and groups."""
 
     def __init__(
         self,
@@ -295,15 +311,15 @@ class TimeModel:
         self._bandwidth = cluster.device.hbm_gbs * 1e9 * calibration.hbm_efficiency
         self._eager = train.fused == "attention"
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
-        self._microbatches: dict[tuple[object, ...], Microbatch] = {}
-        self._layers: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._averages: dict[tuple[object, ...], tuple[float, Layer]] = {}
+        self._layers: dict[tuple[object, ...], Layer] = {}
         self._dense_sharding: dict[Degrees, tuple[tuple[float, float], ...]] = {}
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
 
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
-        """Return the seconds of the collectives on the parameters of a layer and of an end."""
+        """Return the time of the collectives on parameters."""
         dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
         experts = self._experts / (degrees.ep * degrees.etp)
         key = degrees._replace(ep=1, etp=1)
@@ -323,7 +339,7 @@ class TimeModel:
         )
 
     def _shared(self, group: AxisGroup, size: float) -> tuple[float, float]:
-        """Return the seconds of gathering and reducing parameters that a group has a part each."""
+        """Return the time of an all-gather and a reduce-scatter of ``size`` parameters."""
         if not size or group.size == 1:
             return 0.0, 0.0
         constants, half = self._constants, self._constants.half_bytes
@@ -337,277 +353,243 @@ class TimeModel:
 
     def parts(
         self,
-        degrees: Degrees,
+        point: Point,
         groups: Mapping[str, AxisGroup],
         traffic: Traffic,
-        setting: Setting,
         ranks: tuple[Rank, ...],
-        micro_batch: int,
-        microbatches: int,
-        recompute: Recompute,
         need: float,
     ) -> tuple[float, ...]:
-        """Return the seconds of one step on the pipeline rank that takes longest, by parts.
+        """Return the time of one step on the slowest pipeline rank, by parts.
 
-        Computing; communication over `AXES`, in their order; bubble; optimizer. ``traffic`` is the
-        degrees' own, ``ranks`` are those of `MemoryModel.ranks`, and ``need`` are the bytes on the
-        one that needs most.
+        Args:
+            point: Configuration.
+            groups: Groups of its axes.
+            traffic: Result of `traffic` for its degrees.
+            ranks: Result of `MemoryModel.ranks`.
+            need: Bytes on the rank that needs most memory.
+
+        Returns:
+            Computation; exposed communication in the order of `AXES`; bubble; optimizer.
         """
-        layers = ranks[0].layers, ranks[-1].layers
-        stages = self._ranks(degrees, groups, setting, layers, micro_batch, recompute)
+        stages = self._ranks(point, groups, (ranks[0].layers, ranks[-1].layers))
         every = [
-            self._rank_parts(degrees, groups, traffic, setting, one, microbatches, rank, need)
-            for one, rank in zip(stages, ranks, strict=True)
+            self._rank_parts(point, groups, traffic, stage, rank, need)
+            for stage, rank in zip(stages, ranks, strict=True)
         ]
         return max(every, key=sum)
 
     def _rank_parts(
         self,
-        degrees: Degrees,
+        point: Point,
         groups: Mapping[str, AxisGroup],
         traffic: Traffic,
-        setting: Setting,
-        one: Stage,
-        microbatches: int,
+        stage: Stage,
         rank: Rank,
         need: float,
     ) -> tuple[float, ...]:
-        """Return what `parts` says of one pipeline rank."""
-        fsdp, replicate = self._sharding(degrees, traffic, setting, one, microbatches)
-        tp = microbatches * one.tp
-        if degrees.fsdp == 1:
-            # Whole experts that only the ranks of a tensor-parallel group share.
+        microbatches, layers, layer = point.microbatches, stage.layers, stage.layer
+        fsdp, replicate = self._sharding(point, traffic, stage)
+        tp = microbatches * (layers * layer.tp)
+        if point.degrees.fsdp == 1:
+            # Only experts are sharded, over the ranks of tp.
             tp, fsdp = tp + fsdp, 0.0
-        constants, compute = self._constants, one.compute
+        constants, compute = self._constants, stage.compute
         if self._eager and need > constants.retry_share * self._limit:
-            # The allocator frees and asks the driver again, which waits for the device.
-            compute += (constants.retry_slowdown - 1) * one.busy
+            # The allocator frees cached blocks and retries, which synchronizes the device.
+            compute += (constants.retry_slowdown - 1) * stage.busy
         updated = rank.optimizer / self._train.moment_bytes
         return (
             microbatches * compute,
             tp,
-            microbatches * one.cp,
+            microbatches * (layers * layer.cp),
             fsdp,
             replicate,
-            microbatches * one.ep,
-            microbatches * one.send + self._tied_ends(degrees, groups),
-            one.bubble,
+            microbatches * (layers * layer.ep),
+            microbatches * stage.send + self._tied_ends(point.degrees, groups),
+            stage.bubble,
             constants.optimizer_bytes * updated / self._bandwidth,
         )
 
     def _ranks(
-        self,
-        degrees: Degrees,
-        groups: Mapping[str, AxisGroup],
-        setting: Setting,
-        layers: tuple[int, int],
-        micro_batch: int,
-        recompute: Recompute,
+        self, point: Point, groups: Mapping[str, AxisGroup], layers: tuple[int, int]
     ) -> tuple[Stage, ...]:
-        """Return one microbatch on the ranks that can be slowest, which splits of dp share.
+        """Return the pipeline ranks that can be slowest: the largest one and the last one.
 
-        Those with most layers, and the last one, which has the output matrix too.
+        All splits of the data-parallel ranks into replicas and shards have the same stages.
         """
         tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
-        key = (micro_batch, recompute, setting, layers, degrees.etp, tp, ring, ulysses, ep, pp)
+        axes = tp, ring, ulysses, ep, pp
+        key = (point.micro_batch, point.recompute, point.setting, layers, point.degrees.etp, *axes)
         found = self._stages.get(key)
         if found is None:
             (most, last), send = layers, 0.0
             with_experts = self._model.expert_layers / self._model.layers
             if with_experts and pp.size > 1 and self._model.dense_layers <= most:
-                # Layers without experts are on the first rank; the others have nothing but experts.
+                # Layers without experts are on the first rank. All others have experts.
                 with_experts = 1.0
-            one = self._microbatch(degrees, groups, setting, micro_batch, recompute, with_experts)
+            head, layer = self._average(point, groups, with_experts)
             if pp.size > 1:
-                tokens = micro_batch * self._train.seq_len / degrees.cp
-                size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
-                send = 2 * setting.virtual_stages * self._links.send(pp, size)
-            # What the first and the last rank have of them, their fewer layers make up for.
+                tokens = self._compute.tokens(point)
+                size = self._constants.half_bytes * tokens * self._model.hidden / point.degrees.tp
+                send = 2 * point.setting.virtual_stages * self._links.send(pp, size)
+            # The ranks with an end have fewer layers, so the ends count as shared by all ranks.
             ends = (2 - self._model.tied) / pp.size
-            found = (_stage(one, last, one.head, ends, send, pp.size, setting),)
+            found = (_stage(point, layer, last, head, ends, send),)
             if pp.size > 1:
-                found = _stage(one, most, 0.0, ends, send, pp.size, setting), *found
+                found = _stage(point, layer, most, 0.0, ends, send), *found
             self._stages[key] = found
         return found
 
     def _tied_ends(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
-        """Return the seconds in which the two stages of a tied embedding sum its gradients.
+        """Return the time in which two stages with a tied embedding sum its gradients.
 
-        Each of the two sends its shard to the other, once in a step.
+        Each of them sends its shard to the other one, once per step.
         """
         if not self._model.tied:
             return 0.0
         shard = self._model.embedding_parameters / (degrees.tp * degrees.fsdp)
         return self._links.send(groups["pp"], self._train.gradient_bytes * shard)
 
-    def _microbatch(
-        self,
-        degrees: Degrees,
-        groups: Mapping[str, AxisGroup],
-        setting: Setting,
-        micro_batch: int,
-        recompute: Recompute,
-        with_experts: float,
-    ) -> Microbatch:
-        """Return an average layer, of which the share ``with_experts`` has some."""
-        # What depends on the stages too: which layers recompute, and eager collectives.
+    def _average(
+        self, point: Point, groups: Mapping[str, AxisGroup], with_experts: float
+    ) -> tuple[float, Layer]:
+        """Return the time of the output matrix and of an average layer.
+
+        ``with_experts`` is the share of layers that have experts.
+        """
+        # The number of stages matters only for recomputed layers and for eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
-        # Forward of one microbatch and backward of another hide each other's exchange.
-        paired = SCHEDULES[setting.schedule].overlaps_experts and degrees.pp > 1
-        dense = (micro_batch, recompute, stages, groups["tp"], groups["ring"], groups["ulysses"])
-        routed = (*dense, degrees.etp, paired, groups["ep"])
+        schedule = SCHEDULES[point.setting.schedule]
+        paired = schedule.overlaps_experts and point.degrees.pp > 1
+        axes = groups["tp"], groups["ring"], groups["ulysses"]
+        dense = (point.micro_batch, point.recompute, stages, *axes)
+        routed = (*dense, point.degrees.etp, paired, groups["ep"])
         key = with_experts, routed
-        found = self._microbatches.get(key)
+        found = self._averages.get(key)
         if found is not None:
             return found
-        total = [0.0] * 8
-        for share, alike in ((1 - with_experts, dense), (with_experts, routed)):
+        total = [0.0] * len(Layer._fields)
+        for share, kind in ((1 - with_experts, dense), (with_experts, routed)):
             if share:
-                if alike not in self._layers:
-                    self._layers[alike] = self._layer(
-                        degrees, groups, paired, micro_batch, recompute, experts=alike is routed
-                    )
-                parts = self._layers[alike]
+                if kind not in self._layers:
+                    experts = kind is routed
+                    self._layers[kind] = self._layer(point, groups, experts=experts, paired=paired)
+                parts = self._layers[kind]
                 total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
-        head = self._compute.head(degrees, micro_batch)
-        found = self._microbatches[key] = Microbatch(head, *total)
+        found = self._averages[key] = self._compute.head(point), Layer(*total)
         return found
 
     def _layer(
-        self,
-        degrees: Degrees,
-        groups: Mapping[str, AxisGroup],
-        paired: bool,
-        micro_batch: int,
-        recompute: Recompute,
-        *,
-        experts: bool,
-    ) -> tuple[float, ...]:
-        """Return the fields of `Microbatch` but the first for one layer."""
-        work = self._compute.layer(degrees, micro_batch, recompute, experts=experts)
-        # Where keys and values go round, attention has company.
-        busy = work.attention if degrees.ring > 1 else 0.0
-        tp = self._tensor(degrees, groups, micro_batch, recompute, experts=experts)
-        cp = self._context(degrees, groups, micro_batch, recompute, work)
+        self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool, paired: bool
+    ) -> Layer:
+        """Return the time of one layer.
+
+        If ``paired``, the forward pass of a microbatch overlaps the exchange of another one.
+        """
+        work = self._compute.layer(point, experts=experts)
+        # Ring communication overlaps attention, so nothing else can.
+        busy = work.attention if point.degrees.ring > 1 else 0.0
+        tp = self._tensor(point, groups, experts=experts)
+        cp = self._context(point, groups, work)
         ep = 0.0
         if experts:
-            ep, parts_of_experts = self._exchange(degrees, groups, micro_batch, recompute)
+            ep, parts_of_experts = self._exchange(point, groups)
             tp += parts_of_experts
         if paired:
             ep = _exposed(ep, work.forward + work.backward, self._constants.overlap_cost)
         launch, relaunch = work.launch, work.relaunch
         if self._eager and self._links.crosses(groups["pp"]):
-            hops = 10 * (degrees.tp - 1) * self._constants.eager_hop_seconds
+            hops = 10 * (point.degrees.tp - 1) * self._constants.eager_hop_seconds
             launch, relaunch = launch + hops / 3, relaunch + hops * 2 / 3
-        waits, rounds = tp + cp + ep, 3 if recompute == "full" else 2
+        waits, rounds = tp + cp + ep, 3 if point.recompute == "full" else 2
+        # The device is idle if the host launches more slowly.
         idle = max(0.0, launch - work.forward - waits / 3)
         idle_backward = max(0.0, relaunch - work.backward - waits * 2 / 3)
-        return (
-            work.forward + work.backward + idle + idle_backward,
-            work.forward + idle,
-            # Also while the device waits for the host.
-            max(work.forward, launch) - busy,
-            max(work.backward, relaunch) - rounds * busy,
-            # Gradients of weights fill a bubble as fast as they are launched.
-            *(max(work.weights, launch), tp, cp, ep),
+        return Layer(
+            compute=work.forward + work.backward + idle + idle_backward,
+            forward=work.forward + idle,
+            free_forward=max(work.forward, launch) - busy,
+            free_backward=max(work.backward, relaunch) - rounds * busy,
+            weights=max(work.weights, launch),
+            tp=tp,
+            cp=cp,
+            ep=ep,
         )
 
-    def _tensor(
-        self,
-        degrees: Degrees,
-        groups: Mapping[str, AxisGroup],
-        micro_batch: int,
-        recompute: Recompute,
-        *,
-        experts: bool,
-    ) -> float:
-        """Return the exposed seconds of tensor parallelism in one layer.
+    def _tensor(self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool) -> float:
+        """Return the exposed time of tensor parallelism in one layer.
 
-        Attention and the feed-forward part gather their input and reduce-scatter their output; the
-        backward does the same and gathers the inputs once more for the weights' gradients
-        (arXiv 2205.05198, section 4.2.2). Products hide bytes, but no hops.
+        Attention and the feed-forward part gather their input and reduce-scatter their output. The
+        backward pass does the same and gathers the inputs again for the weight gradients (arXiv
+        2205.05198, section 4.2.2). Matrix products overlap the transfers, but not the latencies.
         """
-        if degrees.tp == 1:
+        if point.degrees.tp == 1:
             return 0.0
-        tokens = micro_batch * self._train.seq_len / degrees.cp
-        size = self._constants.half_bytes * tokens * self._model.hidden
-        whole = not experts or degrees.etp > 1 or self._model.shared_ffn > 0
-        again = {"full": 2, "selective-op": 1}.get(recompute, 0)
+        size = self._constants.half_bytes * self._compute.tokens(point) * self._model.hidden
+        whole = not experts or point.degrees.etp > 1 or self._model.shared_ffn > 0
+        again = {"full": 2, "selective-op": 1}.get(point.recompute, 0)
         calls = (5 + again) * (2 if whole else 1)
         # Eager layers wait for every collective.
         hidden = 0.0 if self._eager else self._constants.tp_hidden
         carried = (1 - hidden) * self._links.transfer(groups["tp"], size)
         return calls * (carried + self._links.latency(groups["tp"]))
 
-    def _context(
-        self,
-        degrees: Degrees,
-        groups: Mapping[str, AxisGroup],
-        micro_batch: int,
-        recompute: Recompute,
-        work: Work,
-    ) -> float:
-        """Return the exposed seconds in which a sequence's parts meet in one layer.
+    def _context(self, point: Point, groups: Mapping[str, AxisGroup], work: Work) -> float:
+        """Return the exposed time of context parallelism in one layer.
 
-        Keys and values go round beside attention, or are gathered before it with nothing beside
-        them. Before attention Ulysses exchanges their heads and those of queries, after it those of
-        the output (arXiv 2309.14509, section 3.2).
+        In a ring, attention overlaps the transfers of keys and values. An all-gather of them is
+        exposed. Ulysses exchanges the heads of queries, keys and values before attention, and of
+        the output after it (arXiv 2309.14509, section 3.2).
         """
+        degrees = point.degrees
         if degrees.cp == 1:
             return 0.0
         half, cost = self._constants.half_bytes, self._constants.overlap_cost
-        tokens = micro_batch * self._train.seq_len
-        model, forwards = self._model, 2 if recompute == "full" else 1
+        tokens = point.micro_batch * self._train.seq_len
+        model, forwards = self._model, 2 if point.recompute == "full" else 1
         keys = half * tokens * model.kv_width / degrees.tp
-        # Where there are fewer kv heads than ranks, several ranks get the same one.
+        # If there are fewer kv heads than ranks, several ranks get the same head.
         heads = min(degrees.ulysses_degree, max(1, (model.kv_heads or 1) // degrees.tp))
         ring = self._links.gather(groups["ring"], 2 * keys / heads)
         queries = half * tokens * model.query_width / degrees.tp
         rows = 2 * (queries + keys * degrees.ulysses_degree / heads) / degrees.cp
         exchange = (forwards + 1) * self._links.all_to_all(groups["ulysses"], rows)
         if self._train.context == "all-gather":
-            # Gathered once more for the backward, and their gradients reduced in bf16.
+            # One more gather for the backward pass, and a reduce-scatter of bf16 gradients.
             return (forwards + 2) * ring + exchange
         forward = _exposed(ring, work.attention, cost) * forwards
-        # Their gradients go round in float32 beside them.
+        # The backward pass moves keys and values, and their float32 gradients.
         return forward + _exposed(3 * ring, 2 * work.attention, cost) + exchange
 
-    def _exchange(
-        self,
-        degrees: Degrees,
-        groups: Mapping[str, AxisGroup],
-        micro_batch: int,
-        recompute: Recompute,
-    ) -> tuple[float, float]:
-        """Return the exposed seconds of dispatch and combine in one layer, forward and backward.
+    def _exchange(self, point: Point, groups: Mapping[str, AxisGroup]) -> tuple[float, float]:
+        """Return the exposed time of dispatch and combine in one layer, over ``ep`` and ``tp``.
 
-        Without DualPipe a part of it has other kernels beside it. Where a tensor-parallel group has
-        parts of every expert, it gathers the rows that came and reduces those that go back: the
-        second figure.
+        If ``tp`` splits the experts, its ranks gather the dispatched rows and reduce-scatter the
+        results.
         """
+        degrees = point.degrees
         if degrees.ep * degrees.etp == 1:
             return 0.0, 0.0
         model, train, half = self._model, self._train, self._constants.half_bytes
-        tokens = micro_batch * train.seq_len / degrees.cp / degrees.tp
+        tokens = self._compute.tokens(point) / degrees.tp
         inside, outside = self._copies(groups["ep"])
         size = half * tokens * model.hidden
         one = self._links.dispatch(groups["ep"], size, inside, outside)
-        again = recompute == "full"
+        again = point.recompute == "full"
         total = (4 + 2 * again) * one
         if train.fp8_dispatch:
             small = self._links.dispatch(groups["ep"], size / 2, inside, outside)
             total -= (1 + again) * (one - small)
-        gathered, shown = 0.0, 1 - self._constants.ep_hidden
+        gathered, exposed = 0.0, 1 - self._constants.ep_hidden
         if degrees.etp > 1:
             rows = half * tokens * degrees.tp * model.top_k * model.hidden
-            gathered = shown * (4 + 2 * again) * self._links.gather(groups["tp"], rows)
-        return shown * total, gathered
+            gathered = exposed * (4 + 2 * again) * self._links.gather(groups["tp"], rows)
+        return exposed * total, gathered
 
     def _copies(self, group: AxisGroup) -> tuple[float, float]:
-        """Return how often a token travels inside a node and between nodes, on average.
+        """Return how often a token is sent inside a node and between nodes, on average.
 
-        A token's experts are anywhere with the same probability, on ``max_nodes`` nodes at most.
-        Without deduplication every copy travels on its own.
+        All experts are equally likely, but a token's experts are on at most ``max_nodes`` nodes.
         """
         model, members = self._model, self._links.members(group)
         copies, nodes = model.top_k, group.size / members
@@ -623,79 +605,63 @@ class TimeModel:
         on_ranks = ranks * (1 - (1 - 1 / ranks) ** copies)
         return on_ranks * (members - 1) / members, on_nodes * (1 - 1 / nodes)
 
-    def _sharding(
-        self,
-        degrees: Degrees,
-        traffic: Traffic,
-        setting: Setting,
-        one: Stage,
-        microbatches: int,
-    ) -> tuple[float, float]:
-        """Return the exposed seconds of sharded parameters and of replicas in one step.
+    def _sharding(self, point: Point, traffic: Traffic, stage: Stage) -> tuple[float, float]:
+        """Return the exposed time of sharded parameters and of replicas in one step.
 
-        Stage 3 and FSDP gather for both passes of every microbatch and reduce after each. FSDP with
-        pipeline stages, and stages 1 and 2, gather once; stage 2 reduces for every microbatch.
-        Stage 0 sums whole gradients, once. All layers of the rank hide what its ends need too.
+        | ZeRO stage | all-gathers | reduce-scatters |
+        |---|---|---|
+        | 3, and FSDP without pipeline stages | both passes of each microbatch | each microbatch |
+        | 2 | once | each microbatch |
+        | 1, and FSDP with pipeline stages | once | once |
+        | 0 | none | one all-reduce |
         """
-        layers = one.layers
-        forward, backward = layers * one.free_forward, layers * one.free_backward
-        gather = layers * traffic.gather + one.ends * traffic.end_gather
-        reduce = layers * traffic.reduce + one.ends * traffic.end_reduce
-        replicas = layers * traffic.replicas + one.ends * traffic.end_replicas
-        cost, zero = self._constants.overlap_cost, setting.zero
-        first = traffic.gather
+        layers, microbatches = stage.layers, point.microbatches
+        forward = layers * stage.layer.free_forward
+        backward = layers * stage.layer.free_backward
+        gather = layers * traffic.gather + stage.ends * traffic.end_gather
+        reduce = layers * traffic.reduce + stage.ends * traffic.end_reduce
+        replicas = layers * traffic.replicas + stage.ends * traffic.end_replicas
+        cost, zero = self._constants.overlap_cost, point.setting.zero
         if zero == 3:
-            # DeepSpeed: one collective for each weight, with nothing beside it.
+            # DeepSpeed: one collective per weight, and nothing overlaps.
             hops = 3 * layers * (self._constants.stage3_collectives - 1) * traffic.hops
             summed = _exposed(replicas, backward, cost)
             return microbatches * (2 * gather + reduce + hops), summed
-        if zero is None and degrees.pp == 1:
-            sharding = microbatches * _exposed(gather, forward, cost)
-            returned = gather + reduce
-            sharding += microbatches * _exposed(returned, backward, cost)
-        elif zero == 0:
-            # An all-reduce is a reduction to shards and a gathering of them, over all replicas.
+        if zero == 0:
+            # An all-reduce is a reduce-scatter and an all-gather over all replicas.
             summed = _exposed(2 * reduce, backward, cost)
-            return (summed, 0.0) if degrees.fsdp > 1 else (0.0, summed)
+            return (summed, 0.0) if point.degrees.fsdp > 1 else (0.0, summed)
+        if zero is None and point.degrees.pp == 1:
+            returned = gather + reduce
+            sharding = microbatches * _exposed(gather, forward, cost)
+            sharding += microbatches * _exposed(returned, backward, cost)
         else:
-            returned = reduce
-            rounds = microbatches if zero == 2 else 1
+            returned, rounds = reduce, microbatches if zero == 2 else 1
             sharding = _exposed(gather, forward, cost) + rounds * _exposed(reduce, backward, cost)
         summed = _exposed(replicas, max(0.0, backward - returned), cost)
-        # Nothing runs beside the first gather.
-        return sharding + first, summed
+        # Nothing overlaps the first all-gather.
+        return sharding + traffic.gather, summed
 
 
-def _stage(
-    one: Microbatch,
-    layers: int,
-    head: float,
-    ends: float,
-    send: float,
-    pp: int,
-    setting: Setting,
-) -> Stage:
-    """Return one microbatch on a rank with some layers, and perhaps the output matrix."""
-    busy, bubble = layers * (one.compute + one.tp + one.cp + one.ep) + head + send, 0.0
+def _stage(point: Point, layer: Layer, layers: int, head: float, ends: float, send: float) -> Stage:
+    """Return a pipeline rank. ``head`` is the time of its output matrix, or 0."""
+    busy, bubble = layers * (layer.compute + layer.tp + layer.cp + layer.ep) + head + send, 0.0
+    pp, setting = point.degrees.pp, point.setting
     if pp > 1:
-        seconds = busy, layers * one.forward, layers * one.weights
+        seconds = busy, layers * layer.forward, layers * layer.weights
         bubble = SCHEDULES[setting.schedule].bubble(pp, setting.virtual_stages, *seconds)
     return Stage(
-        compute=layers * one.compute + head,
-        tp=layers * one.tp,
-        cp=layers * one.cp,
-        ep=layers * one.ep,
+        compute=layers * layer.compute + head,
         send=send,
         busy=busy,
         bubble=bubble,
         layers=layers,
         ends=ends,
-        free_forward=one.free_forward,
-        free_backward=one.free_backward,
+        layer=layer,
     )
 
 
 def _exposed(communication: float, beside: float, cost: float) -> float:
-    """Return what communication adds to the computation that it runs beside."""
+    """Return the time that communication adds to a computation that overlaps it."""
     hidden = min(communication, max(0.0, beside))
     return communication - hidden + cost * hidden

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ._cluster import Cluster, told
-from ._model import ModelShape
-from ._result import Degrees, Setting, TimeSplit, Trust
+from ._result import Point, TimeSplit, Trust
+from ._shape import ModelShape
 from ._train import TrainSpec
 
 
@@ -55,12 +55,11 @@ def trust_of(
     model: ModelShape,
     cluster: Cluster,
     train: TrainSpec,
-    degrees: Degrees,
-    setting: Setting,
+    point: Point,
     time: TimeSplit,
 ) -> Trust:
     """Return the published runs that a configuration resembles, and what sets it apart."""
-    chip = told(cluster.device)
+    degrees, setting, chip = point.degrees, point.setting, told(cluster.device)
     family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else ""
     precision = "fp8" if train.float8 else "bf16"
     kinds = CLASSES.get((family, precision, model.experts > 0), {})
@@ -75,7 +74,7 @@ def trust_of(
         if kinds:
             apart += f" with {STAGE_3}" if stage_3 else f" with {schedule} pipelines"
         return Trust(resembles="", runs=0, error=None, differs=(apart,))
-    differs = tuple(_differences(published, cluster, train, degrees, setting, time))
+    differs = tuple(_differences(published, cluster, train, point, time))
     error = published.error if len(differs) < 2 else None
     name = published.name if error is not None else ""
     name += f" with {schedule} pipelines" if name and schedule else ""
@@ -83,14 +82,10 @@ def trust_of(
 
 
 def _differences(
-    published: Published,
-    cluster: Cluster,
-    train: TrainSpec,
-    degrees: Degrees,
-    setting: Setting,
-    time: TimeSplit,
+    published: Published, cluster: Cluster, train: TrainSpec, point: Point, time: TimeSplit
 ) -> Iterator[str]:
     """Yield in what no published run of a class is like the configuration."""
+    degrees, setting = point.degrees, point.setting
     if setting.zero == 0 and degrees.fsdp > 1:
         yield "ZeRO stage 0"
     if setting.zero in (2, 3) and degrees.pp > 1:

@@ -1,7 +1,8 @@
-"""The shapes of decoder models, read and published: what memory and time follow from."""
+"""Sizes of decoder models: reading them from configurations, and a table of published models."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +19,17 @@ from .._errors import (
     take_integers,
 )
 from .._model import COUNTS, RULED, SIZES, read_fields, read_other_layers
+from .._rules import RULES
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OPTIONAL = ("kv_heads", "head_dim", "expert_ffn")
 OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
 OF_LATENT = ("latent", "query_latent", "nope_dim", "rope_dim")
-# Model families whose feed-forward part is two matrices with an activation between.
+# Fields of a run, which rules also read.
+OF_RUN = ("seq_len", "global_batch")
+# Fields without a name that every family of models uses in the same way.
+OWN_NAMES = ("expert_ffn", "dense_layers")
+# Model families whose feed-forward layers have no gate.
 UNGATED = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"),
     *("starcoder2", "nemotron", "arcee", "apertus", "jais2", "nanochat", "persimmon", "fuyu"),
@@ -133,17 +139,7 @@ class ModelShape:
         Returns:
             Sizes by their names in Hugging Face configurations, for `ParallelDims.check`.
         """
-        return {
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads or self.heads,
-            "intermediate_size": self.ffn,
-            "vocab_size": self.vocab,
-            "num_experts": self.experts,
-            "expert_ffn": self.expert_width,
-            "dense_layers": self.dense_layers,
-            "tie_word_embeddings": self.tied,
-        }
+        return {name: getattr(self, field) for field, name in _CONFIG_NAMES.items()}
 
     @property
     def query_width(self) -> int:
@@ -272,6 +268,22 @@ class ModelShape:
         return 6 * (self.active_parameters - inputs) + attention
 
 
+def _config_names() -> Mapping[str, str]:
+    """Return the name in a configuration of each field that a rule reads.
+
+    Raises `TypeError` for a field that a shape or the table of names lacks, because the planner
+    would skip the rule.
+    """
+    read = {field for rule in RULES for field in (*rule.fields, *rule.hints)} - {*OF_RUN}
+    known = RULED.keys() & ModelShape.__dataclass_fields__.keys()
+    if unknown := sorted(read - known):
+        raise TypeError(f"rules read {join_words(unknown, 'and')}, which ModelShape lacks")
+    return {field: field if field in OWN_NAMES else RULED[field][0] for field in sorted(read)}
+
+
+_CONFIG_NAMES = _config_names()
+
+
 def _violations(shape: ModelShape) -> Iterator[Violation]:
     values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
     optional = [name for name in OPTIONAL if values[name] is not None]
@@ -309,43 +321,30 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
 
 
 def _read_shape(config: object) -> dict[str, Any]:
-    """Return the constructor arguments of a shape that a configuration gives.
-
-    Raises `ParallelDimsError` that names every size which is missing.
-    """
+    """Return the arguments of `ModelShape` that a configuration gives."""
     found = {f: (name, as_integer(v)) for f, (name, v) in read_fields(config).items()}
     given = {field: value for field, (_, value) in found.items() if value is not None}
     if given.get("experts") and "top_k" not in given:
         raise ParallelDimsError([_missing("top_k")])
     raise_errors(_other_layers(config))
-    names = {**RULED, **SIZES, **COUNTS}
-    numbers = [field for field in names if field in given and field != "tied"]
+    numbers = [f for f in (*RULED, *SIZES, *COUNTS) if f in given and f != "tied"]
     raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
-    missing = [field for field in REQUIRED if field not in given]
-    if missing:
-        raise ParallelDimsError([_missing(field) for field in missing])
-    family = given.get("family", "")
+    raise_errors(_missing(field) for field in REQUIRED if field not in given)
     shape = {field: given[field] for field in (*RULED, *SIZES) if field in given}
-    shape |= {
-        "name": str(given.get("name", "")),
-        "glu": family not in UNGATED if "glu" not in given else bool(given["glu"]),
-        "tied": bool(given.get("tied")),
-    }
-    return shape | (_experts(given) if shape.get("experts") else dict.fromkeys(OF_EXPERTS, 0))
-
-
-def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    shape["name"] = str(given.get("name", ""))
+    shape["glu"] = bool(given.get("glu", given.get("family", "") not in UNGATED))
+    shape["tied"] = bool(given.get("tied"))
+    if not shape.get("experts"):
+        return shape | dict.fromkeys(OF_EXPERTS, 0)
     if given.get("groups", 0) <= 1 or not given.get("top_groups"):
-        found |= {"groups": 0, "top_groups": 0}  # one group is no limit
+        shape |= {"groups": 0, "top_groups": 0}  # one group is no limit
     if given.get("shared_experts"):
-        width = given.get("expert_ffn") or given["ffn"]
-        found["shared_ffn"] = given["shared_experts"] * width
-    return found
+        shape["shared_ffn"] = given["shared_experts"] * (given.get("expert_ffn") or given["ffn"])
+    return shape
 
 
 def _other_layers(config: object) -> Iterator[Violation]:
-    """Yield what a configuration says of layers that a shape cannot have."""
+    """Yield violations for layers that a shape cannot have."""
     for what, fields in read_other_layers(config).items():
         texts = join_words((f"{name}={show(value)}" for name, value in fields.items()), "and")
         yield Violation(
@@ -365,118 +364,61 @@ def _missing(field: str) -> Violation:
     )
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    """A model of arXiv 2205.05198, table 3."""
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        ffn=4 * hidden,
-        vocab=51200,
-        glu=False,
-    )
-
-
-def _llama3(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
-    """A model of The Llama 3 Herd of Models, table 3."""
-    return ModelShape(
-        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=128256
-    )
-
-
-def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int) -> ModelShape:
-    """A model of eight experts, two for each token."""
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=8,
-        ffn=ffn,
-        vocab=vocab,
-        experts=8,
-        top_k=2,
-    )
-
-
-def _qwen3(
-    name: str, layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int
+def _sized(
+    name: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **others: Any
 ) -> ModelShape:
-    """A model of 128 experts, eight for each token."""
     return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=4,
-        head_dim=128,
-        ffn=ffn,
-        vocab=151936,
-        experts=128,
-        top_k=8,
-        expert_ffn=expert_ffn,
+        name=name, layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab, **others
     )
 
 
-def _llama4(name: str, experts: int, dense_layers: int) -> ModelShape:
-    """A model with one expert of many for each token beside one that all take."""
-    return ModelShape(
-        name=name,
-        layers=48,
-        hidden=5120,
-        heads=40,
-        kv_heads=8,
-        ffn=16384,
-        vocab=202048,
-        experts=experts,
-        top_k=1,
-        expert_ffn=8192,
-        shared_ffn=8192,
-        dense_layers=dense_layers,
-    )
-
-
-def _named(shapes: Iterable[ModelShape]) -> Mapping[str, ModelShape]:
-    return MappingProxyType({shape.name: shape for shape in shapes})
-
-
-# The models with experts have the sizes of their published configuration files.
-MODELS: Mapping[str, ModelShape] = _named(
-    (
-        _llama3("llama3-8b", 32, 4096, 32, 14336),
-        _llama3("llama3-70b", 80, 8192, 64, 28672),
-        _llama3("llama3-405b", 126, 16384, 128, 53248),
-        _gpt("gpt-22b", 48, 6144, 64),
-        _gpt("gpt-175b", 96, 12288, 96),
-        _gpt("gpt-530b", 105, 20480, 128),
-        _gpt("gpt-1t", 128, 25600, 160),
-        _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000),
-        _mixtral("mixtral-8x22b", 56, 6144, 48, 16384, 32768),
-        _qwen3("qwen3-30b-a3b", 48, 2048, 32, 6144, 768),
-        _qwen3("qwen3-235b-a22b", 94, 4096, 64, 12288, 1536),
-        _llama4("llama4-scout", 16, 0),
-        _llama4("llama4-maverick", 128, 24),
-        ModelShape(
-            name="deepseek-v3",
-            layers=61,
-            hidden=7168,
-            heads=128,
-            head_dim=128,
-            latent=512,
-            query_latent=1536,
-            nope_dim=128,
-            rope_dim=64,
-            ffn=18432,
-            vocab=129280,
-            experts=256,
-            top_k=8,
-            expert_ffn=2048,
-            shared_ffn=2048,
-            dense_layers=3,
-            groups=8,
-            top_groups=4,
-        ),
-    )
+_gpt = partial(_sized, vocab=51200, glu=False)  # arXiv 2205.05198, table 3
+_llama3 = partial(_sized, vocab=128256, kv_heads=8)  # The Llama 3 Herd of Models, table 3
+# These have the sizes of their published configuration files.
+_LLAMA4 = _sized(
+    *("llama4-scout", 48, 5120, 40, 16384, 202048),
+    kv_heads=8,
+    experts=16,
+    top_k=1,
+    expert_ffn=8192,
+    shared_ffn=8192,
+)
+_mixtral = partial(_sized, kv_heads=8, experts=8, top_k=2)
+_qwen3 = partial(_sized, vocab=151936, kv_heads=4, head_dim=128, experts=128, top_k=8)
+_DEEPSEEK_V3 = _sized(
+    *("deepseek-v3", 61, 7168, 128, 18432, 129280),
+    head_dim=128,
+    latent=512,
+    query_latent=1536,
+    nope_dim=128,
+    rope_dim=64,
+    experts=256,
+    top_k=8,
+    expert_ffn=2048,
+    shared_ffn=2048,
+    dense_layers=3,
+    groups=8,
+    top_groups=4,
+)
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        shape.name: shape
+        for shape in (
+            _llama3("llama3-8b", 32, 4096, 32, 14336),
+            _llama3("llama3-70b", 80, 8192, 64, 28672),
+            _llama3("llama3-405b", 126, 16384, 128, 53248),
+            _gpt("gpt-22b", 48, 6144, 64, 24576),
+            _gpt("gpt-175b", 96, 12288, 96, 49152),
+            _gpt("gpt-530b", 105, 20480, 128, 81920),
+            _gpt("gpt-1t", 128, 25600, 160, 102400),
+            _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000),
+            _mixtral("mixtral-8x22b", 56, 6144, 48, 16384, 32768),
+            _qwen3("qwen3-30b-a3b", 48, 2048, 32, 6144, expert_ffn=768),
+            _qwen3("qwen3-235b-a22b", 94, 4096, 64, 12288, expert_ffn=1536),
+            _LLAMA4,
+            replace(_LLAMA4, name="llama4-maverick", experts=128, dense_layers=24),
+            _DEEPSEEK_V3,
+        )
+    }
 )
 """Shapes of published models by name."""
