@@ -22,6 +22,10 @@ def refused(config: Any, world: int = 32) -> str:
     return str(caught.value)
 
 
+def test_no_name_is_both_read_and_an_error() -> None:
+    assert {*NAMES} & {*UNREAD} == set()
+
+
 def test_the_page_lists_every_name() -> None:
     text = PAGE.read_text(encoding="utf-8")
     own = {*ParallelDims().to_dict()}
