@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hp_mesh
 from hp_mesh import ParallelDims
 from hp_mesh.cli import main
 from hp_mesh.planner import MODELS, Candidate, Cluster, TrainSpec, estimate, plan
@@ -38,7 +37,7 @@ def flags(text: str) -> dict[str, Any]:
 
 def python(text: str) -> dict[str, Any]:
     assert f"from {PACKAGE} import ParallelDims, TrainSpec" in text
-    names: dict[str, Any] = {"ParallelDims": ParallelDims, "TrainSpec": hp_mesh.TrainSpec}
+    names: dict[str, Any] = {"ParallelDims": ParallelDims, "TrainSpec": TrainSpec}
     lines = [line for line in text.splitlines() if line.startswith(("dims", "train"))]
     exec("\n".join(lines), names)
     return names

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -220,12 +221,21 @@ def test_the_picture_has_a_row_for_each_candidate(planned: Plan) -> None:
     assert_inside(figure)
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("mixtral-8x7b", 64), ("llama3-8b", 8)])
-def test_parts_have_the_colour_of_their_name_in_every_plan(model: str, gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("mixtral-8x7b", 64, {}),
+        ("mixtral-8x7b", 64, {"schedule": "any", "zero": "any"}),
+        ("llama3-8b", 8, {}),
+    ],
+)
+def test_parts_have_the_colour_of_their_name_in_every_plan(
+    model: str, gpus: int, options: dict[str, Any]
+) -> None:
     found = plan(
         MODELS[model],
         Cluster(world_size=gpus, accelerator="H100"),
-        TrainSpec(seq_len=4096, global_batch=1024),
+        TrainSpec(seq_len=4096, global_batch=1024, **options),
     )
     figure = draw_plan(found)
     parts = named(figure, "")

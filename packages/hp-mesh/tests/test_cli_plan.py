@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 
 from hp_mesh import ParallelDims
+from hp_mesh.cli import _main
 from hp_mesh.cli._reports import (
     GIB,
     group_rejections,
     why_it_loses,
 )
-from hp_mesh.planner import MODELS, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+from hp_mesh.planner import (
+    MODELS,
+    Cluster,
+    Hint,
+    MemorySplit,
+    Plan,
+    TimeSplit,
+    TrainSpec,
+    hints,
+    plan,
+)
 
 from .test_cli import document, run
 
@@ -203,6 +214,72 @@ def test_everything_wrong_with_a_plan_is_in_one_message() -> None:
     for part in ("'some'", "--top '0'"):
         assert part in err
     assert "Traceback" not in err
+
+
+def test_fix_restricts_the_search_as_the_python_argument_does() -> None:
+    told = document(*ARGV, "--fix", "tp=8", "--fix", "pp=2")
+    expected = plan(
+        MODELS["llama3-70b"],
+        Cluster(world_size=256, accelerator="H100"),
+        TrainSpec(seq_len=8192, global_batch=512),
+        fix={"tp": 8, "pp": 2},
+    )
+    assert told["counts"]["considered"] == expected.considered > 0
+    assert {(each["dims"]["tp"], each["dims"]["pp"]) for each in told["candidates"]} == {(8, 2)}
+    times = [entry["time"]["total"] for entry in told["candidates"]]
+    assert times == [candidate.time.total for candidate in expected.candidates[:10]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tp=7"], "tp=7 does not divide world_size=256; use 1, 2, 4"),
+        (["tp=0"], "tp=0 is not a positive integer"),
+        (["tp=many"], "tp='many' is not a positive integer"),
+        (["tensor=8"], "'tensor' is not a field"),
+        (["order=tp"], "no degree 'order'; use pp, dp_replicate"),
+        (["tp8"], "'tp8' is not NAME=VALUE"),
+        (["tp=2", "tp=4"], "tp is given twice"),
+    ],
+)
+def test_a_wrong_fix_is_refused(words: list[str], message: str) -> None:
+    code, out, err = run(*ARGV, *(part for word in words for part in ("--fix", word)))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_without_a_fitting_configuration_a_fix_is_to_blame_and_not_the_world() -> None:
+    code, out, _ = run(*HUGE, "--fix", "tp=8")
+    assert code == 1
+    assert "NOTHING FITS" in out
+    assert "smallest number of GPUs" not in out
+
+
+def test_one_line_names_the_option_that_helps_most(planned: Plan) -> None:
+    hint = hints(planned)[0]
+    best = planned.best
+    assert best is not None
+    assert (hint.field, hint.value) == ("fused_loss", True)
+    now, then = (f"{seconds:.1f} s" for seconds in (best.time.total, hint.step_seconds))
+    line = f"with --fused-loss the best plan takes {then} instead of {now}"
+    assert line in run(*ARGV)[1].splitlines()
+    with_it = document(*ARGV, "--fused-loss")["recommended"]
+    assert with_it["time"]["total"] == hint.step_seconds
+
+
+def test_a_hint_with_a_value_and_one_that_makes_a_plan_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = Hint(field="zero", value=1, step_seconds=2.5)
+    monkeypatch.setattr(_main, "hints", lambda _: (hint,))
+    assert "with --zero 1 the best plan takes 2.5 s instead of " in run(*ARGV)[1]
+    assert "with --zero 1 a configuration fits, and takes 2.5 s" in run(*HUGE)[1]
+    monkeypatch.setattr(_main, "hints", lambda _: ())
+    assert "with --" not in run(*ARGV)[1]
+
+
+def test_programs_do_not_wait_for_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_main, "hints")
+    assert run(*ARGV, "--json")[0] == 0
+    assert run(*ARGV, "--as-code")[0] == 0
 
 
 def test_words_of_degrees_are_not_ignored_by_plan() -> None:

@@ -1,4 +1,4 @@
-"""Options of the commands: what argparse accepts, and how the texts become values.
+"""Options of the commands.
 
 argparse keeps all values as text. They are read afterwards, so that one error lists everything
 that is wrong with a command line.
@@ -84,7 +84,7 @@ def add_model(parser: ArgumentParser, *, required: bool = False) -> None:
 
 
 def add_sequence(parser: ArgumentParser) -> None:
-    """Add the options of a sequence that rules read."""
+    """Add ``--causal-balance`` and ``--no-sequence-parallel``."""
     text = "each rank of cp gets two parts of a sequence, which balances causal attention"
     parser.add_argument("--causal-balance", action="store_true", help=text)
     text = "between layers, all ranks of tp hold the whole sequence, so tp need not divide it"
@@ -108,7 +108,7 @@ def add_fields(
     """Add an option for each field of a dataclass that has a description.
 
     Args:
-        parser: Where to add them.
+        parser: Parser or group that gets the options.
         spec: `TrainSpec` or `Cluster`.
         required: None adds the fields that have a default. True and False add the others, as
             options that must or may be given.
@@ -134,7 +134,7 @@ def _word(value: object) -> str:
 
 
 def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
-    """Return the given options of a dataclass's fields. A wrong value stays as it was given."""
+    """Return the given fields of a dataclass. Values that are not legal are kept."""
     given = {}
     for each in fields(spec):
         text = getattr(args, each.name, None)
@@ -154,7 +154,7 @@ def _number(text: Any) -> Any:
 
 
 def read_count(option: str, text: str | None, *, least: int = 1, most: int = LARGEST) -> int | None:
-    """Read an integer. None stays None."""
+    """Read an integer. Returns None if no text is given."""
     if text is None:
         return None
     number = _integer(text)
@@ -173,21 +173,21 @@ def _integer(text: str) -> int | None:
     return int(text) if len(text) <= MOST_DIGITS else 10**MOST_DIGITS
 
 
-def read_words(words: list[str], legal: tuple[str, ...] = FIELDS) -> dict[str, Any]:
+def read_words(words: list[str]) -> dict[str, Any]:
     """Read words such as ``tp=8``. A value that is not an integer stays text."""
     reader, found = Reader(), dict[str, Any]()
     for word in words:
-        reader(_read_word, word, legal, found)
+        reader(_read_word, word, found)
     reader.finish()
     return found
 
 
-def _read_word(word: str, legal: tuple[str, ...], found: dict[str, Any]) -> None:
+def _read_word(word: str, found: dict[str, Any]) -> None:
     name, equals, text = word.partition("=")
     if not (name and equals and text):
         raise refusal("word", f"{word!r} is not NAME=VALUE; write e.g. tp=8", {})
-    if name not in legal:
-        reason = f"{name!r} is not a field; use {join_words(legal)}"
+    if name not in FIELDS:
+        reason = f"{name!r} is not a field; use {join_words(FIELDS)}"
         raise refusal("field", reason, {name: text})
     if name in found:
         raise refusal("word", f"{name} is given twice; give it once", {name: text})

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 from .._errors import ParallelDimsError, join_words, refusal
-from ..planner import estimate, plan, smallest_world
+from ..planner import estimate, hints, plan, smallest_world
 from ._code import as_code
 from ._inputs import (
     MOST_RANKS,
@@ -26,8 +26,10 @@ from ._inputs import (
     read_question,
     read_ranks,
     read_run,
+    read_words,
 )
 from ._reports import (
+    NOTHING,
     Answer,
     Checked,
     Estimated,
@@ -45,7 +47,7 @@ EXTRA = "pip install 'hp-mesh[cli]'"
 EXIT_CODES = """exit code:
   0  answered
   1  no valid configuration, nothing fits (plan), or this one does not fit (estimate)
-  2  bad input, or degrees that break a rule (check, explain, estimate)"""
+  2  bad input, a missing package, or degrees that break a rule (check, explain, estimate)"""
 NOTES = """words of the answer:
   buffers     memory of gathered parameters, gradients being reduced and tokens sent to experts
   exposed tp  communication over tp that does not overlap with computation; so for other axes
@@ -59,7 +61,7 @@ class Command:
 
     Args:
         name: Name on the command line.
-        summary: What it does, in one line.
+        summary: Its purpose, in one line.
         example: Arguments of an example.
         add_options: Adds its options to a parser.
         answer: Computes its answer.
@@ -151,7 +153,7 @@ def _print_code(answer: Answer) -> None:
     assert isinstance(answer, Planned)
     best = answer.plan.best
     if best is None:
-        print("no configuration keeps all rules", file=sys.stderr)
+        print(NOTHING, file=sys.stderr)
         return
     if best.fit != "fits":
         print(f"# {best.fit}: {best.violations[0]}")
@@ -254,6 +256,8 @@ def _plan_options(parser: ArgumentParser) -> None:
     add_model(parser, required=True)
     add_world(parser)
     add_run(parser)
+    text = "try only configurations with this degree; may be given several times: --fix pp=1"
+    parser.add_argument("--fix", metavar="NAME=N", action="append", default=[], help=text)
     text = "number of candidates to print; --json does not fold splits of dp (default: 10)"
     parser.add_argument("--top", metavar="N", default="10", help=text)
     _picture_option(parser)
@@ -301,14 +305,18 @@ def _plan(args: Namespace, reader: Reader) -> Answer:
     world = reader(read_count, "--gpus/--world", args.world, most=MOST_RANKS)
     top = reader(read_count, "--top", args.top)
     model, cluster, train = read_run(args, reader, world)
+    fix = reader(read_words, args.fix)
     reader.finish()
     with _progress("planning") as progress:
-        found = plan(model, cluster, train, progress=progress)
+        found = plan(model, cluster, train, fix=fix, progress=progress)
+        tables = not (args.json or args.as_code)
+        # Hints take several searches, and only tables show them.
+        hint = next(iter(hints(found)), None) if tables else None
     smallest = None
-    if not found.fits:
+    if not (found.fits or fix):
         with _progress("looking for the smallest world that fits") as progress:
             smallest = smallest_world(model, cluster, train, largest=MOST_RANKS, progress=progress)
-    return Planned(plan=found, top=top or 0, smallest=smallest)
+    return Planned(plan=found, top=top or 0, smallest=smallest, hint=hint)
 
 
 def _estimate(args: Namespace, reader: Reader) -> Answer:

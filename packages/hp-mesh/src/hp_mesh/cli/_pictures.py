@@ -1,6 +1,6 @@
 """Pictures with matplotlib: the ranks of ``show`` and the best candidates of ``plan``.
 
-Colours are those of Okabe and Ito, "Color Universal Design" (2008), which people with any colour
+The colours come from Okabe and Ito, "Color Universal Design" (2008), which people with any colour
 vision can distinguish. Each drawn part has a ``gid``, which an SVG file stores as ``id``.
 """
 
@@ -56,13 +56,14 @@ MEMORY_COLOURS = {
     "logits": VERMILION,
     "buffers": GREEN,
 }
-DPI = 72  # so that a pixel of a layout is a point of text
+DPI = 100  # pixels of a layout per inch; text has 72 points per inch
+SMALL = 9  # points of text in the picture of a plan
 MARGIN, GAP, PAD, HEAD, LINE = 24, 14, 10, 26, 14
 LEGEND_WIDTH = 230
 MOST_NODES, FEWER_NODES = 64, 31  # the second one if some are left out
 MOST_CELLS, FEWER_CELLS = 72, 63
 MOST_ROWS = 8  # of a plan
-COLUMNS = 5  # of a legend
+COLUMNS = 4  # of a legend
 MOST_OVER = 1.5  # a bar of memory ends at so many times the limit
 
 
@@ -188,9 +189,9 @@ def _draw_node(
 def draw_plan(found: Plan) -> Figure:
     """Draw the best candidates, each with a bar of time and a bar of memory."""
     rows = [row.candidate for row in plan_rows(found, MOST_ROWS)]
-    figure = Figure(figsize=(16, 2.4 + 0.6 * len(rows)), dpi=DPI)
-    figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.2)
-    figure.suptitle(plan_title(found), x=0.01, ha="left", weight="bold", size=15, color=INK)
+    figure = Figure(figsize=(15, 2 + 0.46 * len(rows)), dpi=DPI)
+    figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.15)
+    figure.suptitle(plan_title(found), x=0.01, ha="left", weight="bold", size=13, color=INK)
     if not rows:
         figure.supxlabel(NOTHING, x=0.01, ha="left")
         return figure
@@ -204,7 +205,7 @@ def draw_plan(found: Plan) -> Figure:
     needs = [sum(parts.values()) for parts in gibibytes]
     most = max(needs) if nothing else min(max(*needs, limit), MOST_OVER * limit)
     note += f"; bars end at {MOST_OVER} times the memory limit" if max(needs) > most else ""
-    figure.supxlabel(note, x=0.01, ha="left", size=10, color=FAINT)
+    figure.supxlabel(note, x=0.01, ha="left", size=SMALL, color=FAINT)
     left, right = figure.subplots(1, 2, sharey=True)
     ratios = [""] * len(rows) if nothing else [f"  {row.time.total / best:.2f}x" for row in rows]
     paces = [f"{format_seconds(r.time.total)} s{x}" for r, x in zip(rows, ratios, strict=True)]
@@ -216,7 +217,13 @@ def draw_plan(found: Plan) -> Figure:
     left.set_yticks(range(len(rows)), [f"{word_line(r.dims)}\n{settings(r)}" for r in rows])
     right.axvline(limit, color=LIMIT, gid="limit")
     right.text(
-        limit, len(rows) - 0.45, f"limit {limit:.1f} GiB", color=LIMIT, ha="center", va="top"
+        limit,
+        len(rows) - 0.45,
+        f"limit {limit:.1f} GiB",
+        color=LIMIT,
+        size=SMALL,
+        ha="center",
+        va="top",
     )
     return figure
 
@@ -237,7 +244,7 @@ def _bars(
     """Draw a stacked bar and its text for each row, and a legend."""
     axes.set(xlim=(0, longest), ylim=(len(rows) - 0.4, -0.6), xticks=())
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
+    axes.tick_params(length=0, labelsize=SMALL)
     names = [name for name in colours if any(row.get(name, 0) > 0 for row in rows)]
     starts = [0.0] * len(rows)
     for name in names:
@@ -248,7 +255,7 @@ def _bars(
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     for i, text in enumerate(texts):
         place: Any = axes.get_yaxis_transform()
-        axes.text(1.01, i, text, transform=place, va="center", color=INK)
+        axes.text(1.01, i, text, transform=place, va="center", size=SMALL, color=INK)
     # Matplotlib fills a legend by columns. This order makes it readable by rows.
     listed = [name for column in range(COLUMNS) for name in names[column::COLUMNS]]
     axes.legend(
@@ -257,6 +264,7 @@ def _bars(
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=COLUMNS,
+        fontsize=SMALL,
         title_fontproperties={"weight": "bold"},
         alignment="left",
         frameon=False,
@@ -274,7 +282,7 @@ def _box(
 
 def _text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
     style = {"color": INK, "va": "baseline", "parse_math": False, **style}
-    axes.text(x, y, text, fontsize=size, **style)
+    axes.text(x, y, text, fontsize=size * 72 / DPI, **style)
 
 
 def _width(text: str, size: float) -> float:
@@ -284,7 +292,7 @@ def _width(text: str, size: float) -> float:
 
 
 def _with_gap(count: int, most: int, fewer: int) -> list[int | None]:
-    """Return the positions of the boxes to draw. None stands for the middle that is left out."""
+    """Return the positions of the boxes to draw. None replaces the middle if it is left out."""
     head, tail = ends(count, most if count <= most else fewer)
     return [*head, *([None] if tail else []), *tail]
 

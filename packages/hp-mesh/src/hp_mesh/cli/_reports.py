@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from .._dims import ParallelDims
 from .._errors import Explanation, Report, Violation
 from .._layout import RankLayout
-from ..planner import Candidate, Comparison, ModelShape, Plan, Rejection
+from ..planner import Candidate, Comparison, Hint, ModelShape, Plan, Rejection
 from ..planner._result import CLOSE
 
 GIB = 2**30
@@ -86,9 +86,7 @@ class Explained:
 
     def document(self) -> Document:
         """Return every rule with its numbers and its verdict."""
-        names = ("rule", "sentence", "values", "verdict", "text")
-        rules = [{name: getattr(rule, name) for name in names} for rule in self.rules]
-        return {"dims": self.dims.to_dict(), "rules": rules}
+        return {"dims": self.dims.to_dict(), "rules": [asdict(rule) for rule in self.rules]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +139,7 @@ class RankMap(Ranks):
 
     @cached_property
     def nesting(self) -> tuple[str, ...]:
-        """Axes with more than one rank, outermost first. A folded ``ep`` is not one of them."""
+        """Axes with more than one rank, outermost first, without a folded ``ep``."""
         folded = self.dims.ep_mode == "folded"
         names = [name for name in self.dims.order if not (folded and name == "ep")]
         return tuple(name for name in names if self.layout.size(name) > 1)
@@ -187,7 +185,7 @@ class RankMap(Ranks):
         return f"{plural(self.world, 'rank')}{nodes}{nesting}"
 
     def families(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of axes and aliases with several ranks. Names with equal groups share.
+        """Return the names of axes and aliases with several ranks, in sets with equal groups.
 
         All groups of a name have the same pattern, so the group of rank 0 identifies it.
         """
@@ -239,41 +237,40 @@ def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) 
     return found if axis else replace(found, axis=(found.nesting or ("tp",))[-1])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RejectionGroup:
-    """One rule, the number of rejections that it caused, and the first of them."""
+    """The rejections that one rule caused: their number, and the first one as an example."""
 
     rule: str
     count: int
-    example: Rejection
-
-    @property
-    def violation(self) -> Violation:
-        """The rule's violation in the example."""
-        return next(v for v in self.example.violations if v.rule == self.rule)
+    degrees: Mapping[str, int]
+    violation: Violation
 
 
 def group_rejections(rejected: Iterable[Rejection]) -> tuple[RejectionGroup, ...]:
     """Group rejections by rule, most frequent first. One with several rules is in each group."""
     counts: Counter[str] = Counter()
-    examples: dict[str, Rejection] = {}
-    for rejection in rejected:
-        for rule in dict.fromkeys(violation.rule for violation in rejection.violations):
+    first: dict[str, tuple[Mapping[str, int], Violation]] = {}
+    for each in rejected:
+        # A rule that is broken several times counts once.
+        for rule, violation in {v.rule: v for v in reversed(each.violations)}.items():
             counts[rule] += 1
-            examples.setdefault(rule, rejection)
-    return tuple(
-        RejectionGroup(rule=rule, count=count, example=examples[rule])
-        for rule, count in counts.most_common()
-    )
+            first.setdefault(rule, (each.degrees, violation))
+    return tuple(RejectionGroup(rule, n, *first[rule]) for rule, n in counts.most_common())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Answer of ``plan``. If nothing fits, ``smallest`` is a number of devices that is enough."""
+    """Answer of ``plan``.
+
+    If nothing fits, ``smallest`` is a number of devices that is enough. ``hint`` is the option that
+    helps most.
+    """
 
     plan: Plan
     top: int
     smallest: int | None = None
+    hint: Hint | None = None
 
     @property
     def exit_code(self) -> int:
@@ -304,14 +301,11 @@ class Planned:
             "candidates": [*map(_candidate_document, found.candidates[: self.top])],
             "rejected": [
                 {
-                    "rule": group.rule,
-                    "count": group.count,
-                    "example": {
-                        "degrees": dict(group.example.degrees),
-                        "text": str(group.violation),
-                    },
+                    "rule": each.rule,
+                    "count": each.count,
+                    "example": {"degrees": dict(each.degrees), "text": str(each.violation)},
                 }
-                for group in self.rejections
+                for each in self.rejections
             ],
         }
 
@@ -347,14 +341,7 @@ Answer: TypeAlias = Checked | Explained | Groups | RankMap | Planned | Estimated
 
 def violation_document(violation: Violation) -> Document:
     """Return a violation and its text."""
-    return {
-        "rule": violation.rule,
-        "level": violation.level,
-        "reason": violation.reason,
-        "values": dict(violation.values),
-        "legal": {name: list(numbers) for name, numbers in violation.legal.items()},
-        "text": str(violation),
-    }
+    return {**asdict(violation), "text": str(violation)}
 
 
 def _candidate_document(candidate: Candidate) -> Document:
@@ -445,6 +432,17 @@ def _close(one: Candidate, first: Candidate) -> bool:
 def _all_but_split(one: Candidate) -> tuple[object, ...]:
     degrees = (getattr(one.dims, f.name) for f in fields(one.dims) if f.name not in SPLIT)
     return one.fit, one.micro_batch, one.recompute, one.setting, *degrees
+
+
+def hint_line(hint: Hint, best: Candidate | None) -> str:
+    """Write which option makes the best plan faster, and by how much."""
+    option = f"--{hint.field.replace('_', '-')}"
+    option += "" if hint.value is True else f" {hint.value}"
+    seconds = f"{format_seconds(hint.step_seconds)} s"
+    if best is None or best.fit != "fits":
+        return f"with {option} a configuration fits, and takes {seconds}"
+    now = format_seconds(best.time.total)
+    return f"with {option} the best plan takes {seconds} instead of {now} s"
 
 
 def why_chosen(chosen: Candidate, fastest: Candidate) -> str:

@@ -12,6 +12,8 @@ from ..planner import Candidate, Plan
 from ._reports import (
     GIB,
     GROUP_COLOURS,
+    NOTHING,
+    WITHOUT_AXIS,
     Answer,
     Checked,
     Estimated,
@@ -24,6 +26,7 @@ from ._reports import (
     constructor_line,
     ends,
     format_seconds,
+    hint_line,
     percent,
     plan_rows,
     plan_title,
@@ -50,13 +53,9 @@ VERDICTS = {"holds": GOOD, "error": BAD, "advice": WARN}
 
 def print_answer(answer: Answer, file: TextIO) -> None:
     """Print an answer. Outside a terminal it is ASCII text without colours and line breaks."""
-    terminal = file.isatty()
-    console = Console(file=file, highlight=False, width=None if terminal else WIDE)
+    console = Console(file=file, highlight=False, width=None if file.isatty() else WIDE)
     with console.capture() as captured:
         for block in _blocks(answer):
-            if isinstance(block, Table) and block.box and not terminal:
-                block.box, block.show_edge, block.pad_edge = DASHES, False, False
-                block.collapse_padding = True
             console.print(block, soft_wrap=isinstance(block, Text))
     for line in captured.get().splitlines():
         print(line.rstrip(), file=file)
@@ -87,7 +86,7 @@ def _table(
     numbers: Iterable[str] = (),
 ) -> Iterator[Block]:
     """Yield a title and a table. The columns in ``numbers`` are aligned to the right."""
-    table = Table()
+    table = Table(box=DASHES, show_edge=False, pad_edge=False, collapse_padding=True)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left")
     for row in rows:
@@ -95,22 +94,6 @@ def _table(
     yield Text()
     if title:
         yield Text(title, TITLE)
-    yield table
-
-
-def _bars(
-    title: str, parts: Mapping[str, float], whole: float, texts: Iterable[str]
-) -> Iterator[Block]:
-    """Yield a bar for each part. A full bar is ``whole``; a part above 0 has at least one mark."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(style="cyan")
-    for (name, part), text in zip(parts.items(), texts, strict=True):
-        marks = max(1, round(BAR_WIDTH * part / whole)) if part > 0 else 0
-        table.add_row(f"  {name}", text, "#" * marks)
-    yield Text()
-    yield Text(title, TITLE)
     yield table
 
 
@@ -211,12 +194,14 @@ def _plan(answer: Planned) -> Iterator[Block]:
     if world > node and world % node:
         yield Text(f"{world} ranks do not fill nodes of {node}; give --ranks-per-node N", WARN)
     if best is None:
-        yield Text("no configuration keeps all rules", BAD)
+        yield Text(NOTHING, BAD)
     else:
         yield from _winner(best, found.fastest)
         yield from _splits(best)
         yield from _candidates(found, best, plan_rows(found, answer.top))
     yield Text()
+    if answer.hint is not None:
+        yield Text(hint_line(answer.hint, best), GOOD)
     if answer.smallest is not None:
         text = "the smallest number of GPUs on which a configuration fits"
         yield Text(f"{text}: {answer.smallest}", WARN)
@@ -263,42 +248,49 @@ def _costs(one: Candidate) -> Iterator[Block]:
 
 
 def _splits(best: Candidate) -> Iterator[Block]:
-    memory, time = best.memory.parts, best.time.parts
-    whole = max(best.limit, best.memory.total)
-    texts = [f"{part / GIB:.1f} GiB" for part in memory.values()]
-    title = f"memory of one GPU; a full bar is {whole / GIB:.1f} GiB"
-    yield from _bars(title, memory, whole, texts)
+    memory = {name: part / GIB for name, part in best.memory.parts.items()}
+    whole = max(best.limit, best.memory.total) / GIB
+    yield from _parts(f"memory of one GPU; shares of {whole:.1f} GiB", memory, whole, "GiB", ".1f")
     whole = best.time.total
-    alone = ("compute", "bubble", "optimizer")
-    named = {name if name in alone else f"exposed {name}": part for name, part in time.items()}
-    texts = [f"{part:.3f} s {percent(part / whole):>5}" for part in time.values()]
-    title = f"time of one step; a full bar is {format_seconds(whole)} s"
-    yield from _bars(title, named, whole, texts)
+    title = f"time of one step; shares of {format_seconds(whole)} s"
+    named = {_activity(name): part for name, part in best.time.parts.items()}
+    yield from _parts(title, named, whole, "s", ".3f")
+
+
+def _activity(name: str) -> str:
+    return name if name in WITHOUT_AXIS else f"exposed {name}"
+
+
+def _parts(
+    title: str, parts: Mapping[str, float], whole: float, unit: str, digits: str
+) -> Iterator[Block]:
+    """Yield a table with a bar for each part. A part above 0 has at least one mark."""
+    rows = []
+    for name, part in parts.items():
+        marks = max(1, round(BAR_WIDTH * part / whole)) if part > 0 else 0
+        rows.append((name, f"{part:{digits}}", percent(part / whole), Text("#" * marks, "cyan")))
+    yield from _table(title, ("part", unit, "share", ""), rows, (unit, "share"))
 
 
 def _candidates(found: Plan, best: Candidate, rows: Sequence[Row]) -> Iterator[Block]:
     title = f"the best of {len(found.candidates)} candidates; # is the place among all"
     if any(row.splits for row in rows):
         title += "; splits of dp within 1% in time share a row"
-    columns = ("#", "degrees", "micro", "recompute", "time", "GiB", "fit", "bubble", "exposed")
-    numbers = ("#", "micro", "time", "GiB", "bubble")
+    columns = ("#", "degrees", "micro", "recompute", "time", "GiB", "fit", "why not first")
     cells = [_candidate(row, best, found.cluster.ranks_per_node) for row in rows]
-    yield from _table(title, (*columns, "why not first"), cells, numbers)
+    yield from _table(title, columns, cells, ("#", "micro", "time", "GiB"))
 
 
 def _candidate(row: Row, best: Candidate, ranks_per_node: int) -> tuple[object, ...]:
-    one, total = row.candidate, row.candidate.time.total
-    exposed = max(one.time.communication.items(), key=lambda item: item[1], default=None)
+    one = row.candidate
     return (
         row.place,
         word_line(one.dims) + (f" (+{plural(row.splits, 'split')} of dp)" if row.splits else ""),
         one.micro_batch,
         one.recompute + variant(one),
-        f"{total / best.time.total:.3f}x",
+        f"{one.time.total / best.time.total:.3f}x",
         f"{one.memory.total / GIB:.1f}",
         Text(one.fit, FITS[one.fit]),
-        percent(one.time.bubble / total),
-        f"{exposed[0]} {percent(exposed[1] / total)}" if exposed else "-",
         "" if one == best else why_it_loses(one, best, ranks_per_node),
     )
 
