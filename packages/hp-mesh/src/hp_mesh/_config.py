@@ -131,7 +131,10 @@ def _outermost_first(order: str) -> tuple[str, ...]:
 
 
 def _merge(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
-    """Return one value for each field. Names of one field with different values go to ``found``."""
+    """Return one value for each field.
+
+    A field can have several names. If their values differ, a violation is appended to ``found``.
+    """
     by_field: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_field.setdefault(NAMES[name], {})[name] = value

@@ -419,7 +419,8 @@ class ParallelDims(_Origin):
         """List every rule with the numbers that it read and its verdict.
 
         Args:
-            model: A mapping or a configuration object, as in `check`. None has no fields.
+            model: A mapping or a configuration object, as in `check`. None counts as an empty
+                mapping.
             seq_len: Number of tokens of one sequence.
             global_batch: Number of sequences of one step, over all ranks.
             causal_balance: If True, ``2 * cp`` must divide the sequence.
@@ -427,10 +428,12 @@ class ParallelDims(_Origin):
             topology: If given, one explanation for each axis says whether it crosses nodes.
 
         Returns:
-            One explanation for each rule, always in the same order.
+            One explanation for each rule, always in the same order. With ``topology``, one for the
+            world size and one for each axis follow.
 
         Raises:
-            ParallelDimsError: ``model`` cannot have fields, or a degree still has to be inferred.
+            ParallelDimsError: ``model`` is neither a mapping nor an object with attributes, or a
+                degree still has to be inferred.
 
         Examples:
             >>> print(ParallelDims(tp=2, world_size=4).explain()[0].text)

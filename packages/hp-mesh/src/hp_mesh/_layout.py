@@ -51,7 +51,10 @@ class Folds(NamedTuple):
 
     @property
     def sharding(self) -> tuple[str, ...]:
-        """Base axes whose ranks have different samples and belong to one dense replica."""
+        """Axes of the base view that shard one replica of the dense parameters.
+
+        Their ranks have different samples. ``dp_replicate`` is not one of them.
+        """
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
 
 
@@ -220,7 +223,10 @@ class View:
         return ranks if self.sorted_axis is None else sorted(ranks)
 
     def levels_along(self, axis: int) -> Levels | None:
-        """Return the levels of every group along an axis, innermost first; None without levels."""
+        """Return the levels of every group along an axis, innermost first.
+
+        Returns None if the groups have no common levels.
+        """
         if self.sorted_axis not in (None, axis):
             return None
         stride = self.stride(axis)

@@ -262,9 +262,10 @@ def _derive(fields: Fields) -> None:
 
 
 def _dense_layers(given: Mapping[str, Any]) -> int | None:
-    """Return the number of layers without experts, if the configuration lists or spaces them.
+    """Return the number of layers without experts, or None if no field gives it.
 
-    Every ``expert_step``-th layer has experts, except the layers in ``mlp_only_layers``.
+    ``mlp_layer_types`` lists the type of each layer. ``decoder_sparse_step`` (or a synonym) says
+    that every n-th layer has experts. ``mlp_only_layers`` lists further layers without experts.
     """
     types, listed = given.get("mlp_types"), given.get("dense_list")
     if isinstance(types, list | tuple):
