@@ -40,6 +40,8 @@ Status = Literal["passed", "failed", "measured", "skipped"]
 LOOPBACK = "127.0.0.1"
 GROUP_TIMEOUT = timedelta(seconds=60)
 WORLD_SECONDS = 900.0
+# Imported once for all ranks on CPUs, which are forks of a process that did nothing else.
+PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
 WHOLE = "whole world"  # the row that says that all checks of a world were run
 
 
@@ -265,15 +267,19 @@ def spawned(
 ) -> None:
     """Start the ranks of a world; they write the rows, and this process one if they die.
 
-    Ranks that have not ended after ``seconds`` are killed.
+    Ranks that have not ended after ``seconds`` are killed. On GPUs each rank is a new interpreter,
+    because CUDA does not survive a fork if an import has called it.
     """
-    world, queue = rows.world, mp.get_context("spawn").SimpleQueue()
+    method = "forkserver" if kind == "cpu" else "spawn"
+    context: Any = mp.get_context(method)
+    context.set_forkserver_preload(PRELOAD)
+    world, queue = rows.world, context.SimpleQueue()
     launch: Any = start_processes
     try:
         # In this process, which gets a free port from the system and keeps it.
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         given = (rows, store.port, kind, large, checks, queue)
-        started = launch(serve, given, nprocs=world.ranks, join=False, start_method="spawn")
+        started = launch(serve, given, nprocs=world.ranks, join=False, start_method=method)
         end = time.monotonic() + seconds
         while not started.join(max(0.0, end - time.monotonic())):
             if time.monotonic() >= end:
