@@ -151,8 +151,8 @@ def quick(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Test packages in short with the oldest torch that they allow: ``-- hp-cp``, or all.
 
-    It is a build for CUDA, of some gigabytes. A few tests are of what is newer in torch: hp-dtensor
-    and hp-fsdp name in their READMEs what does not work there.
+    It is a build for CUDA, of some gigabytes. Tests of what it lacks are marked with
+    `rank_pool.fails_with_torch_2_11` and must fail. The guides name the limits that users meet.
     """
     chosen, options = chosen_packages(session)
     names = dict.fromkeys(name for p in chosen for name in (p, *siblings(p)))
