@@ -269,7 +269,7 @@ def test_an_expert_tensor_degree_that_estimates_do_not_know_is_refused() -> None
     argv = ["--model", "mixtral-8x7b", "--seq-len", "4096", "--global-batch", "64"]
     code, out, err = run("estimate", "dp_shard=8", "ep=2", "etp=4", "free_etp=true", *argv)
     assert (code, out) == (2, "")
-    assert "etp=4 is neither 1 nor tp=1: estimates know no other" in err
+    assert "etp=4 is neither 1 nor tp=1, and estimates need one of them" in err
 
 
 def test_a_hop_may_take_no_time_and_the_usual_stage_has_a_name() -> None:

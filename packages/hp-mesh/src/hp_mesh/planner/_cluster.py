@@ -60,12 +60,12 @@ class Link:
     latency: float
 
 
-# The makers' data sheets, dense rates; memory as the driver reports it. H100-96 is the HBM2e model
-# at 500 W that the runs published for torchtitan used: their authors place its peak between those
-# of the SXM and the NVL board, whose figure this is. TPUs: cloud.google.com/tpu/docs.
+# Dense rates from the makers' data sheets; memory as the driver reports it. H100-96 is the HBM2e
+# model at 500 W of torchtitan's published runs. Its authors place its peak between the SXM and the
+# NVL board; this is the figure of the NVL board. TPUs: cloud.google.com/tpu/docs.
 _CHIPS = (
-    # name, GiB, bf16 and fp8 TFLOP/s, GB/s of memory, GB/s of a device in one direction: inside a
-    # node (NVLink, Infinity Fabric, inter-chip interconnect), and its network card outside
+    # Name, GiB, bf16 TFLOP/s, fp8 TFLOP/s, memory GB/s, and GB/s per device and direction inside a
+    # node (NVLink, Infinity Fabric, inter-chip interconnect) and between nodes (network card).
     ("A100-40", 39.6, 312, 0, 1555, 300, 25),
     ("A100-80", 80.0, 312, 0, 2039, 300, 25),
     ("H100", 79.6, 989, 1979, 3350, 450, 50),
@@ -92,18 +92,15 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
 _LINKS: Mapping[Accelerator, tuple[float, float]] = {
     ACCELERATORS[chip[0]]: (chip[5], chip[6]) for chip in _CHIPS
 }
-# Names in any case, and of families whose usual member they mean.
+# Names in upper case, and names of families, which mean the most common member.
 _NAMED = {name.upper(): chip for name, chip in ACCELERATORS.items()}
 _NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
 
 
-def told(chip: Accelerator) -> str:
-    """Return an accelerator's name, and that it is not the one of the table where that is so."""
-    return (
-        f"another {chip.name} than the known one"
-        if ACCELERATORS.get(chip.name, chip) != chip
-        else chip.name
-    )
+def name_of(chip: Accelerator) -> str:
+    """Return the name of an accelerator, marked if it differs from the known one of that name."""
+    known = ACCELERATORS.get(chip.name, chip)
+    return chip.name if chip == known else f"another {chip.name} than the known one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +167,7 @@ class Cluster:
     @property
     def device(self) -> Accelerator:
         """The accelerator, also if it was given by name."""
-        if isinstance(self.accelerator, str):  # only before the names have been looked up
+        if isinstance(self.accelerator, str):  # only before `__post_init__` replaces the name
             return _NAMED[self.accelerator.upper()]
         return self.accelerator
 
@@ -205,15 +202,15 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
     elif chip not in _LINKS:
         for speed, value in speeds.items():
             if value is None:
-                legal = f"GB/s, which are not known for accelerator {told(chip)}"
+                legal = f"GB/s, which are not known for accelerator {name_of(chip)}"
                 yield number_violation(speed, None, legal)
 
 
 def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the group of every axis that dense layers communicate over.
+    """Return the groups over which dense layers communicate.
 
-    ``dense`` are the ranks that share the gradients of a parameter: those that shard it or, where
-    it is ``replicated``, all that have it. ``ulysses`` is the inner part of ``cp``.
+    ``dense`` is the group that sums the gradients of a parameter: its shards or, if parameters are
+    ``replicated``, its copies. ``ring`` and ``ulysses`` are the parts of ``cp``.
     """
     axes = ("tp", "cp", "fsdp", "dp_replicate", "pp")
     groups = {name: layout.axis_group(name) for name in axes}
@@ -226,17 +223,17 @@ def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, Axis
 
 
 def expert_groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the groups of experts: ``ep``, and ``efsdp``, which is to them what ``dense`` is."""
+    """Return the groups of experts: ``ep``, and ``efsdp``, which sums their gradients."""
     shared = layout.axis_group("ep_replicate" if replicated else "efsdp")
     return {"ep": layout.axis_group("ep"), "efsdp": shared}
 
 
 class Links:
-    """The links of a cluster, as groups of ranks see them.
+    """Time of collectives: latency plus bytes over bandwidth. All sizes are bytes.
 
-    Rings cross every node once, so that the cards of all members in a node carry them together
-    (Thakur et al., Optimization of Collective Communication Operations in MPICH, for the
-    ``latency + bytes / bandwidth`` form). All sizes are bytes.
+    A ring enters and leaves each node once, so the network cards of all members in the node carry
+    its traffic together (Thakur et al., Optimization of Collective Communication Operations in
+    MPICH).
     """
 
     __slots__ = ("_fast", "_node", "_shared", "_slow", "_world")
@@ -248,29 +245,29 @@ class Links:
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
     def members(self, group: AxisGroup) -> int:
-        """Return how many ranks of a group share a node, where that is fewest."""
+        """Return the smallest number of ranks of a group that share a node."""
         if group not in self._shared:
             self._shared[group] = group.on_one_node(self._node, self._world)
         return self._shared[group]
 
     def crosses(self, group: AxisGroup) -> bool:
-        """Return whether a group's ranks are in more than one node."""
+        """Return whether the ranks of a group are on several nodes."""
         return self.members(group) < group.size
 
     def gather(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds of an all-gather, or reduce-scatter, of ``size`` bytes in total."""
+        """Return the time of an all-gather or reduce-scatter of ``size`` bytes in total."""
         return self.latency(group) + self.transfer(group, size)
 
     def latency(self, group: AxisGroup) -> float:
-        """Return the seconds of the hops of an all-gather, or reduce-scatter.
+        """Return the latency of an all-gather or reduce-scatter.
 
-        A ring takes a step less than it has ranks, and every step waits for the slowest hop.
+        A ring of ``n`` ranks takes ``n - 1`` steps, and every step waits for the slowest hop.
         """
         _, latency = self._slow if self.crosses(group) else self._fast
         return (group.size - 1) * latency
 
     def transfer(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds in which the links carry ``size`` bytes in total to every rank."""
+        """Return the time in which the links carry ``size`` bytes in total to every rank."""
         if group.size == 1:
             return 0.0
         bandwidth, _ = self._fast
@@ -280,11 +277,11 @@ class Links:
         return size * (group.size - 1) / group.size / bandwidth
 
     def all_reduce(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds of an all-reduce of ``size`` bytes on each rank."""
+        """Return the time of an all-reduce of ``size`` bytes on each rank."""
         return 2 * self.gather(group, size)
 
     def all_to_all(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds of an all-to-all in which every rank sends ``size`` bytes."""
+        """Return the time of an all-to-all in which every rank sends ``size`` bytes."""
         if group.size == 1:
             return 0.0
         fast, latency = self._fast
@@ -297,9 +294,9 @@ class Links:
         return (group.size - members) * slow_latency + max(inside, outside)
 
     def dispatch(self, group: AxisGroup, size: float, inside: float, outside: float) -> float:
-        """Return the seconds in which every rank sends ``size`` bytes of tokens to experts.
+        """Return the time in which every rank sends ``size`` bytes of tokens to experts.
 
-        Of each token ``inside`` copies travel inside a node and ``outside`` between nodes. The two
+        Each token is sent ``inside`` times inside a node and ``outside`` times between nodes. Both
         kinds of links work at the same time, and all messages are sent at once.
         """
         if group.size == 1:
@@ -311,7 +308,7 @@ class Links:
         return slow_latency + latency + max(inside * size / fast, outside * size / slow)
 
     def send(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds in which a rank sends ``size`` bytes to the next of its group."""
+        """Return the time in which a rank sends ``size`` bytes to the next rank of its group."""
         if group.size == 1:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast

@@ -1,4 +1,4 @@
-"""Options of a run that the user left at their default and that would make its best plan faster."""
+"""Options that a run leaves at their default and that would make its best plan faster."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace

@@ -31,7 +31,7 @@ class Legality:
     """The rules of `ParallelDims.check` for one model and one run.
 
     `legal` chooses degrees axis by axis. If the degrees chosen so far break a rule, no choice of
-    the others can repair that, so one rejection stands for all of them.
+    the others can repair that, so one rejection covers all of them.
     """
 
     def __init__(
@@ -40,8 +40,12 @@ class Legality:
         self._model, self._train, self._fix = model, train, fix or {}
         numbers, _ = read_numbers(model.to_config(), train.seq_len, train.global_batch)
         self._subject = Subject(degrees={}, numbers=numbers, causal_balance=True)
-        self._rules = [(rule, names_of(rule.degrees, self._subject)) for rule in RULES]
-        self._of_experts = [one for one in self._rules if {"ep", "etp"} & {*one[1]}]
+        # Each rule with the positions in `Degrees` of the degrees that it reads.
+        self._rules = [
+            (rule, [*map(Degrees._fields.index, names_of(rule.degrees, self._subject))])
+            for rule in RULES
+        ]
+        self._of_experts = [one for one in self._rules if {"ep", "etp"} & {*one[0].degrees}]
         self._found: dict[tuple[object, ...], list[Violation]] = {}
         self.rejected: list[Rejection] = []
 
@@ -54,15 +58,15 @@ class Legality:
         return (*report.errors, *self._own(degrees))
 
     def _errors(
-        self, rules: Sequence[tuple[Rule, Sequence[str]]], degrees: Degrees
+        self, rules: Sequence[tuple[Rule, Sequence[int]]], degrees: Degrees
     ) -> list[Violation]:
         """Return the errors of some rules. The result of a rule is cached by the degrees it reads.
 
         `ModelShape` has the fields of all rules, so no rule is skipped.
         """
         errors: list[Violation] = []
-        for rule, names in rules:
-            key = rule.code, *(getattr(degrees, name) for name in names)
+        for rule, positions in rules:
+            key = rule.code, *[degrees[position] for position in positions]
             if key not in self._found:
                 found = judge(rule, replace(self._subject, degrees=degrees._asdict()))
                 self._found[key] = [v for v in found.violations if v.level == "error"]
@@ -130,7 +134,7 @@ class Legality:
         return not errors
 
     def reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
-        """Append a rejection of all configurations with these degrees of some axes."""
+        """Record that no configuration with these degrees of ``axes`` is legal."""
         named = {axis: getattr(degrees, axis) for axis in axes}
         self.rejected.append(Rejection(degrees=named, violations=(*errors,)))
 

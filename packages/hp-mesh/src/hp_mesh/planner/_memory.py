@@ -1,5 +1,6 @@
 """Bytes on the rank that needs most memory: states, activations, logits and buffers."""
 
+from collections.abc import Mapping
 from math import ceil
 from typing import NamedTuple
 
@@ -7,16 +8,17 @@ from ._calibration import Calibration
 from ._result import Degrees, Point, Setting
 from ._schedules import SCHEDULES
 from ._shape import ModelShape
-from ._train import Recompute, TrainSpec
+from ._train import RECOMPUTE, Recompute, TrainSpec
 
 
 class Rank(NamedTuple):
-    """Memory of the first or the last pipeline rank, apart from its activations.
+    """Memory of the first or the last pipeline rank.
 
     Attributes:
-        in_flight: Number of microbatches whose activations the rank holds.
         layers: Number of its layers.
-        expert_layers: Number of its layers with experts.
+        in_flight: Number of microbatches for which the rank holds activations.
+        activations: For each kind of recomputation, bytes per token that all layers save, and that
+            recomputing one layer needs in addition.
         parameters: Bytes of parameters.
         gradients: Bytes of gradients.
         optimizer: Bytes of optimizer state.
@@ -28,9 +30,9 @@ class Rank(NamedTuple):
         logits: Number of logits per token.
     """
 
-    in_flight: float
     layers: int
-    expert_layers: int
+    in_flight: float
+    activations: Mapping[Recompute, tuple[float, float]]
     parameters: float
     gradients: float
     optimizer: float
@@ -81,7 +83,7 @@ class MemoryModel:
 
     def __init__(self, model: ModelShape, train: TrainSpec, calibration: Calibration) -> None:
         self._model, self._train, self._constants = model, train, calibration
-        self._saved: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._saved: dict[tuple[int, ...], Mapping[Recompute, tuple[float, float]]] = {}
         self._stages: dict[tuple[int, int], tuple[int, int]] = {}
         self._ranks: dict[tuple[object, ...], tuple[Rank, ...]] = {}
         self._dense_layer = model.dense_layer_parameters
@@ -117,7 +119,7 @@ class MemoryModel:
 
     def _need(self, point: Point, rank: Rank, tokens: float) -> tuple[float, ...]:
         factor, in_flight = self._fragmentation, min(rank.in_flight, point.microbatches)
-        saved, working = self._activations(point.degrees, rank, point.recompute)
+        saved, working = rank.activations[point.recompute]
         logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
         # Logits are freed before the first layer is recomputed, which can use their memory.
         again = max(0.0, tokens * working + rank.passing - logits)
@@ -175,8 +177,8 @@ class MemoryModel:
             routed = model.top_k / (tp if degrees.etp == 1 else 1)
             rows += 4 * half * routed * model.hidden
         return Rank(
-            in_flight, layers, expert_layers, parameters, gradients, optimizer, gathered, passing,
-            rows, outputs, received, logits,
+            layers, in_flight, self._activations(degrees, layers, expert_layers), parameters,
+            gradients, optimizer, gathered, passing, rows, outputs, received, logits,
         )  # fmt: skip
 
     def _states(
@@ -222,22 +224,24 @@ class MemoryModel:
         return parameters, gradient * whole, moments * share, 0.0, 0.0
 
     def _activations(
-        self, degrees: Degrees, rank: Rank, recompute: Recompute
-    ) -> tuple[float, float]:
-        """Return bytes per token: saved by all layers, and needed to recompute one layer."""
-        key = (degrees.tp, degrees.etp, rank.layers, rank.expert_layers, recompute)
+        self, degrees: Degrees, layers: int, expert_layers: int
+    ) -> Mapping[Recompute, tuple[float, float]]:
+        """Return `Rank.activations`."""
+        key = degrees.tp, degrees.etp, layers, expert_layers
         if key not in self._saved:
-            kinds = (False, rank.layers - rank.expert_layers), (True, rank.expert_layers)
             again = self._train.recompute_layers
-            share = 1.0 if again is None else min(1.0, again / max(1, rank.layers))
-            saved = working = 0.0
-            for experts, count in kinds:
-                if count:
-                    one = self._layer(recompute, degrees.tp, degrees.etp, experts=experts)
-                    whole = self._layer("none", degrees.tp, degrees.etp, experts=experts)
-                    saved += count * (share * one + (1 - share) * whole)
-                    working = max(working, whole - one)
-            self._saved[key] = saved, working
+            share = 1.0 if again is None else min(1.0, again / max(1, layers))
+            found: dict[Recompute, tuple[float, float]] = {}
+            for recompute in RECOMPUTE:
+                saved = working = 0.0
+                for experts, count in (False, layers - expert_layers), (True, expert_layers):
+                    if count:
+                        one = self._layer(recompute, degrees.tp, degrees.etp, experts=experts)
+                        whole = self._layer("none", degrees.tp, degrees.etp, experts=experts)
+                        saved += count * (share * one + (1 - share) * whole)
+                        working = max(working, whole - one)
+                found[recompute] = saved, working
+            self._saved[key] = found
         return self._saved[key]
 
     def _layer(self, recompute: Recompute, tp: int, etp: int, *, experts: bool) -> float:

@@ -1,9 +1,9 @@
-"""What a plan consists of: configurations with their memory, time and trust, and rejections."""
+"""Parts of a plan: configurations with their memory, time and trust, and rejections."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
@@ -16,17 +16,17 @@ from ._shape import ModelShape
 from ._train import Recompute, TrainSpec, Zero
 
 GIB = 2**30
-# How far above the limit an estimate may be and still be worth a try: the estimate's own error.
+# Estimates up to this factor above the limit are borderline: it is the error of estimates.
 BORDER = 1.15
-TIGHT = 0.95  # of the limit; an estimate above it leaves little room for its own error
-CLOSE = 1.01  # times as long counts as equally fast
-CLEARLY = 0.05  # of the limit; a smaller saving is not worth any time
+# A fastest candidate above this share of the limit leaves little room for errors. Then a candidate
+# is preferred that takes at most CLOSE times as long and saves at least CLEARLY of the limit.
+TIGHT = 0.95
+CLOSE = 1.01
+CLEARLY = 0.05
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
 Fit: TypeAlias = Literal["fits", "borderline", "does not fit"]
-
-
 CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
 
 
@@ -407,10 +407,10 @@ class Candidate:
 class Rejection:
     """Degrees without a valid configuration, and the reasons.
 
-    If a few axes break a rule, one rejection stands for all configurations with these degrees.
+    If a few axes break a rule, one rejection covers all configurations with these degrees.
 
     Args:
-        degrees: Degrees that the broken rules read.
+        degrees: The rejected degrees, by axis.
         violations: The broken rules.
 
     Examples:
@@ -429,34 +429,31 @@ class Rejection:
 
 
 def classify(need: float, limit: float) -> Fit:
-    """Return the class of a need for memory under a limit."""
+    """Return the class of a configuration that needs ``need`` bytes of memory."""
     if need <= limit:
         return "fits"
     return "borderline" if need <= BORDER * limit else "does not fit"
 
 
 def _more(own: Mapping[str, float], best: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each part is more than in the best, most first."""
+    """Return the difference of each part to the best, largest first."""
     parts = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in {**own, **best}}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
-Source = TypeVar("Source")
-
-
-class Ranking(Sequence[Candidate], Generic[Source]):
-    """Candidates in a fixed order, of which only those that are looked at take time and space."""
+class Ranking(Sequence[Candidate]):
+    """Candidates in a fixed order. Each is built when it is read."""
 
     __slots__ = ("_build", "_sources")
 
-    def __init__(self, sources: Sequence[Source], build: Callable[[Source], Candidate]) -> None:
+    def __init__(self, sources: Sequence[Any], build: Callable[[Any], Candidate]) -> None:
         self._sources, self._build = sources, build
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
     @overload
-    def __getitem__(self, index: slice) -> "Ranking[Source]": ...
-    def __getitem__(self, index: int | slice) -> "Candidate | Ranking[Source]":
+    def __getitem__(self, index: slice) -> "Ranking": ...
+    def __getitem__(self, index: int | slice) -> "Candidate | Ranking":
         if isinstance(index, slice):
             return Ranking(self._sources[index], self._build)
         return self._build(self._sources[index])
@@ -469,12 +466,12 @@ class Ranking(Sequence[Candidate], Generic[Source]):
 
 
 def fastest_of(fits: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest of those that fit, of which only the first may be out of order."""
+    """Return the fastest candidate that fits. Only the first can be out of order."""
     return min(fits[:2], key=lambda one: one.time.total, default=None)
 
 
 def place_of_best(fits: Sequence[Candidate]) -> int:
-    """Return the place of what to run among the candidates that fit, the fastest of them first."""
+    """Return the index of the recommended candidate among those that fit, fastest first."""
     fastest = fits[0] if fits else None
     if fastest is None or fastest.memory.total <= TIGHT * fastest.limit:
         return 0

@@ -20,14 +20,15 @@ class Schedule:
     Attributes:
         bubble: Seconds that a rank waits in one step. Arguments: ``pp``, stages per rank, and the
             seconds of one microbatch on a rank, of its forward pass, and of its weight gradients.
-        source: Where the bubble and the memory are described.
-        in_flight: Number of microbatches whose activations a rank holds. Arguments: ``pp``, stages
-            per rank, and whether the rank is the last one.
-        violations: Violations for ``pp`` and a number of microbatches. None if all are legal.
+        source: Publication that describes the bubble and the memory.
+        in_flight: Number of microbatches for which a rank holds activations. Arguments: ``pp``,
+            stages per rank, and whether the rank is the last one.
+        violations: Violations for ``pp`` and a number of microbatches, or None if every number is
+            legal.
         weight_copies: Number of copies of its weights that a rank holds.
         overlaps_experts: Whether the forward pass of one microbatch overlaps the expert exchange of
             another one.
-        adjustable: Whether a rank may have any number of stages from 2 on. Else it has one.
+        adjustable: Whether a rank has 2 or more stages, at choice. Otherwise it has one.
     """
 
     bubble: Callable[[int, int, float, float, float], float]

@@ -9,9 +9,7 @@ from .._dims import ParallelDims
 from .._errors import (
     ParallelDimsError,
     Violation,
-    choice_violations,
     divisors,
-    integer_violations,
     kind_violations,
     number_violation,
     raise_errors,
@@ -191,26 +189,19 @@ def estimate(
     wrong = list(_kind_violations(model, cluster, train))
     wrong += kind_violations("dims", dims, ParallelDims)
     raise_errors(wrong)
-    micro_batch = train.micro_batch if micro_batch is None else micro_batch
-    recompute = train.recompute if recompute is None else recompute
     if micro_batch is not None:
-        wrong += integer_violations({"micro_batch": micro_batch})
+        train = replace(train, micro_batch=micro_batch)
     if recompute is not None:
-        wrong += choice_violations("recompute", recompute, RECOMPUTE)
-    raise_errors(wrong)
+        layers = None if recompute == "none" else train.recompute_layers
+        train = replace(train, recompute=recompute, recompute_layers=layers)
     if dims.world_size is None:
         dims = dims.resolve(cluster.world_size)
     degrees = degrees_of(dims)
-    if degrees.world != cluster.world_size:
-        wrong += [_other_world(degrees.world, cluster.world_size)]
-    if not dims.fsdp_folds_cp and dims.cp > 1:
-        wrong += [_unfolded(dims.cp)]
-    if dims.etp not in (1, dims.tp):
-        wrong += [_free_etp(dims.etp, dims.tp)]
+    wrong += _dims_violations(dims, degrees.world, cluster.world_size)
     wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
     search = Search(model, cluster, train, calibration)
-    best, violations = search.best(degrees, dims.layout, micro_batch, recompute)
+    best, violations = search.best(degrees, dims.layout)
     if best is None:
         raise ParallelDimsError(list(violations))
     return search.candidate(best, dims)
@@ -234,7 +225,7 @@ def compare(
             separately for both configurations.
         dims: Degrees of the configuration.
         calibration: Constants of the cost model.
-        progress: As in `plan`.
+        progress: Called as by `plan`.
 
     Returns:
         Both configurations and the differences of their parts.
@@ -322,6 +313,10 @@ class Search:
         share = train.memory_fraction if share is None else share
         self._limit = cluster.device.memory_gib * GIB * share
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
+        # Kinds of recomputation to try, the fastest first. With fused kernels, "selective" equals
+        # "none".
+        kinds = [kind for kind in RECOMPUTE if kind != "selective" or not train.fused]
+        self._kinds = [train.recompute] if train.recompute else kinds
         self._settings: dict[int, list[Setting]] = {}
         self._groups: dict[tuple[int, ...], dict[str, AxisGroup]] = {}
 
@@ -333,7 +328,7 @@ class Search:
         @cache
         def communication() -> Communication:
             found, replicated = layout(), self._train.zero == 0
-            key = degrees[:5]  # all but those of experts
+            key = degrees[:5]  # without the degrees of experts
             if key not in self._groups:
                 self._groups[key] = groups_of(found, replicated=replicated)
             groups = self._groups[key] | expert_groups_of(found, replicated=replicated)
@@ -342,20 +337,14 @@ class Search:
         return communication
 
     def best(
-        self,
-        degrees: Degrees,
-        layout: Callable[[], RankLayout],
-        micro_batch: int | None = None,
-        recompute: Recompute | None = None,
+        self, degrees: Degrees, layout: Callable[[], RankLayout]
     ) -> tuple[Found | None, tuple[Violation, ...]]:
         """Return the best configuration of some degrees, or the reasons why there is none.
 
         ``layout`` is called only if a configuration is small enough.
         """
-        train = self._train
-        given = train.micro_batch if micro_batch is None else micro_batch
+        train, given = self._train, self._train.micro_batch
         sizes = divisors(train.global_batch // degrees.dp) if given is None else (given,)
-        kinds = self._kinds(train.recompute if recompute is None else recompute)
         communication = self._communication(degrees, layout)
         if degrees.pp not in self._settings:
             self._settings[degrees.pp] = settings_of(self._model, train, degrees.pp)
@@ -370,23 +359,15 @@ class Search:
                 legal = tuple(size for size in sizes if not reasons[size])
                 broken = broken or reasons[sizes[0]]
             if legal:
-                found = self._best_of(degrees, setting, legal, kinds, communication)
+                found = self._best_of(degrees, setting, legal, communication)
                 best = found if best is None or found[:2] < best[:2] else best
         return best, () if best else broken
-
-    def _kinds(self, fixed: Recompute | None) -> tuple[Recompute, ...]:
-        """Return the kinds of recomputation to try, the fastest first."""
-        if fixed is not None:
-            return (fixed,)
-        # With fused kernels, "selective" equals "none".
-        return tuple(kind for kind in RECOMPUTE if kind != "selective" or not self._train.fused)
 
     def _best_of(
         self,
         degrees: Degrees,
         setting: Setting,
         sizes: Sequence[int],
-        kinds: tuple[Recompute, ...],
         communication: Callable[[], Communication],
     ) -> Found:
         """Return the fastest microbatch size and recomputation that fit, for one setting.
@@ -401,7 +382,7 @@ class Search:
         def point(size: int, kind: Recompute) -> Point:
             return Point(degrees, size, kind, setting, batch // size)
 
-        smallest = point(sizes[0], kinds[-1])
+        smallest = point(sizes[0], self._kinds[-1])
         least = sum(self._memory.need(smallest, ranks))
         place = CLASSES.index(classify(least, self._limit))
         if place == len(CLASSES) - 1:
@@ -423,7 +404,7 @@ class Search:
             return True, True
 
         coarse, fitting = _doubling(sizes), 0
-        for kind in kinds:
+        for kind in self._kinds:
             for size in coarse[fitting:]:
                 fits, better = improve(size, kind)
                 fitting += fits
@@ -506,26 +487,23 @@ def _run_violations(model: ModelShape, cluster: Cluster, train: TrainSpec) -> It
         )
 
 
-def _unfolded(cp: int) -> Violation:
-    return Violation(
-        rule="fsdp-folds-cp",
-        values={"fsdp_folds_cp": False, "cp": cp},
-        reason="estimates are for parameters sharded over dp_shard and cp; "
-        "give fsdp_folds_cp=True or cp=1",
-    )
-
-
-def _free_etp(etp: int, tp: int) -> Violation:
-    return Violation(
-        rule="etp",
-        values={"etp": etp, "tp": tp},
-        reason=f"etp={etp} is neither 1 nor tp={tp}: estimates know no other",
-    )
-
-
-def _other_world(world: int, cluster: int) -> Violation:
-    return Violation(
-        rule="world",
-        values={"world_size": world, "cluster": cluster},
-        reason=f"world_size={world} is not the world_size={cluster} of the cluster",
-    )
+def _dims_violations(dims: ParallelDims, world: int, cluster: int) -> Iterator[Violation]:
+    if world != cluster:
+        yield Violation(
+            rule="world",
+            values={"world_size": world, "cluster": cluster},
+            reason=f"world_size={world} is not the world_size={cluster} of the cluster",
+        )
+    if not dims.fsdp_folds_cp and dims.cp > 1:
+        yield Violation(
+            rule="fsdp-folds-cp",
+            values={"fsdp_folds_cp": False, "cp": dims.cp},
+            reason="estimates are for parameters sharded over dp_shard and cp; "
+            "give fsdp_folds_cp=True or cp=1",
+        )
+    if dims.etp not in (1, dims.tp):
+        yield Violation(
+            rule="etp",
+            values={"etp": dims.etp, "tp": dims.tp},
+            reason=f"etp={dims.etp} is neither 1 nor tp={dims.tp}, and estimates need one of them",
+        )

@@ -29,7 +29,7 @@ OF_LATENT = ("latent", "query_latent", "nope_dim", "rope_dim")
 OF_RUN = ("seq_len", "global_batch")
 # Fields without a name that every family of models uses in the same way.
 OWN_NAMES = ("expert_ffn", "dense_layers")
-# Model families whose feed-forward layers have no gate.
+# Model families without gates in their feed-forward layers.
 UNGATED = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"),
     *("starcoder2", "nemotron", "arcee", "apertus", "jais2", "nanochat", "persimmon", "fuyu"),
@@ -191,7 +191,7 @@ class ModelShape:
         """Number of parameters of one layer's attention and of its two norms."""
         projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         if self.latent and self.nope_dim:
-            # arXiv 2405.04434, section 2.1: queries, keys and values come from latents.
+            # arXiv 2405.04434, section 2.1: latents are projected to queries, keys and values.
             query = self.score_width
             projections = self.hidden * (query if not self.query_latent else self.query_latent)
             projections += self.query_latent * query + self.hidden * (self.latent + self.rope_dim)

@@ -13,7 +13,7 @@ from ._schedules import SCHEDULES
 from ._shape import ModelShape
 from ._train import TrainSpec
 
-# Axes whose communication has its own entry in a `TimeSplit`.
+# Axes with an entry in `TimeSplit.communication`.
 AXES = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
@@ -43,9 +43,9 @@ class Layer(NamedTuple):
     Attributes:
         compute: Forward and backward pass, with the time that the device waits for the host.
         forward: The forward part of ``compute``.
-        free_forward: Forward time that no other communication overlaps.
-        free_backward: Backward time that no other communication overlaps.
-        weights: Weight gradients.
+        free_forward: Forward time that can overlap communication of parameters.
+        free_backward: Backward time that can overlap communication of parameters.
+        weights: Computation of weight gradients.
         tp: Exposed communication over ``tp``.
         cp: Exposed communication over ``cp``.
         ep: Exposed communication over ``ep``.
@@ -201,7 +201,7 @@ class ComputeModel:
         """Return the time of the products for queries, keys and values, in two parts.
 
         Without latents, the first part is queries and keys. With latents (arXiv 2405.04434, section
-        2.1), it is the products whose outputs are latents.
+        2.1), the first part computes the latents.
         """
         model, tp = self._model, degrees.tp
         if not (model.latent and model.nope_dim):

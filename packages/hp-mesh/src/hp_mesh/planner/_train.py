@@ -1,4 +1,4 @@
-"""What is trained, and how: sequences, batch, precision, recomputation, schedule, states."""
+"""Settings of a training run: batch, precision, recomputation, schedule, sharding, kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -62,10 +62,10 @@ class TrainSpec:
             in flight; ``"all"``: one for each microbatch of a step, as in
             ``torch.distributed.pipelining``.
         zero: ZeRO stage over ``dp_shard`` and ``cp`` (arXiv 1910.02054). 0: nothing is sharded; 1:
-            optimizer state; 2: gradients too; 3: parameters too, as in DeepSpeed: each weight is
-            gathered separately for every microbatch, without overlap. None is stage 3 as in FSDP:
-            layers are prefetched; with pipeline stages, parameters stay unsharded during the
-            step and gradients are accumulated unsharded. ``"any"`` lets the planner choose.
+            the optimizer state; 2: gradients too; 3: parameters too, as in DeepSpeed, where each
+            weight is gathered separately and without overlap; None: stage 3 as in FSDP, which
+            prefetches layers. With pipeline stages, FSDP keeps parameters and gradients unsharded
+            during the step. ``"any"`` lets the planner choose.
         gradient_dtype: Dtype in which gradients are accumulated and reduced.
         moment_dtype: Dtype of the optimizer's two moments.
         fused: Kernels. True: attention does not store its scores (``"selective"`` then equals

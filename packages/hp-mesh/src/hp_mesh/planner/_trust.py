@@ -3,14 +3,21 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ._cluster import Cluster, told
+from ._cluster import Cluster, name_of
 from ._result import Point, TimeSplit, Trust
 from ._shape import ModelShape
 from ._train import TrainSpec
 
 
 class Published(NamedTuple):
-    """A class of published runs; ``error`` is cross-validated by ``benchmarks/calibrate.py``."""
+    """A class of published runs.
+
+    Attributes:
+        name: Name of the class.
+        runs: Number of runs.
+        error: Mean error of their step times, cross-validated by ``benchmarks/calibrate.py``.
+        largest: Largest number of devices.
+    """
 
     name: str
     runs: int
@@ -18,15 +25,14 @@ class Published(NamedTuple):
     largest: int
 
 
-# The families of accelerators by what their kernels have in common.
+# Accelerators with the same kernels.
 AMPERE_RUNS = "dense bf16 on A100"
 DEEPSPEED_RUNS = "ZeRO stage 3 of DeepSpeed on A100"
 STAGE_3 = "ZeRO stage 3"
 AMPERE = ("A100-40", "A100-80")
 HOPPER = ("H100", "H100-96", "H800", "H200")
-# Runs without pipeline stages, with those of each schedule, and with ZeRO stage 3 (not FSDP). If a
-# class has no entry of a kind, it has no published run of that kind. The runs of ZeRO stage 3 were
-# not used in any fit.
+# For each class: runs without pipeline stages (""), runs with each schedule, and runs with ZeRO
+# stage 3. FSDP counts as no ZeRO stage. The runs with ZeRO stage 3 were not used in any fit.
 CLASSES = {
     ("ampere", "bf16", False): {
         "": Published(AMPERE_RUNS, 6, 0.04, 128),
@@ -58,8 +64,8 @@ def trust_of(
     point: Point,
     time: TimeSplit,
 ) -> Trust:
-    """Return the published runs that a configuration resembles, and what sets it apart."""
-    degrees, setting, chip = point.degrees, point.setting, told(cluster.device)
+    """Return the published runs that a configuration resembles, and the differences to them."""
+    degrees, setting, chip = point.degrees, point.setting, name_of(cluster.device)
     family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else ""
     precision = "fp8" if train.float8 else "bf16"
     kinds = CLASSES.get((family, precision, model.experts > 0), {})
@@ -67,13 +73,13 @@ def trust_of(
     stage_3 = setting.zero == 3 and degrees.fsdp > 1 and not schedule
     published = kinds.get(STAGE_3 if stage_3 else schedule)
     if setting.zero == 0 and schedule:
-        apart = "ZeRO stage 0 with pipeline stages, which stalls in ways that are not explained"
-        return Trust(resembles="", runs=0, error=None, differs=(apart,))
+        feature = "ZeRO stage 0 with pipeline stages, which stalls in ways that are not explained"
+        return Trust(resembles="", runs=0, error=None, differs=(feature,))
     if published is None:
-        apart = f"{precision} {'with' if model.experts else 'without'} experts on {chip}"
+        feature = f"{precision} {'with' if model.experts else 'without'} experts on {chip}"
         if kinds:
-            apart += f" with {STAGE_3}" if stage_3 else f" with {schedule} pipelines"
-        return Trust(resembles="", runs=0, error=None, differs=(apart,))
+            feature += f" with {STAGE_3}" if stage_3 else f" with {schedule} pipelines"
+        return Trust(resembles="", runs=0, error=None, differs=(feature,))
     differs = tuple(_differences(published, cluster, train, point, time))
     error = published.error if len(differs) < 2 else None
     name = published.name if error is not None else ""
@@ -84,7 +90,7 @@ def trust_of(
 def _differences(
     published: Published, cluster: Cluster, train: TrainSpec, point: Point, time: TimeSplit
 ) -> Iterator[str]:
-    """Yield in what no published run of a class is like the configuration."""
+    """Yield features of the configuration that no published run of the class has."""
     degrees, setting = point.degrees, point.setting
     if setting.zero == 0 and degrees.fsdp > 1:
         yield "ZeRO stage 0"
