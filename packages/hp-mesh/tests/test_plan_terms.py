@@ -401,7 +401,9 @@ def test_the_memory_that_may_be_planned_for_is_the_clusters_where_it_says() -> N
 
 
 def test_an_expert_tensor_degree_without_a_price_is_refused() -> None:
-    with pytest.raises(ParallelDimsError, match="etp=4 is neither 1 nor tp=1, and estimates need one"):
+    with pytest.raises(
+        ParallelDimsError, match="etp=4 is neither 1 nor tp=1, and estimates need one"
+    ):
         cost(MIXTRAL, world=8, dp_shard=8, ep=2, etp=4, free_etp=True)
 
 

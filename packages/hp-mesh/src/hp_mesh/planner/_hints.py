@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
-from ._result import Candidate, Plan
-from ._search import plan
+from ._result import Plan, degrees_of
+from ._search import Search, plan
 from ._train import ANY, TrainSpec
 
 # Smallest gain that is worth a hint, as a share of the step time.
 GAIN = 0.01
 MOST = 3
+LIKELY = 100  # number of configurations of each class that are tried with each option
 # Options that change neither hardware nor numerics, with the value to try. "any" tries all values
 # in one search. The default of the other options is never slower than their other values, or
 # already lets the planner choose.
@@ -50,7 +52,7 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
     """Find the options of a run that would make its best plan fastest.
 
     Tries every option that the run leaves at its default, one at a time. Options that need other
-    hardware or change numerics are not tried. Each option costs one more search, so `plan` does not
+    hardware or change numerics are not tried. Each hint costs one more search, so `plan` does not
     compute hints itself.
 
     Args:
@@ -69,27 +71,38 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
     """
     best = plan.best if plan.fitting else None
     most = best.time.total * (1 - GAIN) if best else float("inf")
-    found = (hint for hint in _tried(plan) if hint.step_seconds <= most)
-    return tuple(sorted(found, key=lambda hint: hint.step_seconds)[:MOST])
+    found = (hint for hint in _promising(plan) if hint.step_seconds <= most)
+    promising = sorted(found, key=lambda hint: hint.step_seconds)[:MOST]
+    exact = (hint for hint in map(partial(_planned, plan), promising) if hint.step_seconds <= most)
+    return tuple(sorted(exact, key=lambda hint: hint.step_seconds))
 
 
-def _tried(given: Plan) -> Iterator[Hint]:
-    """Yield the step time with each option, if something fits with it."""
+def _promising(given: Plan) -> Iterator[Hint]:
+    """Yield each option with the step time of the best configuration that fits, of the likely ones.
+
+    The likely ones are the first of those that fit, are borderline or too large without the option.
+    """
+    classes = given.fits, given.borderline, given.too_large
+    likely = [degrees_of(one.dims) for candidates in classes for one in candidates[:LIKELY]]
     for name, value in TRIED.items():
-        if getattr(given.train, name) != DEFAULTS[name] or _idle(given, name):
-            continue
-        train = replace(given.train, **{name: value})
-        found = plan(
-            given.model, given.cluster, train, fix=given.fix, calibration=given.calibration
-        )
-        if found.best and found.fitting:
-            value = _chosen(found.best, name, value)
-            yield Hint(field=name, value=value, step_seconds=found.best.time.total)
+        if getattr(given.train, name) == DEFAULTS[name] and not _idle(given, name):
+            train = replace(given.train, **{name: value})
+            search = Search(given.model, given.cluster, train, given.calibration)
+            found = (search.best(degrees, degrees.layout)[0] for degrees in likely)
+            fits = [one for one in found if one and one.place == 0]
+            if fits:
+                best = min(fits, key=lambda one: one.cost)
+                chosen = getattr(best.point.setting, name) if value == ANY else value
+                yield Hint(field=name, value=chosen, step_seconds=best.cost)
 
 
-def _chosen(best: Candidate, name: str, value: object) -> object:
-    """Return the value that the best candidate has for an option."""
-    return getattr(best.setting, name) if value == ANY else value
+def _planned(given: Plan, hint: Hint) -> Hint:
+    """Return a hint with the step time of the best of all configurations."""
+    changes: dict[str, Any] = {hint.field: hint.value}
+    train = replace(given.train, **changes)
+    options: dict[str, Any] = {"fix": given.fix, "calibration": given.calibration}
+    found = plan(given.model, given.cluster, train, **options)
+    return replace(hint, step_seconds=found.best.time.total if found.best else float("inf"))
 
 
 def _idle(given: Plan, name: str) -> bool:
