@@ -83,28 +83,34 @@ class Stage(NamedTuple):
     layer: Layer
 
 
+class Collectives(NamedTuple):
+    """Seconds of the collectives on some parameters.
+
+    Attributes:
+        gather: All-gather of the parameters.
+        reduce: Reduce-scatter of their gradients.
+        replicas: All-reduce of their sharded gradients over the replicas.
+    """
+
+    gather: float
+    reduce: float
+    replicas: float
+
+
 class Traffic(NamedTuple):
-    """Seconds of the collectives on the parameters of one average layer and of one end.
+    """Collectives on the parameters of an average layer and of one end.
 
     The ends are the embedding and the output matrix.
 
     Attributes:
-        hops: Latency of one collective. ``gather`` and ``reduce`` include it once.
-        gather: All-gather of a layer's parameters.
-        reduce: Reduce-scatter of its gradients.
-        replicas: All-reduce of its sharded gradients over the replicas.
-        end_gather: All-gather of an end's parameters.
-        end_reduce: Reduce-scatter of its gradients.
-        end_replicas: All-reduce of its sharded gradients over the replicas.
+        hops: Latency of one all-gather, in seconds.
+        layer: Collectives of an average layer.
+        end: Collectives of one end.
     """
 
     hops: float
-    gather: float
-    reduce: float
-    replicas: float
-    end_gather: float
-    end_reduce: float
-    end_replicas: float
+    layer: Collectives
+    end: Collectives
 
 
 class ComputeModel:
@@ -313,7 +319,7 @@ class TimeModel:
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._averages: dict[tuple[object, ...], tuple[float, Layer]] = {}
         self._layers: dict[tuple[object, ...], Layer] = {}
-        self._dense_sharding: dict[Degrees, tuple[tuple[float, float], ...]] = {}
+        self._dense_sharding: dict[Degrees, tuple[tuple[float, float], tuple[float, float]]] = {}
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
@@ -324,18 +330,19 @@ class TimeModel:
         experts = self._experts / (degrees.ep * degrees.etp)
         key = degrees._replace(ep=1, etp=1)
         if key not in self._dense_sharding:
-            both = (self._shared(groups["dense"], size) for size in (dense, end))
-            self._dense_sharding[key] = tuple(both)
-        (gather, reduce), (end_gather, end_reduce) = self._dense_sharding[key]
+            group = groups["dense"]
+            self._dense_sharding[key] = self._shared(group, dense), self._shared(group, end)
+        (gather, reduce), end_shared = self._dense_sharding[key]
         expert_gather, expert_reduce = self._shared(groups["efsdp"], experts)
+        owned = dense / degrees.fsdp + experts / degrees.efsdp
+        replicas, end_replicas = (
+            self._links.all_reduce(groups["dp_replicate"], self._train.gradient_bytes * size)
+            for size in (owned, end / degrees.fsdp)
+        )
         return Traffic(
             hops=self._links.latency(groups["dense"]),
-            gather=gather + expert_gather,
-            reduce=reduce + expert_reduce,
-            replicas=self._summed(groups, dense / degrees.fsdp + experts / degrees.efsdp),
-            end_gather=end_gather,
-            end_reduce=end_reduce,
-            end_replicas=self._summed(groups, end / degrees.fsdp),
+            layer=Collectives(gather + expert_gather, reduce + expert_reduce, replicas),
+            end=Collectives(*end_shared, end_replicas),
         )
 
     def _shared(self, group: AxisGroup, size: float) -> tuple[float, float]:
@@ -347,9 +354,6 @@ class TimeModel:
         reduce = self._links.gather(group, self._train.gradient_bytes * size)
         gather += constants.gather_copy_bytes * size / self._bandwidth
         return gather, reduce + constants.reduce_copy_bytes * size / self._bandwidth
-
-    def _summed(self, groups: Mapping[str, AxisGroup], owned: float) -> float:
-        return self._links.all_reduce(groups["dp_replicate"], self._train.gradient_bytes * owned)
 
     def parts(
         self,
@@ -618,9 +622,10 @@ class TimeModel:
         layers, microbatches = stage.layers, point.microbatches
         forward = layers * stage.layer.free_forward
         backward = layers * stage.layer.free_backward
-        gather = layers * traffic.gather + stage.ends * traffic.end_gather
-        reduce = layers * traffic.reduce + stage.ends * traffic.end_reduce
-        replicas = layers * traffic.replicas + stage.ends * traffic.end_replicas
+        gather, reduce, replicas = (
+            layers * layer + stage.ends * end
+            for layer, end in zip(traffic.layer, traffic.end, strict=True)
+        )
         cost, zero = self._constants.overlap_cost, point.setting.zero
         if zero == 3:
             # DeepSpeed: one collective per weight, and nothing overlaps.
@@ -640,7 +645,7 @@ class TimeModel:
             sharding = _exposed(gather, forward, cost) + rounds * _exposed(reduce, backward, cost)
         summed = _exposed(replicas, max(0.0, backward - returned), cost)
         # Nothing overlaps the first all-gather.
-        return sharding + traffic.gather, summed
+        return sharding + traffic.layer.gather, summed
 
 
 def _stage(point: Point, layer: Layer, layers: int, head: float, ends: float, send: float) -> Stage:
