@@ -292,7 +292,10 @@ def _width(text: str, size: float) -> float:
 
 
 def _with_gap(count: int, most: int, fewer: int) -> list[int | None]:
-    """Return the positions of the boxes to draw. None replaces the middle if it is left out."""
+    """Return the indices of the boxes to draw.
+
+    If there are too many, the middle ones are left out, and one None marks the gap.
+    """
     head, tail = ends(count, most if count <= most else fewer)
     return [*head, *([None] if tail else []), *tail]
 

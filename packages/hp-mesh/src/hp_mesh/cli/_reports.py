@@ -91,7 +91,10 @@ class Explained:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks of degrees on nodes. If ``ranks_per_node`` is None, the nodes are unknown."""
+    """Common part of the answers of ``show`` and ``groups``.
+
+    If ``ranks_per_node`` is None, the nodes are unknown.
+    """
 
     dims: ParallelDims
     ranks_per_node: int | None
@@ -167,12 +170,12 @@ class RankMap(Ranks):
 
     @property
     def width(self) -> int:
-        """Number of ranks of a full box."""
+        """Number of ranks in a full box of the drawing."""
         return self.ranks_per_node or self.world
 
     @property
     def nodes(self) -> int:
-        """Number of boxes. The last one may be partly full."""
+        """Number of boxes in the drawing. The last one may be partly full."""
         return -(-self.world // self.width)
 
     @property
@@ -198,7 +201,7 @@ class RankMap(Ranks):
         return tuple(map(tuple, found.values()))
 
     def ranks_of(self, node: int) -> range:
-        """Return the ranks of one box."""
+        """Return the global ranks in one box of the drawing."""
         first = node * self.width
         return range(first, min(first + self.width, self.world))
 

@@ -22,15 +22,15 @@ def _constant(value: float, source: str) -> Any:
 class Calibration:
     """Constants of the cost model. Replace those that your own runs contradict.
 
-    The metadata of each field has its source. One set of constants holds for every device, model
-    and configuration. Unless stated otherwise, an efficiency is a share of the dense peak in the
-    data sheet.
+    The metadata of each field names the source of its default. One set of constants holds for
+    every device, model and configuration. Unless stated otherwise, an efficiency is a share of the
+    dense peak in the data sheet.
 
     Args:
         master_bytes: Bytes of the float32 copy of one weight.
         half_bytes: Bytes of one bf16 weight or activation.
         logit_bytes: Bytes of one logit in bf16, with its float32 copy, softmax and gradient.
-        eager_logit_bytes: The same for a loss of eager kernels.
+        eager_logit_bytes: The same if the loss is computed with eager kernels.
         shared_loss_bytes: Additional bytes of one logit if the loss is split over ``tp``.
         fused_loss_tokens: Number of tokens per chunk of a fused loss.
         mask_bytes: Bytes of the masks of two dropouts for one element.
@@ -39,9 +39,11 @@ class Calibration:
         eager_fragmentation: The same factor with eager kernels.
         gemm_efficiency: Efficiency of large bf16 matrix products.
         fp8_efficiency: Efficiency of large fp8 matrix products.
-        gemm_half_side: Side of a matrix product that reaches half of that efficiency.
-        expert_half_side: The same for grouped products of experts at 1 PFLOP/s. It scales with the
-            rate, because starting and ending a tile takes a fixed time.
+        gemm_half_side: Side of square matrices whose product reaches half of the efficiency of
+            large products.
+        expert_half_side: The same for grouped products of experts, on a device with a peak of 1
+            PFLOP/s. It is proportional to the peak, because starting and ending a tile takes a
+            fixed time.
         attention_efficiency: Efficiency of native fused attention, forward and backward.
         flash2_tflops: Peak of FlashAttention-2 on devices newer than A100, in TFLOP/s.
         attention_half_chunk: Number of tokens per chunk for which attention reaches half of its
@@ -60,7 +62,8 @@ class Calibration:
         merge_bytes: Traffic in bytes of merging two partial results of one attention output
             element.
         link_efficiency: Share of the link's bandwidth that collectives reach.
-        overlap_cost: Share of overlapped communication that still slows the computation.
+        overlap_cost: Share of the time of overlapped communication that is added to the time of the
+            computation.
         tp_hidden: Share of tensor-parallel communication that overlaps with computation.
         ep_hidden: Share of expert-parallel communication that overlaps, without DualPipe.
         stage3_collectives: Number of collectives with which ZeRO stage 3 gathers, or reduces, one
@@ -68,8 +71,9 @@ class Calibration:
         layer_seconds: Host time of one layer with eager kernels, forward and backward, in seconds.
         eager_hop_seconds: Seconds per hop of a tensor-parallel collective of eager kernels if the
             pipeline stages are on several nodes. Measured, but not explained.
-        fused_launches: Host time of a layer with fused kernels, relative to eager ones.
-        retry_share: Share of the memory limit above which an eager framework's allocator retries.
+        fused_launches: Host time of one layer with fused kernels, as a share of ``layer_seconds``.
+        retry_share: Share of the memory limit above which the caching allocator frees its cache and
+            retries, with eager kernels.
         retry_slowdown: Factor on the time of a microbatch with such retries.
         expert_layer_seconds: Host time of routing in one layer with experts, in seconds.
 

@@ -76,7 +76,7 @@ class Legality:
     def legal(self, world: int) -> Iterator[Degrees]:
         """Yield all legal degrees of a world. Rejected ones are appended to ``rejected``.
 
-        Degrees of experts are tried only if they divide the ranks of a dense block.
+        ``ep`` and ``etp`` are tried only if their product divides ``dp_shard * cp * tp``.
         """
         choices = self._choices("ep", world) if self._model.experts else ()
         experts = [ep for ep in choices if self._keeps(Degrees(ep=ep), "ep")]

@@ -62,8 +62,9 @@ class ModelShape:
         dense_layers: Number of layers without experts, in a model with experts.
         latent: Width of the latent of keys and values (multi-head latent attention); 0 without it.
         query_latent: Width of the latent of queries; 0 without it.
-        nope_dim: Width of the part of a query head without positions. If this and ``rope_dim`` are
-            0, a latent is counted as two projections, one for keys and one for values.
+        nope_dim: Width of the part of a query head without positions. If ``nope_dim`` and
+            ``rope_dim`` are 0, the parameters of ``latent`` are counted as two projections, one for
+            keys and one for values.
         rope_dim: Width of the part of a query head with positions.
         groups: Number of groups of experts; 0 without groups.
         top_groups: Number of groups from which a token's experts are chosen; 0 without a limit.
