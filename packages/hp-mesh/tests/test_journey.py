@@ -1,17 +1,15 @@
 """Calls between modules from the degrees to a mesh, as the page *inside* states them."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import hp_mesh
-from hp_mesh import ParallelDims
+from hp_mesh import ParallelDims, _mesh
 
 from .fakes import fake_world
 
-ROOT = Path(hp_mesh.__file__).parent
+ROOT = Path(_mesh.__file__).parent
 UTILITIES = {"_errors", "_torch"}
 MODULES = ["_dims", "_degrees", "_rules", "_mesh", "_layout", "_groups"]
 # Calls into a module that was entered earlier: the world size is known when the mesh is built.
@@ -47,7 +45,6 @@ def test_calls_go_down_the_modules() -> None:
         elif caller is not None and caller != path.stem:
             again.append((caller, path.stem, frame.f_code.co_name))
 
-    import_module("hp_mesh._mesh")  # only calls are counted
     with fake_world(16):
         sys.setprofile(note)
         try:
