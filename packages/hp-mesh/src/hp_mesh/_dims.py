@@ -49,9 +49,10 @@ class _Origin:
 class ParallelDims(_Origin):
     """Parallel degrees of one training run: how many ranks each axis has.
 
-    The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size. One of these degrees
-    may be -1: it is then inferred from the world size. Each value is checked at once. The product
-    is checked when the world size is known, here or in `resolve`.
+    The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size; with
+    ``ep_mode="peer"``, ``ep`` is one more factor. One of these degrees may be -1: it is then
+    inferred from the world size. Each value is checked at once. The product is checked when the
+    world size is known, here or in `resolve`.
 
     Degrees may be integers of any type, or strings such as ``"8"``. An instance is frozen, hashable
     and compared by its fields. It needs no torch and communicates nothing.
@@ -69,15 +70,17 @@ class ParallelDims(_Origin):
             divides ``cp``.
         world_size: Number of ranks. If None, `resolve` sets it later.
         ep_mode: With ``"folded"``, experts use the ranks of the dense layers:
-            ``ep * etp * efsdp == dp_shard * cp * tp``. With ``"peer"``, ``ep`` is one more factor
-            of the world size, and one more axis of data parallelism for dense layers and data.
-        order: Names of the axes, outermost first: neighbouring ranks differ along the last one.
+            ``ep * etp * efsdp == dp_shard * cp * tp``, where ``efsdp`` ranks shard each expert.
+            With ``"peer"``, ``ep`` is a separate axis. Its ranks have different samples, and dense
+            parameters are sharded over it too.
+        order: Names of the axes, outermost first. Consecutive ranks differ along the last axis.
             One string with commas works too. ``ep`` may be left out if it is folded.
-        fsdp_folds_cp: If True, parameters are sharded over ``cp`` too. If False, gradients have to
-            be reduced over ``replicate``, which then contains ``cp``.
+        fsdp_folds_cp: If True, parameters are sharded over ``cp`` too. If False, they are not, and
+            gradients have to be reduced over ``mesh["replicate"]``, which has the ranks of
+            ``dp_replicate`` and ``cp``.
         free_etp: If True, folded experts may be split over any ``etp``, as in Megatron-LM. The
-            groups of ``etp`` are then neighbours among the ranks of ``dp_shard * cp * tp``, and
-            they can differ from the groups of ``tp``.
+            groups of ``etp`` are then consecutive among the ranks of ``dp_shard``, ``cp`` and
+            ``tp``, and they can differ from the groups of ``tp``.
 
     Raises:
         ParallelDimsError: A value is not a degree, or the degrees break a rule. The error lists all
@@ -554,7 +557,7 @@ class ParallelDims(_Origin):
 
     @property
     def seq_len_divisor(self) -> int:
-        """Number that divides every sequence length that is legal with causal balance.
+        """Number of which a sequence length must be a multiple, with balanced causal attention.
 
         It is ``2 * cp * tp`` if ``cp`` is above 1, else ``tp``.
         """

@@ -175,8 +175,8 @@ class Agreement:
 
     Attributes:
         equally_many: All ranks are in the same number of groups.
-        count: Number from which the names of new groups are counted.
-        serial: Number of this build; no other build over the same store has it.
+        count: First number in the names of the new groups.
+        serial: Number of this call of `create_meshes`, unique among all that use the same store.
     """
 
     equally_many: bool

@@ -51,9 +51,9 @@ class Folds(NamedTuple):
 
     @property
     def sharding(self) -> tuple[str, ...]:
-        """Axes of the base view that shard one replica of the dense parameters.
+        """Axes with different samples, without ``dp_replicate``.
 
-        Their ranks have different samples. ``dp_replicate`` is not one of them.
+        They are ``dp_shard`` and, in peer mode, ``ep``.
         """
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
 
@@ -256,7 +256,7 @@ class View:
         return prod(self.shape[axis + 1 :])
 
     def index_of(self, axis: int, position: int) -> int:
-        """Return the coordinate of a position on an axis."""
+        """Return the coordinate of a position (a flat index) along one axis."""
         return position // self.stride(axis) % self.shape[axis]
 
     def _unsorted_rank(self, position: int) -> int:

@@ -209,7 +209,7 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Return a field. None if the object raises, for example because each layer has its own."""
+    """Return a field. Returns None if reading it raises, as for a value that differs by layer."""
     try:
         return read_field(source, name)
     except Exception:  # noqa: BLE001 (of any library)

@@ -169,7 +169,7 @@ def table_of_degrees(config: object) -> str | None:
 
 
 def unread_degrees(config: object) -> Iterator[Violation]:
-    """Yield a violation for each known name of a degree above 1 that `from_config` cannot read."""
+    """Yield a violation for each field with a degree above 1 that `from_config` does not read."""
     for name, advice in UNREAD.items():
         value = read_field(config, name)
         if _is_above_one(value):

@@ -127,12 +127,13 @@ _changing = Lock()  # protects changes of the map only
 
 @contextmanager
 def meet_under(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
-    """Give the groups that this thread creates in the block a prefix of the world's store.
+    """Use a prefix of the world's store for the groups that this thread creates in the block.
 
-    Local creation names a group after its ranks and `registered_groups`. After a group is destroyed
-    its name can be used again, and members would read the old addresses from the store. New groups
-    take the store from ``_world.pg_map`` (2.11 to 2.13). Groups of other threads are not affected.
-    A public replacement would be a name or a store as an argument of ``new_group``.
+    ``new_group(use_local_synchronization=True)`` names a group after its ranks and the number of
+    groups. After a group is destroyed, a new group can get the same name, and its members would
+    read the old addresses from the store. The prefix avoids this. It is set by replacing the store
+    in ``_world.pg_map`` (2.11 to 2.13), for this thread only. A public replacement would be a name
+    or a store as an argument of ``new_group``.
     """
     known: dict[dist.ProcessGroup, tuple[str, Store]] = distributed_c10d._world.pg_map
     thread = get_ident()

@@ -119,7 +119,7 @@ class Groups(Ranks):
     rank: int | None
 
     def document(self) -> Document:
-        """Return the groups, or the one group."""
+        """Return the content of ``--json``: all groups, or only the group of ``rank``."""
         layout = self.layout
         found: dict[str, object] = {
             "dims": self.dims.to_dict(),
@@ -266,8 +266,8 @@ def group_rejections(rejected: Iterable[Rejection]) -> tuple[RejectionGroup, ...
 class Planned:
     """Answer of ``plan``.
 
-    If nothing fits, ``smallest`` is a number of devices that is enough. ``hint`` is the option that
-    helps most.
+    If nothing fits, ``smallest`` is the smallest number of devices found on which the model fits.
+    ``hint`` is the option that reduces the step time of the best plan most.
     """
 
     plan: Plan

@@ -52,7 +52,10 @@ VERDICTS = {"holds": GOOD, "error": BAD, "advice": WARN}
 
 
 def print_answer(answer: Answer, file: TextIO) -> None:
-    """Print an answer. Outside a terminal it is ASCII text without colours and line breaks."""
+    """Print an answer.
+
+    If ``file`` is not a terminal, the text is ASCII without colours. Long lines are not wrapped.
+    """
     console = Console(file=file, highlight=False, width=None if file.isatty() else WIDE)
     with console.capture() as captured:
         for block in _blocks(answer):

@@ -104,8 +104,8 @@ def _size(degrees: Degrees, axis: str) -> int:
 def degrees_of(dims: ParallelDims) -> Degrees:
     """Return the degrees of a resolved configuration.
 
-    For experts with ``ep_mode="peer"``, ``dp_shard`` includes ``ep``. The sizes of all groups are
-    then the same as with folded experts, although the ranks differ.
+    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. The sizes of all
+    groups then equal those of a folded configuration. Only the ranks in each group differ.
     """
     layout = dims.layout()
     own = dims.ep if dims.ep_mode == "peer" else 1
@@ -407,7 +407,8 @@ class Candidate:
 class Rejection:
     """Degrees without a valid configuration, and the reasons.
 
-    If a few axes break a rule, one rejection covers all configurations with these degrees.
+    If a rule reads some axes only, ``degrees`` has these axes only, and one rejection covers all
+    configurations with these degrees.
 
     Args:
         degrees: The rejected degrees, by axis.

@@ -204,10 +204,10 @@ class ComputeModel:
         return 3 * product + self._passes * moved
 
     def _projections(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the time of the products for queries, keys and values, in two parts.
+        """Return the time of the query, key and value projections as two numbers.
 
-        Without latents, the first part is queries and keys. With latents (arXiv 2405.04434, section
-        2.1), the first part computes the latents.
+        They are (queries and keys, values), or with multi-head latent attention (arXiv 2405.04434,
+        section 2.1) (projections to the latents, projections from the latents).
         """
         model, tp = self._model, degrees.tp
         if not (model.latent and model.nope_dim):
@@ -610,7 +610,9 @@ class TimeModel:
         return on_ranks * (members - 1) / members, on_nodes * (1 - 1 / nodes)
 
     def _sharding(self, point: Point, traffic: Traffic, stage: Stage) -> tuple[float, float]:
-        """Return the exposed time of sharded parameters and of replicas in one step.
+        """Return the exposed communication time of one step: for sharding, and over replicas.
+
+        Replicas sum their gradients in one all-reduce. Sharding runs these collectives:
 
         | ZeRO stage | all-gathers | reduce-scatters |
         |---|---|---|

@@ -57,7 +57,7 @@ class TrainSpec:
             per rank (arXiv 2104.04473); ``"zero-bubble"``: ZB-H1 (arXiv 2401.10241); ``"dualpipe"``
             (arXiv 2412.19437, section 3.2.1); ``"any"`` lets the planner choose.
         virtual_stages: Number of stages per pipeline rank with ``schedule="interleaved"`` or
-            ``"any"``. 1 lets the planner choose. An interleaved schedule has at least 2.
+            ``"any"``, at least 2. With the default, 1, the planner chooses the number.
         receive_buffers: Receive buffers of pipeline ranks. ``"in-flight"``: one for each microbatch
             in flight; ``"all"``: one for each microbatch of a step, as in
             ``torch.distributed.pipelining``.
@@ -68,9 +68,9 @@ class TrainSpec:
             during the step. ``"any"`` lets the planner choose.
         gradient_dtype: Dtype in which gradients are accumulated and reduced.
         moment_dtype: Dtype of the optimizer's two moments.
-        fused: Kernels. True: attention does not store its scores (``"selective"`` then equals
-            ``"none"``), and elementwise layers save only their inputs. ``"attention"``: only
-            attention is fused. False: the kernels of arXiv 2205.05198.
+        fused: Operations with fused kernels. True: all of them; attention does not store its scores
+            (``"selective"`` then equals ``"none"``), and elementwise layers save only their inputs.
+            ``"attention"``: only attention. False: the kernels of arXiv 2205.05198.
         fused_loss: If True, the loss is computed in chunks of tokens, so that the logits of all
             tokens never exist at once (arXiv 2410.10989).
         attention: ``"native"``: kernels with the device's own instructions (cuDNN, Transformer
@@ -83,8 +83,8 @@ class TrainSpec:
             each node (DeepEP); ``"copies"``: once for each of its experts.
         fp8_dispatch: If True, tokens are sent to experts in fp8. Results and gradients use bf16.
             Needs a model with experts.
-        max_nodes: Largest number of nodes with experts of one token. None takes the limit from the
-            model's groups of experts, if it has any. Needs a model with experts.
+        max_nodes: Largest number of nodes to which one token is sent. Defaults to the limit that
+            follows from the model's groups of experts, if it has any. Needs a model with experts.
         memory_fraction: Share of a device's memory that a plan may use.
 
     Raises:
