@@ -459,3 +459,48 @@ def test_what_is_left_open_of_the_data_parallel_ranks_follows_from_their_number(
 def test_data_parallel_ranks_that_are_not_those_of_the_world_are_an_error(open_: str) -> None:
     with pytest.raises(ParallelDimsError, match="is not world_size=8"):
         ParallelDims.from_config({"data_parallel_size": 4, open_: -1}, 8)
+
+
+@pytest.mark.parametrize("suffix", ["toml", "yaml"])
+def test_a_file_of_megatron_resolved_later_splits_experts_like_layers(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"run.{suffix}"
+    sign = "=" if suffix == "toml" else ":"
+    path.write_text(f"tensor_model_parallel_size{sign} 4\n")
+    read = ParallelDims.from_toml if suffix == "toml" else ParallelDims.from_yaml
+    assert read(path).resolve(8) == read(path, world_size=8)
+    assert read(path).resolve(8).etp == 4
+    path.write_text(f"tensor_model_parallel_size{sign} -1\ndp{sign} 2\n")
+    assert read(path).resolve(8) == read(path, world_size=8)
+    assert read(path).resolve(8).etp == 4
+
+
+def test_degrees_nested_in_objects_are_read_like_those_in_mappings() -> None:
+    nested = SimpleNamespace(ep_size=1, tensor_parallel=SimpleNamespace(autotp_size=4))
+    mapping = {"ep_size": 1, "tensor_parallel": {"autotp_size": 4}}
+    assert ParallelDims.from_config(nested, 8) == ParallelDims.from_config(mapping, 8)
+    assert ParallelDims.from_config(nested, 8).tp == 4
+
+
+@pytest.mark.parametrize("spelled", [list, tuple, ",".join])
+def test_one_order_in_two_fields_is_no_conflict(spelled: Any) -> None:
+    config = {"use_tp_pp_dp_mapping": True, "tp": 2}
+    order = ParallelDims.from_config(config, 8).order
+    assert ParallelDims.from_config({**config, "order": spelled(order)}, 8).order == order
+
+
+def test_sp_size_and_another_ulysses_degree_are_a_conflict() -> None:
+    config = {"sp_size": 2, "cp_size": 4}
+    assert ParallelDims.from_config(config, 8).ulysses_degree == 2
+    assert ParallelDims.from_config({**config, "ulysses_degree": 2}, 8).cp == 8
+    with pytest.raises(ParallelDimsError, match="sp_size=2 and ulysses_degree=4 differ"):
+        ParallelDims.from_config({**config, "ulysses_degree": 4}, 8)
+
+
+def test_an_invalid_sp_size_is_named_and_other_errors_are_listed_too() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config({"sp_size": -1, "tp": "x"}, 8)
+    text = str(caught.value)
+    assert "sp_size=-1 is not a degree" in text
+    assert "tp='x' is not a degree" in text

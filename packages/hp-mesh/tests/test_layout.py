@@ -321,3 +321,24 @@ def test_groups_of_any_etp_are_those_of_megatron(
         assert prod(sizes.values()) == world
         for axis in sizes:
             assert layout.groups(axis) == megatron_groups(axis, **sizes), axis
+
+
+@given(dims(max_world=48), st.integers(1, 13))
+@settings(deadline=None, max_examples=150)
+def test_the_fewest_ranks_of_a_group_on_one_node_are_counted(dims: ParallelDims, node: int) -> None:
+    layout = dims.layout()
+    for name in layout.names:
+        groups = layout.groups(name)
+        counts = [sum(r // node == n for r in g) for g in groups for n in {r // node for r in g}]
+        assert layout.axis_group(name).on_one_node(node, layout.world_size) == min(counts), name
+
+
+def test_groups_whose_levels_are_not_in_rank_order_are_counted_too() -> None:
+    order = ("ep", "tp", "dp_shard", "dp_replicate", "cp", "pp")
+    dims = ParallelDims(
+        dp_replicate=2, dp_shard=4, cp=2, tp=2, ep=2, etp=2, world_size=32, order=order
+    )
+    group = dims.layout().axis_group("ep_replicate")
+    strides = [stride for _, stride in group.levels]
+    assert strides == sorted(strides)
+    assert group.on_one_node(12, 32) == 2

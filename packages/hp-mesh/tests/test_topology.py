@@ -90,3 +90,16 @@ def test_a_mesh_built_with_a_topology_knows_what_crosses_a_node() -> None:
             dims.build_mesh().crosses_nodes("tp")
         with pytest.raises(ParallelDimsError, match="ranks_per_node=3 does not divide"):
             dims.build_mesh(topology=Topology(ranks_per_node=3))
+
+
+def test_nothing_is_said_to_hold_that_was_not_checked() -> None:
+    topology = Topology(ranks_per_node=6)
+    world, *axes = ParallelDims(tp=8, world_size=16).explain(topology=topology)[-8:]
+    assert (world.verdict, world.text) == (
+        "error",
+        "ranks_per_node=6 does not divide world_size=16; use 1, 2, 4, 8 or 16",
+    )
+    assert {each.verdict for each in axes} == {"skipped", "idle"}
+    assert axes[-1].text == "tp=8, but the ranks do not fill nodes of 6 ranks"
+    small = ParallelDims(tp=2, world_size=4).explain(topology=Topology(ranks_per_node=8))[-8]
+    assert (small.verdict, small.text) == ("holds", "world_size=4 fits one node of 8 ranks")

@@ -184,3 +184,14 @@ def test_building_needs_a_default_process_group() -> None:
         build_world_mesh()
     with pytest.raises(MeshError, match="init_process_group"):
         build_expert_parallel_mesh(-1)
+
+
+def test_a_world_mesh_that_was_closed_can_be_built_again() -> None:
+    with one_world(8):
+        build_world_mesh(dp=4, tp=2).mesh.close()
+        assert get_tp_mesh(build_world_mesh(dp=2, tp=4)).size() == 4
+
+
+def test_another_degree_than_dp_can_be_inferred() -> None:
+    with one_world(8):
+        assert get_tp_mesh(build_world_mesh(dp=2, tp=-1)).size() == 4

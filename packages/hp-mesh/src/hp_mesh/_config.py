@@ -7,8 +7,8 @@ from os import PathLike, fspath
 from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag, infer_degrees
-from ._errors import ParallelDimsError, Violation, join_words, refusal, show
+from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag, as_order, infer_degrees
+from ._errors import ParallelDimsError, Violation, as_integer, join_words, refusal, show
 from ._names import (
     DATA,
     DEGREE_FIELDS,
@@ -85,7 +85,7 @@ def arguments_from_config(
     found += [*_check_world(configured, world_size), *_take_order(values)]
     arguments = _merge(values, found)
     found += _take_data(arguments)
-    _take_sequence(arguments)
+    found += _take_sequence(arguments, values)
     arguments["world_size"] = configured if world_size is None else world_size
     follows = all(d.etp_follows_tp or not values.keys() & d.names.keys() for d in DIALECTS)
     return arguments, found, follows and "etp" not in arguments
@@ -118,7 +118,7 @@ def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
     if flag is None or not as_flag(flag, values.pop(flag)):
         return
     values["order"] = _outermost_first("tp-cp-ep-pp-dp")
-    if order not in (None, values["order"]):
+    if order is not None and as_order(order) != values["order"]:
         reason = f"{flag} means order={show(values['order'])}, but order={show(order)} is given; "
         reason += "give one of them"
         yield Violation(rule="names", values={flag: True, "order": order}, reason=reason)
@@ -194,14 +194,22 @@ def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
         yield Violation(rule="names", values={"data_parallel_size": data, **given}, reason=reason)
 
 
-def _take_sequence(arguments: dict[str, Any]) -> None:
+def _take_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
     """Replace the number of ranks that exchange heads by ``cp`` and ``ulysses_degree``."""
     ranks = arguments.pop(SEQUENCE, None)
     if ranks is None:
         return
-    ulysses = as_degree(SEQUENCE, ranks, inferable=False, optional=False) or 1
-    cp = as_degree("cp", arguments.get("cp"), inferable=False, optional=True) or 1
-    if ulysses > 1:
+    name = next(name for name in values if NAMES[name] == SEQUENCE)
+    try:
+        ulysses = as_degree(name, ranks, inferable=False, optional=False) or 1
+        cp = as_degree("cp", arguments.get("cp"), inferable=False, optional=True) or 1
+    except ParallelDimsError as error:
+        yield from error.violations
+        return
+    given = arguments.get("ulysses_degree")
+    if given is not None and as_integer(given) != ulysses:
+        yield _differing("ulysses_degree", {name: ulysses, "ulysses_degree": given})
+    elif ulysses > 1:
         arguments |= {"cp": cp * ulysses, "ulysses_degree": ulysses}
 
 

@@ -245,8 +245,12 @@ def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, i
     return known
 
 
-def resolve_world(fields: Mapping[str, Any], world_size: Any) -> dict[str, Any]:
+def resolve_world(
+    fields: Mapping[str, Any], world_size: Any, *, etp_is_tp: bool = False
+) -> dict[str, Any]:
     """Return the fields with every degree known, for a number of ranks.
+
+    With ``etp_is_tp``, ``etp`` becomes ``tp`` when the degrees are inferred.
 
     Raises:
         ParallelDimsError: The degrees do not fit ``world_size``, or the fields have another one.
@@ -255,7 +259,7 @@ def resolve_world(fields: Mapping[str, Any], world_size: Any) -> dict[str, Any]:
     if fields["world_size"] == world:
         return {**fields}
     if fields["world_size"] is None:
-        return resolve_fields({**fields, "world_size": world})
+        return resolve_fields({**fields, "world_size": world}, etp_is_tp=etp_is_tp)
     reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
     reason += f"degrees are for ({summarize(fields)})"
     raise refusal("world", reason, {"world_size": world, "configured": fields["world_size"]})

@@ -141,7 +141,7 @@ class ParallelDims(_Origin):
             ParallelDimsError: The product of the degrees is not ``world_size``, or this
                 configuration has another world size.
         """
-        fields = resolve_world(self._fields(), world_size)
+        fields = resolve_world(self._fields(), world_size, etp_is_tp=self._etp_from_tp)
         if self.world_size is not None:
             return self
         dims = copy(self)

@@ -223,7 +223,7 @@ class View:
         return ranks if self.sorted_axis is None else sorted(ranks)
 
     def levels_along(self, axis: int) -> Levels | None:
-        """Return the levels of every group along an axis, innermost first.
+        """Return the levels of every group along an axis, in the order of their strides.
 
         Returns None if the groups have no common levels.
         """
@@ -231,7 +231,7 @@ class View:
             return None
         stride = self.stride(axis)
         levels = _levels_between(self.levels, stride, self.shape[axis] * stride)
-        return None if levels is None else tuple(reversed(levels))
+        return None if levels is None else tuple(sorted(levels, key=lambda level: level[1]))
 
     def ranks(self) -> Sequence[int]:
         """Return the rank at every position."""
@@ -302,7 +302,8 @@ class AxisGroup(NamedTuple):
 
     Attributes:
         size: Number of ranks per group.
-        levels: (size, stride) pairs, innermost first. A group has one rank for each combination.
+        levels: (size, stride) pairs, the smallest stride first. A group has one rank for each
+            combination.
         listed: All groups, if they have no common strides; else empty.
     """
 

@@ -172,6 +172,11 @@ class ParallelMesh:
             raise LayoutError(f"no view {name!r}; use one of {list(self._views)}")
         return self._views[name]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def crosses_nodes(self, name: str) -> bool:
         """Return whether a group of an axis has ranks on several nodes.
 

@@ -144,12 +144,12 @@ def read_field(source: object, name: str) -> Any:
 def has_field(source: object, name: str) -> bool:
     """Return whether a name is present, also if its value is None.
 
-    A dot in the name leads into a nested mapping.
+    A dot in the name leads into a nested mapping or object.
     """
     outer, _, inner = name.partition(".")
     if inner:
         nested = read_field(source, outer)
-        return isinstance(nested, Mapping) and has_field(nested, inner)
+        return nested is not None and has_field(nested, inner)
     return name in source if isinstance(source, Mapping) else hasattr(source, name)
 
 

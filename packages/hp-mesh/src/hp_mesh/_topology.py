@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._degrees import as_degree
-from ._errors import Explanation, Violation, divisors, refusal, show
+from ._errors import Explanation, Verdict, Violation, divisors, refusal, show
 from ._layout import RankLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
@@ -75,19 +75,29 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
     """Return one explanation for each axis: whether its groups are inside one node."""
     node = node_size(topology)
     found = {next(iter(v.values)): v for v in topology_violations(layout, topology)}
+    is_uneven = "world_size" in found
     sentence = "Groups inside one node use its fast links only."
     explanations = []
     for axis in ("world_size", *AXES):
         size = layout.world_size if axis == "world_size" else layout.size(axis)
         violation = found.get(axis)
-        inside = "fills" if axis == "world_size" else "stays inside"
-        text = str(violation) if violation else f"{axis}={size} {inside} nodes of {node} ranks"
+        if violation:
+            text = str(violation)
+        elif axis != "world_size" and is_uneven:
+            text = f"{axis}={size}, but the ranks do not fill nodes of {node} ranks"
+        elif axis != "world_size":
+            text = f"{axis}={size} stays inside nodes of {node} ranks"
+        elif size < node:
+            text = f"world_size={size} fits one node of {node} ranks"
+        else:
+            text = f"world_size={size} fills nodes of {node} ranks"
+        verdict: Verdict = "skipped" if is_uneven else "holds"
         explanations.append(
             Explanation(
                 rule="topology" if axis == "world_size" else f"node-{axis.replace('_', '-')}",
                 sentence=sentence,
                 values={axis: size, "ranks_per_node": node},
-                verdict=violation.level if violation else "idle" if size == 1 else "holds",
+                verdict=violation.level if violation else "idle" if size == 1 else verdict,
                 text=text,
             )
         )

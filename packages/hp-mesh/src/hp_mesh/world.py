@@ -277,7 +277,7 @@ def build_world_mesh(
     """
     global _world_mesh
     try:
-        if _world_mesh is not None:
+        if _world_mesh is not None and not _world_mesh.mesh.is_closed:
             info = get_device_mesh_info(_world_mesh)
             raise MeshError(f"there is a world mesh already ({info}); call reset_world_mesh first")
         given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
@@ -313,9 +313,9 @@ def reset_world_mesh() -> None:
         >>> reset_world_mesh()  # a no-op without a world mesh
     """
     global _world_mesh
-    forgotten, _world_mesh = _world_mesh, None
-    if forgotten is not None:
-        forgotten.mesh.close()
+    mesh, _world_mesh = _world_mesh, None
+    if mesh is not None:
+        mesh.mesh.close()
 
 
 def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = None) -> WorldMesh:
@@ -363,12 +363,11 @@ def _dims(
         reason = f"{others} given without dp; give dp too: a degree, -1 or a HybridShard"
         raise refusal("dp", reason, {**degrees, "dp": None})
     cp, tp, pp = (degrees.get(name, 1) for name in ("cp", "tp", "pp"))
-    dims = ParallelDims(dp_shard=INFERRED, cp=cp, tp=tp, pp=pp, world_size=world_size)
+    shard = INFERRED if dp is None or isinstance(dp, HybridShard) else _degree("dp", dp)
+    dims = ParallelDims(dp_shard=shard, cp=cp, tp=tp, pp=pp, world_size=world_size)
     if isinstance(dp, HybridShard):
         replicas, shard_degree = dp.split(dims.dp_size, world_size)
         dims = replace(dims, dp_replicate=replicas, dp_shard=shard_degree)
-    elif dp is not None:
-        dims = replace(dims, dp_shard=_degree("dp", dp))
     if "ep" not in degrees:
         return dims
     ep = dims.layout().size("dp_shard") if degrees["ep"] == INFERRED else degrees["ep"]
