@@ -133,12 +133,14 @@ def test_a_switch_is_true_or_false_and_nothing_else(value: Any) -> None:
 
 @pytest.mark.parametrize("order", [5, None, ["pp", ["tp"]], {"pp": 1, 2: 3}])
 def test_an_order_that_is_no_list_of_names_is_refused(order: Any) -> None:
-    with pytest.raises(ParallelDimsError, match=r"order=.* is no list of axis names; use such as"):
+    with pytest.raises(ParallelDimsError, match=r"order=.* is not a list of axis names; use"):
         ParallelDims(order=order)
 
 
 def test_a_mode_that_is_none_names_those_there_are() -> None:
-    with pytest.raises(ParallelDimsError, match=r"ep_mode='flat' is no way .* use folded or peer"):
+    with pytest.raises(
+        ParallelDimsError, match=r"ep_mode='flat' is not a mode; use folded or peer"
+    ):
         ParallelDims(ep_mode="flat")  # type: ignore[arg-type]
 
 

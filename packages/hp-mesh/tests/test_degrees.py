@@ -231,7 +231,7 @@ def test_an_order_in_one_string_is_split_at_its_commas() -> None:
 
 @pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys, iter])
 def test_an_order_that_may_differ_between_processes_is_refused(kind: Any) -> None:
-    with pytest.raises(ParallelDimsError, match=r"^order=.* is no list of axis names"):
+    with pytest.raises(ParallelDimsError, match=r"^order=.* is not a list of axis names"):
         ParallelDims(order=kind(BASE))
     assert ParallelDims(order=list(BASE)).order == BASE  # type: ignore[arg-type]
 

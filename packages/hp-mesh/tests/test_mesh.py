@@ -167,8 +167,8 @@ def test_a_group_is_that_of_one_name(names: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"topology": 4}, r"^topology=4 is no topology; use Topology\(ranks_per_node=\.\.\.\)"),
-        ({"timeout": 5}, r"^timeout=5 is no time; use timedelta\(seconds=\.\.\.\)"),
+        ({"topology": 4}, r"^topology=4 is not a Topology; use Topology\(ranks_per_node=\.\.\.\)"),
+        ({"timeout": 5}, r"^timeout=5 is not a timedelta; use timedelta\(seconds=\.\.\.\)"),
         ({"timeout": timedelta(0)}, r"^timeout=0:00:00 is not positive"),
     ],
 )

@@ -292,8 +292,8 @@ def build_what_one_rank_gets_wrong(rank: int, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("topology", "topology=4 is no topology"),
-        ("timeout", "timeout=5 is no time"),
+        ("topology", "topology=4 is not a Topology"),
+        ("timeout", "timeout=5 is not a timedelta"),
         ("device index", "device_type='cpu:0' has an index"),
         ("no device", "device_type='foo' is no device type"),
         ("experts", "ep=0 is not a degree"),

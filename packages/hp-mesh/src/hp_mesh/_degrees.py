@@ -86,7 +86,7 @@ def as_order(order: object) -> tuple[str, ...]:
         return tuple(name.strip() for name in order.split(","))
     if isinstance(order, list | tuple) and all(isinstance(name, str) for name in order):
         return tuple(order)
-    reason = f"order={show(order)} is no list of axis names; use such as {DEFAULT_ORDER}"
+    reason = f"order={show(order)} is not a list of axis names; use {DEFAULT_ORDER}"
     raise refusal("order", reason, {"order": order})
 
 
@@ -147,7 +147,7 @@ def as_mode(ep_mode: object) -> str:
     """Return a name of `EP_MODES`, or raise `ParallelDimsError`."""
     if isinstance(ep_mode, str) and ep_mode in EP_MODES:
         return ep_mode
-    reason = f"ep_mode={show(ep_mode)} is no way to place experts; use {join_words(EP_MODES)}"
+    reason = f"ep_mode={show(ep_mode)} is not a mode; use {join_words(EP_MODES)}"
     raise refusal("ep-mode", reason, {"ep_mode": ep_mode})
 
 

@@ -280,7 +280,7 @@ class ParallelDims(_Origin):
 
     @staticmethod
     def add_arguments(parser: "ArgumentParser") -> None:
-        """Add one optional argument for each degree, and ``--order``, to a command line.
+        """Add one optional argument for each field except ``world_size`` to a command line.
 
         Args:
             parser: Parser to which the arguments are added.

@@ -298,10 +298,12 @@ def _folds(full: DeviceMesh, place: Sequence[int], ranks: list[int]) -> bool:
 def _check_types(topology: object, timeout: object) -> None:
     if not isinstance(topology, Topology | None):
         raise MeshError(
-            f"topology={topology!r} is no topology; use Topology(ranks_per_node=...) or None"
+            f"topology={topology!r} is not a Topology; use Topology(ranks_per_node=...) or None"
         )
     if not isinstance(timeout, timedelta | None):
-        raise MeshError(f"timeout={timeout!r} is no time; use timedelta(seconds=...) or None")
+        raise MeshError(
+            f"timeout={timeout!r} is not a timedelta; use timedelta(seconds=...) or None"
+        )
     if timeout is not None and timeout <= timedelta(0):
         raise MeshError(f"timeout={timeout} is not positive; use timedelta(seconds=...) or None")
 

@@ -76,7 +76,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "groups": ("n_group", "groups"),
     "top_groups": ("topk_group", "top_groups"),
 }
-# `_derive` computes other fields from these numbers,
+# Numbers from which `_derive` computes other fields.
 COUNTS: Mapping[str, tuple[str, ...]] = {
     "value_head_dim": ("v_head_dim",),
     "shared_experts": (
@@ -89,7 +89,7 @@ COUNTS: Mapping[str, tuple[str, ...]] = {
     "expert_step": ("interleave_moe_layer_step", "decoder_sparse_step"),
     "expansion": ("expansion_ratio",),
 }
-# and from these values of other types.
+# Values of other types from which `_derive` computes other fields.
 WORDS: Mapping[str, tuple[str, ...]] = {
     "family": ("model_type",),
     "name": ("name", "_name_or_path", "model_type"),
@@ -137,8 +137,8 @@ OTHER_FAMILIES: Mapping[str, str] = {
 # Fields that list the type of each layer, and the types with softmax attention.
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", 1)
-# Names that can also be submodules or lists of a model: other values than numbers and text are
-# ignored.
+# Names in configurations that can also be submodules or lists of a model: values that are neither
+# numbers nor text are ignored. Each key of `RULED` is also a name in configurations.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
 # Fields that can have a list with one number per layer.
 PER_LAYER = ("intermediate_size",)

@@ -1,7 +1,8 @@
 """All rules about degrees and models, one record each.
 
 `ParallelDims.check`, `validate` and `explain`, and the planner, read the same records. To add a
-rule, add a `Rule` to `DEGREE_RULES` or `RULES`.
+rule, add a `Rule` to `DEGREE_RULES` or `RULES`. If it reads a new field of the model, move or add
+the field to `RULED` in `_model`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

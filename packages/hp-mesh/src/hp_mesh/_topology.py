@@ -41,7 +41,7 @@ def node_size(topology: object) -> int:
     """
     if isinstance(topology, Topology):
         return topology.ranks_per_node
-    reason = f"topology={show(topology)} is no Topology; use such as Topology(ranks_per_node=8)"
+    reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"
     raise refusal("topology", reason, {"topology": topology})
 
 
