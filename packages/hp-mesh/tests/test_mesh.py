@@ -327,3 +327,14 @@ def test_a_module_with_a_mesh_is_copied_and_its_mesh_shares_the_groups() -> None
         assert dist.get_process_group_ranks(mesh.group("tp")) == [2, 3]
         mesh.close()
         assert copy.deepcopy(mesh)._closed
+
+
+def test_names_of_a_mesh_can_be_tested_for() -> None:
+    with fake_world(8):
+        mesh = ParallelDims(tp=2).build_mesh()
+        assert "tp" in mesh
+        assert "batch" in mesh
+        assert "ulysses" not in mesh
+        assert 0 not in mesh
+        with pytest.raises(LayoutError, match=r"^\['tp', 'tp'\] given; use each axis once"):
+            mesh["tp", "tp"]

@@ -356,3 +356,9 @@ def test_the_planner_s_shapes_have_every_field_that_rules_read(name: str) -> Non
         for e in dims.explain(MODELS[name].to_config(), 64, 8)
         if e.verdict == "idle" and MODELS[name].experts
     ]
+
+
+@pytest.mark.parametrize("name", ["causal_balance", "sequence_parallel"])
+def test_an_option_of_a_check_is_a_bool(name: str) -> None:
+    with pytest.raises(ParallelDimsError, match=f"^{name}='no' is neither true nor false"):
+        ParallelDims(tp=2, world_size=4).check({}, seq_len=6, **{name: "no"})  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from ._config import (
 from ._degrees import (
     DEFAULT_ORDER,
     DEGREES,
+    as_flag,
     resolve_fields,
     resolve_world,
     resolved_degrees,
@@ -340,8 +341,8 @@ class ParallelDims(_Origin):
             Errors and advice. ``skipped`` has the names of the absent fields.
 
         Raises:
-            ParallelDimsError: ``model`` cannot have fields (a string or a number, for example), or
-                a degree still has to be inferred.
+            ParallelDimsError: ``model`` cannot have fields (a string or a number, for example), an
+                option is not a bool, or a degree still has to be inferred.
 
         Examples:
             >>> dims = ParallelDims(tp=4, world_size=8)
@@ -368,8 +369,8 @@ class ParallelDims(_Origin):
             sharding=self._folds().sharding,
             numbers=numbers,
             wrong=wrong,
-            causal_balance=causal_balance,
-            sequence_parallel=sequence_parallel,
+            causal_balance=as_flag("causal_balance", causal_balance),
+            sequence_parallel=as_flag("sequence_parallel", sequence_parallel),
             ep_mode=self.ep_mode,
             free_etp=self.free_etp,
         )

@@ -445,7 +445,8 @@ class RankLayout:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
         axes = tuple(map(self._axis, names))
         if len(set(axes)) < len(axes):
-            raise LayoutError(f"{list(names)} given, which are {list(axes)}; use each axis once")
+            resolved = "" if list(names) == list(axes) else f", which are {list(axes)}"
+            raise LayoutError(f"{list(names)} given{resolved}; use each axis once")
         for view, its_axes in _view_axes(self._folds).items():
             if all(axis in its_axes for axis in axes):
                 return self._view(view), axes

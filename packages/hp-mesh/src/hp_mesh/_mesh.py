@@ -92,6 +92,10 @@ class ParallelMesh:
             mesh = self._meshes[key] = self._slice((key,) if isinstance(key, str) else key)
         return mesh
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether the mesh has an axis or alias of this name."""
+        return name in self.layout.names
+
     def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
         """Return ``mesh[names]``, or None if one of its axes has a single rank.
 

@@ -91,13 +91,13 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
             text = f"world_size={size} fits one node of {node} ranks"
         else:
             text = f"world_size={size} fills nodes of {node} ranks"
-        verdict: Verdict = "skipped" if is_uneven else "holds"
+        verdict: Verdict = "idle" if is_uneven or size == 1 else "holds"
         explanations.append(
             Explanation(
                 rule="topology" if axis == "world_size" else f"node-{axis.replace('_', '-')}",
                 sentence=sentence,
                 values={axis: size, "ranks_per_node": node},
-                verdict=violation.level if violation else "idle" if size == 1 else verdict,
+                verdict=violation.level if violation else verdict,
                 text=text,
             )
         )
