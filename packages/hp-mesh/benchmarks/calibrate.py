@@ -182,7 +182,7 @@ def planner_runs() -> list[Run]:
 
 
 def scale_runs() -> list[Run]:
-    """Return the runs of FSDP and of ZeRO stage 3 at scale, which are never fitted to."""
+    """Return the runs of FSDP and of ZeRO stage 3 at scale. No constant is fitted to them."""
     facts = json.loads((HERE / "scale_runs.json").read_text())
     models = {name: ModelShape(name=name, **sizes) for name, sizes in facts["models"].items()}
     rows = []
@@ -218,7 +218,7 @@ def report_scale(runs: Sequence[Run]) -> None:
         for key, errors in sorted(groups.items())
     ]
     columns = ["device", "sharding", "devices", "runs", "error", "signed", "lowest", "highest"]
-    show("mean absolute error of time at scale, no run fitted to", rows, columns)
+    show("mean absolute error of time at scale, no constant fitted to these runs", rows, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
