@@ -127,6 +127,18 @@ def test_an_option_without_an_equivalent_is_listed() -> None:
         assert "attention='flash-2'" in text
 
 
+@pytest.mark.parametrize(
+    "options", ["--schedule interleaved --virtual-stages 4", "--schedule dualpipe"]
+)
+def test_code_without_pipeline_stages_has_no_schedule(options: str) -> None:
+    argv = ["plan", "--model", "llama3-8b", "--gpus", "8", "--seq-len", "4096"]
+    argv += ["--global-batch", "64", "--fix", "pp=1"]
+    _, plain, _ = run(*argv, "--as-code")
+    code, out, _ = run(*argv, "--as-code", *options.split())
+    assert (code, out) == (0, plain)
+    assert run(*argv, *options.split()) == run(*argv)
+
+
 def test_code_of_a_plan_that_does_not_fit_says_so() -> None:
     argv = ["plan", "--model", "llama3-405b", "--gpus", "8", "--seq-len", "8192"]
     code, out, _ = run(*argv, "--global-batch", "8", "--as-code")

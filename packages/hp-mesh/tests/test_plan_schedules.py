@@ -9,7 +9,7 @@ import pytest
 
 from hp_mesh import ParallelDims, ParallelDimsError, planner
 from hp_mesh.planner import MODELS, Candidate, Cluster, TrainSpec, estimate
-from hp_mesh.planner._schedules import SCHEDULES, ScheduleName
+from hp_mesh.planner._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
 
 FOLDER = Path(str(planner.__file__)).parent
 TRAIN = TrainSpec(seq_len=2048, global_batch=64, micro_batch=1, recompute="full")
@@ -42,8 +42,16 @@ def test_no_module_compares_the_names_of_schedules(path: Path) -> None:
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_without_pipeline_stages_every_schedule_costs_the_same(schedule: ScheduleName) -> None:
     plain, own = cost("1f1b", 1), cost(schedule, 1)
-    assert own.memory == plain.memory
-    assert own.time == plain.time
+    assert own == plain
+
+
+@pytest.mark.parametrize("schedule", [*ADJUSTABLE, "any"])
+@pytest.mark.parametrize("stages", [1, 4, 400])
+def test_one_pipeline_rank_has_one_stage(schedule: ScheduleName, stages: int) -> None:
+    train = replace(TRAIN, schedule=schedule, virtual_stages=stages)
+    cluster = Cluster(world_size=8, accelerator="H100")
+    own = estimate(MODELS["llama3-8b"], cluster, train, ParallelDims(pp=1, world_size=8))
+    assert own.setting == (DEFAULT, 1, None)
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -234,22 +234,27 @@ def batch_violations(
 
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
     """Return the settings to try with ``pp`` pipeline ranks."""
-    most = (model.layers + 2) // pp
-    stages = [n for n in (train.virtual_stages,) if 1 < n <= most]
-    if train.virtual_stages == 1 and pp > 1:
+    zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
+    schedules = _schedules_of(model, train, pp)
+    return [Setting(name, stages, zero) for name, stages in schedules for zero in zeros]
+
+
+def _schedules_of(
+    model: ModelShape, train: TrainSpec, pp: int
+) -> Iterator[tuple[ScheduleName, int]]:
+    """Yield the schedules to try, with the number of stages per rank."""
+    if pp == 1:
+        yield DEFAULT, 1
+        return
+    stages, most = [train.virtual_stages], (model.layers + 2) // pp
+    if train.virtual_stages == 1:
         # For each number of layers per stage, try the smallest number of stages that gives it.
         fewest: dict[int, int] = {}
         for n in range(2, most + 1):
             fewest.setdefault(ceil(model.layers / (pp * n)), n)
         stages = [*fewest.values()]
-    schedules: list[tuple[ScheduleName, int]]
-    if train.schedule == ANY:
-        fixed = [name for name in SCHEDULES if name not in ADJUSTABLE]
-        schedules = [(name, 1) for name in fixed] if pp > 1 else [(DEFAULT, 1)]
-        schedules += [(name, n) for name in ADJUSTABLE for n in stages if pp > 1]
-    elif pp > 1 and train.schedule in ADJUSTABLE:
-        schedules = [(train.schedule, n) for n in stages or [2]]
-    else:
-        schedules = [(train.schedule, train.virtual_stages)]
-    zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
-    return [Setting(name, stages, zero) for name, stages in schedules for zero in zeros]
+    for name in SCHEDULES if train.schedule == ANY else (train.schedule,):
+        if name not in ADJUSTABLE:
+            yield name, 1
+        else:
+            yield from ((name, n) for n in stages if n <= most)
