@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError, planner
@@ -20,6 +20,8 @@ from hp_mesh.planner import (
     estimate,
     plan,
 )
+from hp_mesh.planner._result import CLASSES
+from hp_mesh.planner._train import RECOMPUTE
 
 from .plan_strategies import clusters, runs, shapes
 from .strategies import divisors
@@ -128,6 +130,49 @@ def test_without_a_setting_estimate_takes_the_best_one_of_the_plan() -> None:
     found = plan(GPT2, cluster, train)
     assert found.best is not None
     assert estimate(GPT2, cluster, train, found.best.dims) == found.best
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=shapes(),
+    large=st.sampled_from([None, "llama3-8b", "gpt-22b"]),
+    batch=st.sampled_from([24, 64, 120]),
+    dims=st.sampled_from([{}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}]),
+    zero=st.sampled_from([None, 0, 1, 2, 3]),
+    fused=st.sampled_from([True, False, "attention"]),
+    accelerator=st.sampled_from(["A100-80", "H100"]),
+    share=st.sampled_from([1.0, 0.9, 0.6, 0.01, 0.003]),
+)
+@example(None, "gpt-22b", 64, {"cp": 2}, 3, True, "H100", 0.95)
+@example(None, "gpt-22b", 64, {"cp": 2}, None, "attention", "A100-80", 0.95)
+def test_no_other_micro_batch_and_recomputation_that_fits_is_faster(
+    shape: ModelShape,
+    large: str | None,
+    batch: int,
+    dims: dict[str, Any],
+    zero: Any,
+    fused: Any,
+    accelerator: str,
+    share: float,
+) -> None:
+    model = MODELS[large] if large else shape
+    cluster = Cluster(world_size=8, accelerator=accelerator, memory_fraction=share)
+    train = TrainSpec(seq_len=2048, global_batch=batch, zero=zero, fused=fused)
+    given_dims = ParallelDims(**dims, world_size=8)
+    try:
+        chosen = estimate(model, cluster, train, given_dims)
+    except ParallelDimsError:
+        reject()
+    local = batch // chosen.dims.dp_size
+    every = [
+        estimate(model, cluster, train, given_dims, size, kind)
+        for size in divisors(local)
+        for kind in RECOMPUTE
+    ]
+    assert chosen.fit == min((one.fit for one in every), key=CLASSES.index)
+    if chosen.fit != "does not fit":
+        fastest = min(one.time.total for one in every if one.fit == chosen.fit)
+        assert chosen.time.total == pytest.approx(fastest, rel=1e-12)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -271,7 +271,7 @@ class TimeSplit:
     @property
     def total(self) -> float:
         """Sum of all parts, in seconds."""
-        return self.compute + sum(self.communication.values()) + self.bubble + self.optimizer
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

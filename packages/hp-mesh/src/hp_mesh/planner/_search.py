@@ -373,8 +373,7 @@ class Search:
         """Return the fastest microbatch size and recomputation that fit, for one setting.
 
         If nothing fits, returns the fastest borderline one, else the smallest one. Memory grows
-        with the microbatch and shrinks with recomputation. Recomputation never saves time, so more
-        of it helps only for sizes that do not fit with less.
+        with the microbatch and shrinks with recomputation.
         """
         ranks = self._memory.ranks(degrees, setting)
         batch = self._train.global_batch // degrees.dp
@@ -385,37 +384,24 @@ class Search:
         smallest = point(sizes[0], self._kinds[-1])
         least = sum(self._memory.need(smallest, ranks))
         place = CLASSES.index(classify(least, self._limit))
+        best = Found(place, least, smallest, ranks)
         if place == len(CLASSES) - 1:
-            return Found(place, least, smallest, ranks)
+            return best
+        best = best._replace(cost=float("inf"))
         limit = self._limit * (BORDER if place else 1)
-        best: Found | None = None
-
-        def improve(size: int, kind: Recompute) -> tuple[bool, bool]:
-            """Estimate one configuration. Returns whether it fits, and whether it is the best."""
-            nonlocal best
-            tried = point(size, kind)
-            need = sum(self._memory.need(tried, ranks))
-            if need > limit:
-                return False, False
-            seconds = _total(self._time.parts(tried, *communication(), ranks, need))
-            if best is not None and seconds >= best.cost:
-                return True, False
-            best = Found(place, seconds, tried, ranks)
-            return True, True
-
-        coarse, fitting = _doubling(sizes), 0
-        for kind in self._kinds:
-            for size in coarse[fitting:]:
-                fits, better = improve(size, kind)
-                fitting += fits
-                if not fits and fitting:
-                    # Try the largest size that fits between the last two, if there is one.
-                    between = sizes[sizes.index(coarse[fitting - 1]) + 1 : sizes.index(size)]
-                    any(improve(size, kind)[0] for size in reversed(between))
-                if not better:
-                    break  # larger sizes have longer bubbles and expose more communication
-        if best is None:  # not possible: the smallest configuration is within the limit
-            raise RuntimeError("no setting found where one was")
+        kinds = self._kinds
+        for size in sizes:
+            for kind in kinds:
+                tried = point(size, kind)
+                need = sum(self._memory.need(tried, ranks))
+                if need > limit:
+                    kinds = kinds[1:]  # larger sizes need even more memory
+                    continue
+                seconds = sum(self._time.parts(tried, *communication(), ranks, need))
+                if seconds < best.cost:
+                    best = Found(place, seconds, tried, ranks)
+                if not self._time.retries(need):
+                    break  # more recomputation only takes longer
         return best
 
     def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
@@ -450,20 +436,6 @@ class Search:
             setting=point.setting,
             trust=trust_of(self._model, self._cluster, self._train, point, time),
         )
-
-
-def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the first size, and each size that is at least twice the previous result."""
-    kept = [sizes[0]]
-    for size in sizes[1:]:
-        if size >= 2 * kept[-1]:
-            kept.append(size)
-    return tuple(kept)
-
-
-def _total(parts: tuple[float, ...]) -> float:
-    """Return the sum of all parts, in the order in which `TimeSplit.total` adds them."""
-    return parts[0] + sum(parts[1:-2]) + parts[-2] + parts[-1]
 
 
 def _kind_violations(model: object, cluster: object, train: object) -> Iterator[Violation]:

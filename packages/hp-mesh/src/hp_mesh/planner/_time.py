@@ -355,6 +355,13 @@ class TimeModel:
         gather += constants.gather_copy_bytes * size / self._bandwidth
         return gather, reduce + constants.reduce_copy_bytes * size / self._bandwidth
 
+    def retries(self, need: float) -> bool:
+        """Return whether the allocator frees cached blocks and retries, as it does near the limit.
+
+        Each retry synchronizes the device.
+        """
+        return self._eager and need > self._constants.retry_share * self._limit
+
     def parts(
         self,
         point: Point,
@@ -398,8 +405,7 @@ class TimeModel:
             # Only experts are sharded, over the ranks of tp.
             tp, fsdp = tp + fsdp, 0.0
         constants, compute = self._constants, stage.compute
-        if self._eager and need > constants.retry_share * self._limit:
-            # The allocator frees cached blocks and retries, which synchronizes the device.
+        if self.retries(need):
             compute += (constants.retry_slowdown - 1) * stage.busy
         updated = rank.optimizer / self._train.moment_bytes
         return (
