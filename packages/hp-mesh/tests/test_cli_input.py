@@ -190,6 +190,25 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+def test_the_name_of_a_picture_is_checked_before_a_search(tmp_path: Path) -> None:
+    path = tmp_path / "x.jpg"
+    argv = ["plan", "--model", "llama3-8b", "--gpus", "8", "--gpu", "h7", "--picture", str(path)]
+    message = refused(*argv, "--seq-len", "4096", "--global-batch", "64")
+    assert f"cannot write {path}: its name must end in" in message
+    assert "'h7'" in message
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_answer_is_printed_even_if_its_picture_cannot_be_written(
+    form: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.svg"
+    path.mkdir()
+    code, out, err = run("show", "tp=2", *form, "--picture", str(path))
+    assert (code, out) == (2, run("show", "tp=2", *form)[1])
+    assert err.startswith(f"hp-mesh show: cannot write {path}: ")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

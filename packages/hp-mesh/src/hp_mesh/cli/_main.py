@@ -117,11 +117,11 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         if not (args.json or args.as_code):
             _require("rich", "tables")
+        reader = Reader()
         if args.picture:
             _require("matplotlib", "pictures")
-        answer = command.answer(args, Reader())
-        if args.picture:
-            _draw(answer, args.picture)
+            reader(_check_picture, args.picture)
+        answer = command.answer(args, reader)
     except ParallelDimsError as error:
         if args.json:
             found = [violation_document(violation) for violation in error.violations]
@@ -137,6 +137,13 @@ def _run(argv: Sequence[str] | None) -> int:
 
         print_answer(answer, sys.stdout)
     if args.picture:
+        try:
+            _draw(answer, args.picture)
+        except OSError as error:
+            reason = error.strerror or error
+            place = f"{parser.prog} {command.name}"
+            print(f"{place}: cannot write {args.picture}: {reason}", file=sys.stderr)
+            return REFUSED
         print(f"wrote {args.picture}", file=sys.stderr)
     return answer.exit_code
 
@@ -160,16 +167,20 @@ def _print_code(answer: Answer) -> None:
     print(as_code(best, answer.plan.train))
 
 
+def _check_picture(path: str) -> None:
+    reason = ""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        reason = f"its name must end in {join_words(SUFFIXES)}"
+    elif not Path(path).parent.is_dir():
+        reason = f"there is no folder {Path(path).parent}"
+    if reason:
+        raise refusal("file", f"cannot write {path}: {reason}", {"path": path})
+
+
 def _draw(answer: Answer, path: str) -> None:
     from ._pictures import draw, save
 
-    try:
-        if Path(path).suffix.lower() not in SUFFIXES:
-            raise ValueError(f"its name must end in {join_words(SUFFIXES)}")
-        save(draw(answer), path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise refusal("file", f"cannot write {path}: {reason}", {"path": path}) from None
+    save(draw(answer), path)
 
 
 def _parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:

@@ -76,12 +76,7 @@ def draw(answer: Answer) -> Figure:
 
 
 def save(figure: Figure, path: str) -> None:
-    """Write a picture in the format of the path's suffix.
-
-    Raises:
-        ValueError: Matplotlib does not write this format.
-        OSError: The file cannot be written.
-    """
+    """Write a picture in the format of the path's suffix."""
     metadata = {"Date": None} if path.lower().endswith(".svg") else {}
     with rc_context({"svg.hashsalt": "hp-mesh"}):
         figure.savefig(path, dpi=2 * DPI, metadata=metadata)
