@@ -162,7 +162,8 @@ def accelerators(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in sorted({run["accelerator"] for run in runs}):
         chip, cluster = ACCELERATORS[name], Cluster(world_size=1, accelerator=name)
         row = {field: getattr(chip, field) for field in chip.__dataclass_fields__}
-        rows.append(row | {"intra_gbs": cluster.intra_gbs, "inter_gbs": cluster.inter_gbs})
+        row |= {"intra_gbs": cluster.fast.bandwidth / 1e9}
+        rows.append(row | {"inter_gbs": cluster.slow.bandwidth / 1e9})
     return rows
 
 

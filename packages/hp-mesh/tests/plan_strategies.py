@@ -1,5 +1,6 @@
 """Models, clusters and runs to plan for."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -43,6 +44,12 @@ def clusters(draw: st.DrawFn, *, worlds: st.SearchStrategy[int] | None = None) -
         accelerator=draw(st.sampled_from(["A100-80", "H100", "B200"])),
         ranks_per_node=draw(st.sampled_from([1, 4, 8])),
     )
+
+
+def with_bandwidths(cluster: Cluster) -> Cluster:
+    """Give the same cluster, with numbers in place of the usual bandwidths."""
+    intra, inter = cluster.fast.bandwidth / 1e9, cluster.slow.bandwidth / 1e9
+    return replace(cluster, intra_gbs=intra, inter_gbs=inter)
 
 
 @st.composite

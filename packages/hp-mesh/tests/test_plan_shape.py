@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,14 @@ def test_all_wrong_numbers_of_a_cluster_are_named(fields: dict[str, Any], names:
     with pytest.raises(ParallelDimsError) as caught:
         Cluster(**fields)
     assert [name for v in caught.value.violations for name in v.values] == names
+
+
+def test_the_usual_bandwidths_are_those_of_the_present_accelerator() -> None:
+    first = Cluster(world_size=8, accelerator="H100", inter_gbs=30)
+    second = replace(first, accelerator="A100")
+    assert second == Cluster(world_size=8, accelerator="A100", inter_gbs=30)
+    assert [each.fast.bandwidth / 1e9 for each in (first, second)] == [450, 300]
+    assert second.slow.bandwidth / 1e9 == 30
 
 
 def test_all_wrong_numbers_of_a_run_are_named() -> None:

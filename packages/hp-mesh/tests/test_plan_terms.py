@@ -25,7 +25,7 @@ from hp_mesh.planner import (
     smallest_world,
 )
 
-from .plan_strategies import clusters, runs, shapes
+from .plan_strategies import clusters, runs, shapes, with_bandwidths
 
 LLAMA, MIXTRAL, DEEPSEEK = (MODELS[n] for n in ("llama3-8b", "mixtral-8x7b", "deepseek-v3"))
 TRAIN = TrainSpec(seq_len=4096, global_batch=64, micro_batch=1, recompute="none")
@@ -45,7 +45,7 @@ def test_more_memory_fits_all_that_fitted_and_more_bandwidth_is_never_slower(
 ) -> None:
     found = plan(model, cluster, train)
     assume(found.candidates)
-    chip = cluster.device
+    chip, cluster = cluster.device, with_bandwidths(cluster)
     larger = replace(cluster, accelerator=replace(chip, memory_gib=2 * chip.memory_gib))
     assert plan(model, larger, train).fitting >= found.fitting
     own = found.candidates[data.draw(st.integers(0, len(found.candidates) - 1))]

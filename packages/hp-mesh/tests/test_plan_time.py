@@ -23,7 +23,7 @@ from hp_mesh.planner import (
 )
 from hp_mesh.planner._cluster import Links, expert_groups_of, groups_of
 
-from .plan_strategies import clusters, runs, shapes
+from .plan_strategies import clusters, runs, shapes, with_bandwidths
 
 DEFAULT_AXES = ["pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"]
 LLAMA = MODELS["llama3-8b"]
@@ -67,7 +67,7 @@ def test_slower_links_and_devices_are_never_faster(
     found = plan(model, cluster, train)
     assume(found.candidates)
     own = found.candidates[data.draw(st.integers(0, len(found.candidates) - 1))]
-    chip = cluster.device
+    chip, cluster = cluster.device, with_bandwidths(cluster)
     for other in (
         replace(cluster, intra_gbs=(cluster.intra_gbs or 0) / 2),
         replace(cluster, inter_gbs=(cluster.inter_gbs or 0) / 2),

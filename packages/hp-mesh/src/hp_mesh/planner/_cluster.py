@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import cast
 
 from .._errors import (
     Violation,
@@ -114,8 +115,9 @@ class Cluster:
         ranks_per_node: Number of devices that the fast link connects: 8 for an HGX board, 72 for an
             NVL72 rack.
         intra_gbs: Bandwidth of each device in one direction inside a node, in GB/s. None takes the
-            usual value for this accelerator. Required for an accelerator that is not in the table.
-        inter_gbs: The same between nodes.
+            usual value for this accelerator, which `fast` has. Required for an accelerator that is
+            not in `ACCELERATORS`.
+        inter_gbs: The same between nodes, for `slow`.
         intra_us: Latency of one hop inside a node, in microseconds.
         inter_us: Latency of one hop between nodes, in microseconds.
         memory_fraction: Share of a device's memory that a plan may use. None takes the value of the
@@ -158,28 +160,23 @@ class Cluster:
             object.__setattr__(self, "accelerator", chip)
         take_integers(self, ("world_size", "ranks_per_node"))
         raise_errors(_violations(self))
-        intra, inter = _LINKS.get(self.device, (self.intra_gbs, self.inter_gbs))
-        if self.intra_gbs is None:
-            object.__setattr__(self, "intra_gbs", intra)
-        if self.inter_gbs is None:
-            object.__setattr__(self, "inter_gbs", inter)
 
     @property
     def device(self) -> Accelerator:
         """The accelerator, also if it was given by name."""
-        if isinstance(self.accelerator, str):  # only before `__post_init__` replaces the name
-            return _NAMED[self.accelerator.upper()]
-        return self.accelerator
+        return cast(Accelerator, self.accelerator)  # `__post_init__` has replaced a name
 
     @property
     def fast(self) -> Link:
-        """Link inside a node."""
-        return Link(bandwidth=(self.intra_gbs or 0) * 1e9, latency=self.intra_us * 1e-6)
+        """Link inside a node, with the given bandwidth or the accelerator's usual one."""
+        bandwidth = self.intra_gbs or _LINKS[self.device][0]
+        return Link(bandwidth=bandwidth * 1e9, latency=self.intra_us * 1e-6)
 
     @property
     def slow(self) -> Link:
-        """Link between nodes."""
-        return Link(bandwidth=(self.inter_gbs or 0) * 1e9, latency=self.inter_us * 1e-6)
+        """Link between nodes, with the given bandwidth or the accelerator's usual one."""
+        bandwidth = self.inter_gbs or _LINKS[self.device][1]
+        return Link(bandwidth=bandwidth * 1e9, latency=self.inter_us * 1e-6)
 
 
 def _violations(cluster: Cluster) -> Iterator[Violation]:
