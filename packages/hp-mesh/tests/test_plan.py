@@ -124,6 +124,18 @@ def test_a_candidate_is_what_estimate_says_and_planning_again_gives_the_same(
         assert own == candidate
 
 
+def test_equal_runs_have_equal_plans() -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    train = TrainSpec(seq_len=1024, global_batch=64)
+    found, again = plan(GPT2, cluster, train), plan(GPT2, cluster, train)
+    assert (found, hash(found)) == (again, hash(again))
+    assert found.fits == again.fits
+    assert found.fits[1:] != found.fits
+    other = plan(replace(GPT2, vocab=50432), cluster, train)
+    assert len(other.candidates) == len(found.candidates)
+    assert other.candidates != found.candidates
+
+
 def test_without_a_setting_estimate_takes_the_best_one_of_the_plan() -> None:
     cluster = Cluster(world_size=8, accelerator="H100")
     train = TrainSpec(seq_len=1024, global_batch=64)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import eq
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 from .._degrees import DEFAULT_ORDER
@@ -462,6 +463,11 @@ class Ranking(Sequence[Candidate]):
     def __len__(self) -> int:
         return len(self._sources)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ranking):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
     def __repr__(self) -> str:
         return f"Ranking of {len(self)} candidates"
 
@@ -556,7 +562,7 @@ class Plan:
     model: ModelShape
     cluster: Cluster
     train: TrainSpec
-    candidates: Sequence[Candidate] = field(repr=False)
+    candidates: Sequence[Candidate] = field(repr=False, hash=False)
     rejected: Sequence[Rejection] = field(repr=False)
     fitting: int
     bordering: int
