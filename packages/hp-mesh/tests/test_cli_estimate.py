@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,18 @@ def test_a_plan_that_takes_long_shows_how_far_it_is_on_a_terminal_and_wipes_it(
     assert done == total
     assert lines[-1] == "\x1b[K"
     assert run(*argv)[2] == ""
+
+
+def test_an_error_during_a_plan_wipes_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, progress: Callable[[int, int], None], **__: object) -> None:
+        progress(0, 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_main, "SILENT", -1.0)
+    monkeypatch.setattr(_main, "plan", fails)
+    with redirect_stderr(Terminal()) as shown, pytest.raises(KeyboardInterrupt):
+        main(["plan", "--gpus", "64", *RUN])
+    assert shown.getvalue() == "\rplanning: 0 of 2\r\x1b[K"
 
 
 def test_an_expert_tensor_degree_that_estimates_do_not_know_is_refused() -> None:

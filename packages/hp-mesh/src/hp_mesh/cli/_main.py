@@ -239,9 +239,11 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
         if is_shown():
             print(f"\r{title}: {done} of {total}", end="", file=sys.stderr, flush=True)
 
-    yield show
-    if is_shown():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    try:
+        yield show
+    finally:
+        if is_shown():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _check_options(parser: ArgumentParser) -> None:
