@@ -173,6 +173,23 @@ def test_an_unknown_axis_and_rank_are_refused() -> None:
     assert "--rank '-2' is not an integer" in refused("groups", "tp", "tp=2", "--rank", "-2")
 
 
+@pytest.mark.parametrize("command", ["check", "estimate"])
+@pytest.mark.parametrize("text", ["4_096", "+4096", "4096.0", " 4096", "\uff14096", "9" * 5000])
+def test_all_commands_read_the_same_integers(command: str, text: str) -> None:
+    argv = [command, "tp=2", "dp_shard=4", "--model", "llama3-8b", "--global-batch", "64"]
+    assert run(*argv, "--seq-len", "4096")[0] == 0
+    message = refused(*argv, f"--seq-len={text}")
+    assert "seq" in message
+    assert len(message) < 5500
+    assert run(*argv, f"--global-batch={text}", "--seq-len", "4096")[0] == 2
+
+
+@pytest.mark.parametrize("text", ["1_0", "\uff11", "-1", "--"])
+def test_a_bandwidth_is_a_number_in_ascii_digits(text: str) -> None:
+    argv = ["estimate", "tp=2", "dp_shard=4", "--model", "llama3-8b", "--global-batch", "64"]
+    assert "intra_gbs=" in refused(*argv, "--seq-len", "4096", f"--intra-gbs={text}")
+
+
 def test_an_unknown_option_or_command_is_refused() -> None:
     for argv in (["check", "--wrold", "4"], ["chek"], [], ["plan"]):
         code, out, err = run(*argv)

@@ -6,6 +6,7 @@ that is wrong with a command line.
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from itertools import islice
 from os.path import exists
@@ -23,6 +24,7 @@ from .._errors import (
     join_words,
     raise_errors,
     refusal,
+    show,
 )
 from .._model import read_numbers
 from .._names import is_of_framework
@@ -32,7 +34,7 @@ from ..planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, Tr
 
 NODE = 8  # ranks of a node, if neither the user nor a file says otherwise
 MOST_RANKS = 2**18  # more would take too long to list
-MOST_DIGITS = 10  # of an integer; longer ones are above every limit here
+MOST_DIGITS = 4000  # of an integer; Python reads at most 4300 digits
 Value = TypeVar("Value")
 
 
@@ -145,12 +147,14 @@ def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
 
 
 def _number(text: Any) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text) if isinstance(text, str) else text
-        except ValueError:
-            continue
-    return text
+    """Read an integer or a decimal number. Other values are returned unchanged."""
+    if not isinstance(text, str) or not text.isascii() or "_" in text:
+        return text
+    number = _integer(text)
+    if number is None:
+        with suppress(ValueError):
+            return float(text)
+    return text if number is None else number
 
 
 def read_count(option: str, text: str | None, *, least: int = 1, most: int = LARGEST) -> int | None:
@@ -167,10 +171,11 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
 
 
 def _integer(text: str) -> int | None:
-    """Read decimal digits. A very long number becomes one that is above every limit."""
-    if not (text.isascii() and text.isdecimal()):
+    """Read ASCII digits, with a minus sign if negative. A very long number becomes shorter."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
         return None
-    return int(text) if len(text) <= MOST_DIGITS else 10**MOST_DIGITS
+    return int(text[:MOST_DIGITS])
 
 
 def read_words(words: list[str]) -> dict[str, Any]:
@@ -234,8 +239,8 @@ def _check_sizes(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         number = _integer(value) if isinstance(value, str) else value
         if name in FIELDS and isinstance(number, int) and number > MOST_RANKS:
-            reason = f"{name}={value} is more than the {MOST_RANKS} ranks that can be laid out here"
-            raise refusal("size", reason, {name: number})
+            rule = f"is more than the {MOST_RANKS} ranks that can be laid out here"
+            raise refusal("size", f"{name}={show(number)} {rule}", {name: number})
 
 
 def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | None]:
