@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.planner import MODELS, Cluster, ModelShape, TrainSpec, estimate, plan
+from hp_mesh.planner import (
+    MODELS,
+    Cluster,
+    ModelShape,
+    TrainSpec,
+    compare,
+    estimate,
+    plan,
+    smallest_world,
+)
 
 GPT2 = ModelShape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304, glu=False)
 
@@ -66,6 +75,22 @@ def test_arguments_of_other_types_are_refused_together() -> None:
         estimate(GPT2, cluster, train, wrong)
     with pytest.raises(ParallelDimsError, match="model='gpt2' given; use a ModelShape"):
         estimate(cast(Any, "gpt2"), cluster, train, ParallelDims())
+
+
+def test_a_calibration_and_a_largest_world_of_other_types_are_refused() -> None:
+    cluster, train = Cluster(world_size=2, accelerator="H100"), TrainSpec(seq_len=8, global_batch=2)
+    wrong = cast(Any, {})
+    message = r"calibration=\{\} given; use a Calibration"
+    for call in (plan, smallest_world):
+        with pytest.raises(ParallelDimsError, match=message):
+            call(GPT2, cluster, train, calibration=wrong)
+    for compared in (estimate, compare):
+        with pytest.raises(ParallelDimsError, match=message):
+            compared(GPT2, cluster, train, ParallelDims(), calibration=wrong)
+    for largest in ("8", 8.0, 0, True):
+        with pytest.raises(ParallelDimsError, match=f"largest={largest!r} given; use an integer"):
+            smallest_world(GPT2, cluster, train, largest=cast(int, largest))
+    assert smallest_world(GPT2, cluster, train, largest=cast(int, np.int64(8))) == 8
 
 
 def test_fp8_on_an_accelerator_without_it_is_refused() -> None:

@@ -9,7 +9,9 @@ from .._dims import ParallelDims
 from .._errors import (
     ParallelDimsError,
     Violation,
+    as_integer,
     divisors,
+    integer_violations,
     kind_violations,
     number_violation,
     raise_errors,
@@ -113,7 +115,7 @@ def plan(
         >>> plan(found.model, found.cluster, train, fix={"tp": 8}).best.dims.tp
         8
     """
-    raise_errors(_kind_violations(model, cluster, train))
+    raise_errors(_kind_violations(model, cluster, train, calibration))
     fixed = {} if fix is None else check_fixed(fix, model, cluster.world_size)
     search = Search(model, cluster, train, calibration)
     legality = Legality(model, train, fixed)
@@ -186,7 +188,7 @@ def estimate(
         >>> candidate.dims.dp_shard
         8
     """
-    wrong = list(_kind_violations(model, cluster, train))
+    wrong = list(_kind_violations(model, cluster, train, calibration))
     wrong += kind_violations("dims", dims, ParallelDims)
     raise_errors(wrong)
     if micro_batch is not None:
@@ -270,15 +272,18 @@ def smallest_world(
         The number of devices, or None if the run does not fit on ``largest`` devices.
 
     Raises:
-        ParallelDimsError: An argument has a wrong type, the accelerator has no fp8 peak for
-            ``float8=True``, or an option needs experts and the model has none.
+        ParallelDimsError: An argument has a wrong type, ``largest`` is not positive, the
+            accelerator has no fp8 peak for ``float8=True``, or an option needs experts and the
+            model has none.
 
     Examples:
         >>> train = TrainSpec(seq_len=8192, global_batch=64, recompute="full")
         >>> smallest_world(MODELS["llama3-70b"], Cluster(world_size=8, accelerator="H100"), train)
         16
     """
-    raise_errors(_kind_violations(model, cluster, train))
+    largest = as_integer(largest)
+    wrong = [*_kind_violations(model, cluster, train, calibration)]
+    raise_errors([*wrong, *integer_violations({"largest": largest})])
     node = cluster.ranks_per_node
     worlds = [node * 2**power for power in range(64) if node * 2**power <= largest]
     tried = 0
@@ -438,10 +443,13 @@ class Search:
         )
 
 
-def _kind_violations(model: object, cluster: object, train: object) -> Iterator[Violation]:
+def _kind_violations(
+    model: object, cluster: object, train: object, calibration: object
+) -> Iterator[Violation]:
     yield from kind_violations("model", model, ModelShape)
     yield from kind_violations("cluster", cluster, Cluster)
     yield from kind_violations("train", train, TrainSpec)
+    yield from kind_violations("calibration", calibration, Calibration)
 
 
 def _run_violations(model: ModelShape, cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:
