@@ -122,9 +122,24 @@ def test_an_option_without_an_equivalent_is_listed() -> None:
     _, out, _ = run("plan", *FITTING, *options.split(), "--as-code")
     _, toml, line = parts(out)
     for text in (toml, line):
-        assert "# no equivalent: " in text
+        assert "# not translated: " in text
         assert "fused_loss=True" in text
         assert "attention='flash-2'" in text
+
+
+def test_what_a_framework_does_otherwise_is_said() -> None:
+    options = ["--gpus", "64", "--global-batch", "512", "--fix", "pp=4", "--fix", "tp=4"]
+    _, toml, line = parts(run("plan", *FITTING, *options, "--as-code")[1])
+    assert "# torchtitan's pipelines keep a receive buffer for each microbatch" in toml
+    assert "# Megatron-LM needs" not in line  # 80 layers on 4 stages
+    options += ["--receive-buffers", "all"]
+    _, toml, line = parts(run("plan", *FITTING, *options, "--as-code")[1])
+    assert "receive" not in toml
+    assert "receive_buffers='all'" in line
+    argv = ["plan", "--model", "llama3-405b", "--gpus", "2048", "--seq-len", "8192"]
+    argv += ["--global-batch", "2048", "--fix", "pp=32", "--as-code"]
+    said = "# Megatron-LM needs a multiple of 32 layers, and the model has 126: add"
+    assert said in run(*argv)[1]
 
 
 @pytest.mark.parametrize(

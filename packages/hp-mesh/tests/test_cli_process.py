@@ -84,7 +84,20 @@ def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 1
+        assert process.wait(60) == 141
+
+
+@pytest.mark.parametrize(
+    ("redirected", "said"),
+    [
+        ("> /dev/full", "hp-mesh: cannot write the answer: No space left on device\n"),
+        (">&-", "hp-mesh: the standard output is closed\n"),
+    ],
+)
+def test_an_answer_that_cannot_be_written_is_one_message(redirected: str, said: str) -> None:
+    command = f"{sys.executable} -m {PACKAGE} groups tp tp=2 --world 4 --json {redirected}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, said)
 
 
 class Screen(io.StringIO):

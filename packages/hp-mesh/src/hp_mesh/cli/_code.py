@@ -10,7 +10,7 @@ from ._reports import constructor_line
 PACKAGE = __name__.partition(".cli")[0]
 # Fields of a run that need no translation, or that only the estimate reads.
 STATED = frozenset({"seq_len", "global_batch", "micro_batch", "memory_fraction"})
-# Values that are missing in a table have no equivalent in the framework.
+# Values that are missing in a table are not translated.
 TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 TITAN_RECOMPUTE: Mapping[str, Mapping[str, object]] = {
     "none": {"mode": "none"},
@@ -37,17 +37,18 @@ MEGATRON_ZERO = {
 MEGATRON_CONTEXT = {"ring": "p2p", "all-gather": "allgather"}
 
 
-def as_code(best: Candidate, train: TrainSpec) -> str:
+def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
     """Write a candidate as settings for three frameworks.
 
-    Each part ends with a comment that lists the options without an equivalent.
+    Each part ends with comments: the options that are not translated, and what differs there.
 
     Args:
         best: The candidate.
         train: The training run of its plan.
+        layers: Number of layers of the model.
     """
     train = chosen_run(best, train)
-    parts = (_python(best, train), _torchtitan(best, train), _megatron(best, train))
+    parts = (_python(best, train), _torchtitan(best, train), _megatron(best, train, layers))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -74,7 +75,7 @@ def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
     """Yield a comment that lists the given fields of a run that are not in ``stated``."""
     others = [f"{name}={value!r}" for name, value in _given(train).items() if name not in stated]
     if others:
-        yield f"# no equivalent: {', '.join(others)}"
+        yield f"# not translated: {', '.join(others)}"
 
 
 def _degrees(best: Candidate, framework: str) -> dict[str, int]:
@@ -97,7 +98,7 @@ def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:
     parallelism: dict[str, object] = {**_degrees(best, "torchtitan")}
     if best.dims.etp == 1:  # versions from 2026 on have no such degree
         del parallelism["expert_tensor_parallel_degree"]
-    stated, sequences = {*STATED}, best.micro_batch
+    stated, sequences = {*STATED, "receive_buffers"}, best.micro_batch
     if best.dims.pp > 1:
         sequences *= best.microbatches
         parallelism["pipeline_parallel_microbatch_size"] = best.micro_batch
@@ -120,9 +121,12 @@ def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:
         for name, value in values.items():
             yield f"{name} = {value}" if isinstance(value, int) else f'{name} = "{value}"'
     yield from _unstated(train, stated)
+    if best.dims.pp > 1 and train.receive_buffers != "all":
+        yield "# torchtitan's pipelines keep a receive buffer for each microbatch: check the memory"
+        yield "# with hp-mesh estimate --receive-buffers all"
 
 
-def _megatron(best: Candidate, train: TrainSpec) -> Iterator[str]:
+def _megatron(best: Candidate, train: TrainSpec, layers: int) -> Iterator[str]:
     degrees = _degrees(best, "Megatron-LM")
     flags = [f"--{name.replace('_', '-')} {degree}" for name, degree in degrees.items()]
     flags += [f"--micro-batch-size {best.micro_batch}", f"--global-batch-size {train.global_batch}"]
@@ -139,9 +143,9 @@ def _megatron(best: Candidate, train: TrainSpec) -> Iterator[str]:
         flags.append(MEGATRON_RECOMPUTE[best.recompute])
         stated |= {"recompute", "recompute_layers"}
     if best.recompute == "full":
-        layers = train.recompute_layers
-        method = "uniform" if layers is None else "block"
-        flags.append(f"--recompute-method {method} --recompute-num-layers {layers or 1}")
+        recomputed = train.recompute_layers
+        method = "uniform" if recomputed is None else "block"
+        flags.append(f"--recompute-method {method} --recompute-num-layers {recomputed or 1}")
     flags.append(MEGATRON_ZERO[best.zero])
     stated.add("zero")
     flags.append("--grad-reduce-in-bf16" if train.gradient_dtype == "bfloat16" else "")
@@ -149,3 +153,7 @@ def _megatron(best: Candidate, train: TrainSpec) -> Iterator[str]:
     yield "# Megatron-LM: flags of pretrain_gpt.py"
     yield " ".join(filter(None, flags)).replace(" --", " \\\n--")
     yield from _unstated(train, stated)
+    stages = best.dims.pp * best.virtual_stages
+    if layers % stages:
+        yield f"# Megatron-LM needs a multiple of {stages} layers, and the model has {layers}: add"
+        yield "# --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
@@ -87,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line after ``hp-mesh``. Defaults to ``sys.argv[1:]``.
 
     Returns:
-        0 for success, 1 if no usable configuration was found, 2 for wrong input or a missing
-        package.
+        0 for success, 1 if no usable configuration was found, 2 for wrong input, a missing package
+        or output that cannot be written, 130 after Ctrl-C, 141 if the reader of a pipe is gone.
 
     Examples:
         >>> main(["groups", "tp", "tp=2", "--world", "4", "--rank", "3"])
@@ -97,13 +98,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         its tp group of 2: 2 3
         0
     """
+    if sys.stdout is None:
+        print("hp-mesh: the standard output is closed", file=sys.stderr)
+        return REFUSED
     try:
         code = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the pipe is gone. Python would fail again at exit when it flushes.
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:  # of the standard output: other files have errors of their own
+        # Python would fail again at exit when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"hp-mesh: cannot write the answer: {error.strerror or error}", file=sys.stderr)
+        return REFUSED
     return code
 
 
@@ -164,7 +173,7 @@ def _print_code(answer: Answer) -> None:
         return
     if best.fit != "fits":
         print(f"# {best.fit}: {best.violations[0]}")
-    print(as_code(best, answer.plan.train))
+    print(as_code(best, answer.plan.train, answer.plan.model.layers))
 
 
 def _check_picture(path: str) -> None:
