@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..planner import Candidate, Plan
+from ..planner._result import counts_of
 from ._reports import (
     GIB,
     GROUP_COLOURS,
@@ -208,10 +209,7 @@ def _plan(answer: Planned) -> Iterator[Block]:
     if answer.smallest is not None:
         text = "the smallest number of GPUs on which a configuration fits"
         yield Text(f"{text}: {answer.smallest}", WARN)
-    yield Text(
-        f"{found.considered} considered: {len(found.fits)} fit, {len(found.borderline)} "
-        f"borderline, {len(found.too_large)} do not fit, {len(found.rejected)} rejected"
-    )
+    yield Text(counts_of(found))
     if answer.rejections:
         rows = [(group.rule, group.count, group.violation.reason) for group in answer.rejections]
         yield from _table("rejected by rule", ("rule", "count", "example"), rows, ("count",))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from .._degrees import infer_degrees
+from .._degrees import BASE_AXES, infer_degrees
 from .._dims import ParallelDims
 from .._errors import (
     Violation,
@@ -23,8 +23,7 @@ from ._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
 from ._shape import ModelShape
 from ._train import ANY, TrainSpec, Zero
 
-DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-AXES = (*DENSE_AXES, "ep", "etp")
+AXES = (*BASE_AXES, "ep", "etp")
 
 
 class Legality:
@@ -104,7 +103,7 @@ class Legality:
             degrees = dense._replace(dp_shard=shard, dp_replicate=dp // shard)
             if self._fix.get("dp_replicate", degrees.dp_replicate) != degrees.dp_replicate:
                 continue
-            if not self._keeps(degrees, *DENSE_AXES):
+            if not self._keeps(degrees, *BASE_AXES):
                 continue
             if self._fix.get("ep", 1) == self._fix.get("etp", 1) == 1:
                 yield degrees
@@ -177,7 +176,7 @@ def check_fixed(fix: object, model: ModelShape, world: int) -> dict[str, int]:
     raise_errors(_fixed_violations(degrees, model, world))
     if degrees.get("etp", 1) > 1:
         degrees.setdefault("tp", degrees["etp"])
-    infer_degrees(degrees, DENSE_AXES, world)
+    infer_degrees(degrees, BASE_AXES, world)
     raise_errors(degree_violations(Subject(degrees={**degrees, "world_size": world})))
     return degrees
 
@@ -196,7 +195,7 @@ def _fixed_violations(
             continue
         positive = not list(integer_violations({axis: degree}))
         if positive and degree in legal:
-            if axis not in DENSE_AXES and degree != 1 and not model.experts:
+            if axis not in BASE_AXES and degree != 1 and not model.experts:
                 yield number_violation(axis, degree, "1, or give a model with experts")
             continue
         rule = f"does not divide world_size={world}" if positive else "is not a positive integer"

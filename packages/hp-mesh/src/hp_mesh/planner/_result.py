@@ -1,7 +1,8 @@
 """Parts of a plan: configurations with their memory, time and trust, and rejections."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from itertools import takewhile
 from operator import eq
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 from .._errors import Violation
-from .._layout import Folds, RankLayout, size_rules
+from .._layout import Folds, RankLayout, axis_sizes
 from ._calibration import Calibration
 from ._cluster import Cluster
 from ._schedules import DEFAULT, ScheduleName
@@ -24,8 +25,6 @@ BORDER = 1.15
 TIGHT = 0.95
 CLOSE = 1.01
 CLEARLY = 0.05
-
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
 Fit: TypeAlias = Literal["fits", "borderline", "does not fit"]
 CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
@@ -46,22 +45,22 @@ class Degrees(NamedTuple):
     @property
     def ring(self) -> int:
         """Number of ranks between which keys and values move around a ring."""
-        return _size(self, "cp_outer")
+        return _sizes(self)["cp_outer"]
 
     @property
     def dp(self) -> int:
         """Number of ranks with different sequences."""
-        return _size(self, "dp")
+        return _sizes(self)["dp"]
 
     @property
     def fsdp(self) -> int:
         """Number of ranks over which dense parameters are sharded."""
-        return _size(self, "fsdp")
+        return _sizes(self)["fsdp"]
 
     @property
     def efsdp(self) -> int:
         """Number of ranks over which the parameters of experts are sharded."""
-        return _size(self, "efsdp")
+        return _sizes(self)["efsdp"]
 
     @property
     def world(self) -> int:
@@ -83,23 +82,11 @@ class Degrees(NamedTuple):
         return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
 
 
-_AXES = tuple("ulysses" if name == "ulysses_degree" else name for name in Degrees._fields)
-# For each axis of the layout, positions in `Degrees` of the degrees that its size multiplies, and
-# of those that it is divided by.
-_SIZES = {
-    axis: ([*map(_AXES.index, parts)], [*map(_AXES.index, divisors)])
-    for axis, (parts, divisors) in size_rules(Folds(ulysses=True)).items()
-}
-
-
-def _size(degrees: Degrees, axis: str) -> int:
-    parts, divisors = _SIZES[axis]
-    size = 1
-    for part in parts:
-        size *= degrees[part]
-    for divisor in divisors:
-        size //= degrees[divisor]
-    return size
+@lru_cache(maxsize=4096)
+def _sizes(degrees: Degrees) -> dict[str, int]:
+    """Return the size of every axis and view."""
+    named = degrees._asdict()
+    return axis_sizes(Folds(ulysses=True), {**named, "ulysses": named["ulysses_degree"]})
 
 
 def degrees_of(dims: ParallelDims) -> Degrees:
@@ -228,7 +215,7 @@ class MemorySplit:
     @property
     def parts(self) -> dict[str, float]:
         """Bytes of each part by name."""
-        return {name: getattr(self, name) for name in PARTS}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def states(self) -> float:
@@ -616,10 +603,7 @@ class Plan:
         return Comparison(own=own, best=self.best or own)
 
     def __str__(self) -> str:
-        counts = (
-            f"{self.considered} considered: {self.fitting} fit, {self.bordering} borderline, "
-            f"{len(self.too_large)} do not fit, {len(self.rejected)} rejected"
-        )
+        counts = counts_of(self)
         best = self.best
         if best is None:
             return f"no valid configuration; {counts}"
@@ -627,3 +611,11 @@ class Plan:
             return f"best: {best}; {counts}"
         limit = best.limit / GIB
         return f"nothing fits in {limit:.1f} GiB, the nearest is {best}; {counts}"
+
+
+def counts_of(plan: Plan) -> str:
+    """Write how many configurations were considered, how many fit, and how many were rejected."""
+    return (
+        f"{plan.considered} considered: {plan.fitting} fit, {plan.bordering} borderline, "
+        f"{len(plan.too_large)} do not fit, {len(plan.rejected)} rejected"
+    )

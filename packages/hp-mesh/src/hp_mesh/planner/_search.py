@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
+from .._degrees import BASE_AXES
 from .._dims import ParallelDims
 from .._errors import (
     ParallelDimsError,
@@ -20,13 +21,12 @@ from .._layout import AxisGroup, RankLayout
 from ._calibration import Calibration
 from ._cluster import Cluster, expert_groups_of, groups_of
 from ._legal import AXES as DEGREES
-from ._legal import DENSE_AXES, Legality, batch_violations, check_fixed, settings_of
+from ._legal import Legality, batch_violations, check_fixed, settings_of
 from ._memory import MemoryModel, Rank
 from ._result import (
     BORDER,
     CLASSES,
     GIB,
-    PARTS,
     Candidate,
     Comparison,
     Degrees,
@@ -128,7 +128,7 @@ def plan(
         if best:
             found.append(best)
         else:
-            legality.reject(degrees, DEGREES if model.experts else DENSE_AXES, violations)
+            legality.reject(degrees, DEGREES if model.experts else BASE_AXES, violations)
     if progress:
         progress(len(every), len(every))
     found.sort(key=lambda entry: entry[:3])
@@ -432,7 +432,7 @@ class Search:
             micro_batch=point.micro_batch,
             microbatches=point.microbatches,
             recompute=point.recompute,
-            memory=MemorySplit(**dict(zip(PARTS, memory, strict=True))),
+            memory=MemorySplit(**dict(zip(MemorySplit.__dataclass_fields__, memory, strict=True))),
             time=time,
             limit=self._limit,
             tokens=self._train.tokens,

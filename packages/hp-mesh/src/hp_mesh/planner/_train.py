@@ -21,7 +21,6 @@ Zero: TypeAlias = Literal[0, 1, 2, 3] | None
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "selective-op", "full")
-STAGES: tuple[Zero, ...] = (None, 0, 1, 2, 3)
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2}
 ANY: Final = "any"
