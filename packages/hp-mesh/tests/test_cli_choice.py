@@ -21,7 +21,7 @@ from hp_mesh.planner import (
     TrainSpec,
     plan,
 )
-from hp_mesh.planner._result import place_of_best
+from hp_mesh.planner._result import index_of_best
 
 from .test_cli import document, run
 
@@ -68,7 +68,7 @@ def planned(candidates: Sequence[Candidate]) -> Plan:
 
     fits = [one.fit for one in candidates]
     ordered = sorted(candidates, key=place)
-    best = place_of_best(ordered[: fits.count("fits")])
+    best = index_of_best(ordered[: fits.count("fits")])
     return replace(
         real(),
         candidates=[ordered.pop(best), *ordered],

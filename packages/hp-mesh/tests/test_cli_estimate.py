@@ -206,8 +206,11 @@ def test_an_accelerator_may_come_from_a_file(tmp_path: Path) -> None:
         ({"speed": 3}, "has 'speed', which is none of name, memory_gib"),
         ({"tflops": -1}, "tflops=-1"),
         ({"name": ["x"]}, "name=['x'] given; use a word"),
-        ({"name": "H100", "intra_gbs": None}, "not known for accelerator another H100"),
-        ({"intra_gbs": None}, "intra_gbs=None given; use GB/s, which are not known for"),
+        ({"name": "H100", "intra_gbs": None}, "bandwidth of a modified H100 is not known"),
+        (
+            {"intra_gbs": None},
+            "intra_gbs=None given; use GB/s; the usual bandwidth of Mine",
+        ),
     ],
 )
 def test_a_file_that_holds_no_accelerator_is_refused(

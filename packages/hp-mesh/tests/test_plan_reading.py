@@ -369,7 +369,7 @@ def test_layers_without_a_price_are_refused_and_their_fields_named(
     fields: dict[str, Any], named: list[str], nested: bool
 ) -> None:
     config = {**DENSE, **fields}
-    with pytest.raises(ParallelDimsError, match="estimates have no price") as caught:
+    with pytest.raises(ParallelDimsError, match="the estimates do not cover") as caught:
         ModelShape.from_config({"text_config": config} if nested else config)
     assert {name for v in caught.value.violations for name in v.values} >= {*named}
     # The rules of degrees read what they know all the same.

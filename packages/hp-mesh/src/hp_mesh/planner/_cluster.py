@@ -99,9 +99,9 @@ _NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
 
 
 def name_of(chip: Accelerator) -> str:
-    """Return the name of an accelerator, marked if it differs from the known one of that name."""
+    """Return the name of an accelerator, marked if its values differ from the known ones."""
     known = ACCELERATORS.get(chip.name, chip)
-    return chip.name if chip == known else f"another {chip.name} than the known one"
+    return chip.name if chip == known else f"a modified {chip.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
     elif chip not in _LINKS:
         for speed, value in speeds.items():
             if value is None:
-                legal = f"GB/s, which are not known for accelerator {name_of(chip)}"
+                legal = f"GB/s; the usual bandwidth of {name_of(chip)} is not known"
                 yield number_violation(speed, None, legal)
 
 

@@ -89,7 +89,7 @@ def _promising(given: Plan) -> Iterator[Hint]:
             train = replace(given.train, **{name: value})
             search = Search(given.model, given.cluster, train, given.calibration)
             found = (search.best(degrees, degrees.layout)[0] for degrees in likely)
-            fits = [one for one in found if one and one.place == 0]
+            fits = [one for one in found if one and one.fit == 0]
             if fits:
                 best = min(fits, key=lambda one: one.cost)
                 chosen = getattr(best.point.setting, name) if value == ANY else value

@@ -75,7 +75,8 @@ class Legality:
     def legal(self, world: int) -> Iterator[Degrees]:
         """Yield all legal degrees of a world. Rejected ones are appended to ``rejected``.
 
-        ``ep`` and ``etp`` are tried only if their product divides ``dp_shard * cp * tp``.
+        If ``ep * etp`` does not divide ``dp_shard * cp * tp``, the degrees are skipped, or rejected
+        if ``ep`` is fixed.
         """
         choices = self._choices("ep", world) if self._model.experts else ()
         experts = [ep for ep in choices if self._keeps(Degrees(ep=ep), "ep")]

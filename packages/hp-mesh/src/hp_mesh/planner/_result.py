@@ -464,14 +464,14 @@ def fastest_of(fits: Sequence[Candidate]) -> Candidate | None:
     return min(fits[:2], key=lambda one: one.time.total, default=None)
 
 
-def place_of_best(fits: Sequence[Candidate]) -> int:
+def index_of_best(fits: Sequence[Candidate]) -> int:
     """Return the index of the recommended candidate among those that fit, fastest first."""
     fastest = fits[0] if fits else None
     if fastest is None or fastest.memory.total <= TIGHT * fastest.limit:
         return 0
     enough = fastest.memory.total - CLEARLY * fastest.limit
     close = takewhile(lambda one: one.time.total <= CLOSE * fastest.time.total, fits)
-    return next((place for place, one in enumerate(close) if one.memory.total <= enough), 0)
+    return next((index for index, one in enumerate(close) if one.memory.total <= enough), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

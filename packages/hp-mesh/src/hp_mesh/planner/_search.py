@@ -38,7 +38,7 @@ from ._result import (
     TimeSplit,
     classify,
     degrees_of,
-    place_of_best,
+    index_of_best,
 )
 from ._schedules import SCHEDULES
 from ._shape import ModelShape
@@ -55,13 +55,13 @@ class Found(NamedTuple):
     """One configuration in the order of a plan.
 
     Attributes:
-        place: Index of its class in `CLASSES`.
+        fit: Index of its class in `CLASSES`.
         cost: Seconds of one step, or bytes if it does not fit.
         point: The configuration.
         ranks: Memory of its first and last pipeline rank.
     """
 
-    place: int
+    fit: int
     cost: float
     point: Point
     ranks: tuple[Rank, ...]
@@ -132,9 +132,9 @@ def plan(
     if progress:
         progress(len(every), len(every))
     found.sort(key=lambda entry: entry[:3])
-    places = [entry.place for entry in found]
-    fits = Ranking(found[: places.count(0)], search.candidate)
-    first = place_of_best(fits)
+    classes = [entry.fit for entry in found]
+    fits = Ranking(found[: classes.count(0)], search.candidate)
+    first = index_of_best(fits)
     found[: first + 1] = [*found[first : first + 1], *found[:first]]
     return Plan(
         model=model,
@@ -142,8 +142,8 @@ def plan(
         train=train,
         candidates=Ranking(found, search.candidate),
         rejected=tuple(legality.rejected),
-        fitting=places.count(0),
-        bordering=places.count(1),
+        fitting=classes.count(0),
+        bordering=classes.count(1),
         fix=fixed,
         calibration=calibration,
     )
@@ -295,7 +295,7 @@ def smallest_world(
         tried += 1
         search = Search(model, replace(cluster, world_size=world), train, calibration)
         every = (search.best(d, d.layout)[0] for d in Legality(model, train).legal(world))
-        return any(found is not None and found.place == 0 for found in every)
+        return any(found is not None and found.fit == 0 for found in every)
 
     enough = next((world for world in worlds if fits(world)), None)
     if enough is None:
@@ -388,12 +388,12 @@ class Search:
 
         smallest = point(sizes[0], self._kinds[-1])
         least = sum(self._memory.need(smallest, ranks))
-        place = CLASSES.index(classify(least, self._limit))
-        best = Found(place, least, smallest, ranks)
-        if place == len(CLASSES) - 1:
+        fit = CLASSES.index(classify(least, self._limit))
+        best = Found(fit, least, smallest, ranks)
+        if fit == len(CLASSES) - 1:
             return best
         best = best._replace(cost=float("inf"))
-        limit = self._limit * (BORDER if place else 1)
+        limit = self._limit * (BORDER if fit else 1)
         kinds = self._kinds
         for size in sizes:
             for kind in kinds:
@@ -404,7 +404,7 @@ class Search:
                     continue
                 seconds = sum(self._time.parts(tried, *communication(), ranks, need))
                 if seconds < best.cost:
-                    best = Found(place, seconds, tried, ranks)
+                    best = Found(fit, seconds, tried, ranks)
                 if not self._time.retries(need):
                     break  # more recomputation only takes longer
         return best

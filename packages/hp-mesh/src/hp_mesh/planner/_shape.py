@@ -149,7 +149,10 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Total width of the keys of one layer. The values have the same width."""
+        """Total width of the keys of one layer, twice the latent's width if there is one.
+
+        The values have the same width.
+        """
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
     @property
@@ -351,7 +354,7 @@ def _other_layers(config: object) -> Iterator[Violation]:
         yield Violation(
             rule="layers",
             values=fields,
-            reason=f"{texts}: {what}, for which estimates have no price; use a decoder whose "
+            reason=f"{texts}: {what}, which the estimates do not cover; use a decoder whose "
             "layers all have attention and a feed-forward part",
         )
 

@@ -14,7 +14,7 @@ from .._errors import (
     raise_errors,
     take_integers,
 )
-from ._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
+from ._schedules import ADJUSTABLE, SCHEDULES, ScheduleName
 
 Recompute: TypeAlias = Literal["none", "selective", "selective-op", "full"]
 Zero: TypeAlias = Literal[0, 1, 2, 3] | None
@@ -117,7 +117,7 @@ class TrainSpec:
     )
     float8: bool = field(default=False, metadata=option("multiply linear layers in fp8"))
     schedule: ScheduleName | Literal["any"] = field(
-        default=DEFAULT,
+        default="1f1b",
         metadata=option("pipeline schedule; any: the best", choices=(*SCHEDULES, ANY)),
     )
     virtual_stages: int = field(

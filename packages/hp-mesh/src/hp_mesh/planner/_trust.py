@@ -104,7 +104,7 @@ def _differences(
     if degrees.cp > 8:
         yield f"cp={degrees.cp}; the published runs have 8 at most"
     if degrees.ulysses_degree > 1 or (degrees.cp > 1 and train.context == "all-gather"):
-        yield "parts of a sequence meet in another way than in a ring"
+        yield "Ulysses or an all-gather over cp; the published runs use a ring"
     if train.fused == "attention":
         yield "eager elementwise kernels"
     if train.fused is False and published.name not in (AMPERE_RUNS, DEEPSPEED_RUNS):
