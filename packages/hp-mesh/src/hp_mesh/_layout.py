@@ -130,12 +130,12 @@ def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
     """
     return {
         axis: prod([degrees[name] for name in parts]) // prod([degrees[name] for name in others])
-        for axis, (parts, others) in size_rules(folds).items()
+        for axis, (parts, others) in _size_rules(folds).items()
     }
 
 
 @cache
-def size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+def _size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the degrees that are multiplied, and divided by, for the size of each axis."""
     rules: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     for blocks in view_blocks(folds).values():
@@ -445,8 +445,8 @@ class RankLayout:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
         axes = tuple(map(self._axis, names))
         if len(set(axes)) < len(axes):
-            resolved = "" if list(names) == list(axes) else f", which are {list(axes)}"
-            raise LayoutError(f"{list(names)} given{resolved}; use each axis once")
+            found = f"which are {list(axes)}" if list(names) != list(axes) else "one of them twice"
+            raise LayoutError(f"{list(names)} given, {found}; use each axis once")
         for view, its_axes in _view_axes(self._folds).items():
             if all(axis in its_axes for axis in axes):
                 return self._view(view), axes
