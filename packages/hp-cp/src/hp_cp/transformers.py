@@ -85,17 +85,17 @@ class SequenceShard:
         layout: Layout of the sequence.
         mask: Mask with the documents of the batch.
         seq_len: Length of the whole sequence, in tokens.
-        last_positions: Largest position id of the whole batch: one int, or one for each axis of
-            position ids ``[axes, batch, sequence]``.
+        last_positions: Largest position id of the whole batch: one int, or one int per axis if the
+            position ids have the shape ``[axes, batch, sequence]``.
         counted: True if `shard_batch` created the position ids, False if the batch had them.
         padded: True if the batch has padding at the end of sequences. Only causal layers can then
             run: in a causal layer, tokens do not see the padding after them.
         dropout_seed: Seed for the dropout of attention weights, or None.
-        rows: Number of rows of the batch.
+        rows: Batch size, in sequences.
         place: ``(number of ranks that share the sequence, index of this rank among them)``, or None
             if unknown.
         hashes: Hashes of the whole batch and of the position ids. Ranks compare them in the first
-            forward of a batch shape. None skips the comparison.
+            forward with each new batch shape. None skips the comparison.
 
     Examples:
         On 4 ranks:

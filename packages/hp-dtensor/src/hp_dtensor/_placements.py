@@ -125,13 +125,14 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard:
-    """Placement: each rank of the axis holds any number of consecutive elements of leading dims.
+    """Placement that flattens leading dims and gives each rank a slice of any length.
 
-    The leading dims are flattened in row-major order. The rank with coordinate ``i`` on the axis
-    holds ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. With ``dims=(0,)`` the
-    elements are rows. Later dims keep their lengths, so the local tensor has the shape
-    ``[sizes[i], ...]``. Other mesh axes may shard the leading dims too, if they split them evenly.
-    In that case the `RaggedShard` splits each of these parts by the same ``sizes``.
+    The leading dims are flattened in row-major order. An element is one index of the flattened dim,
+    with all later dims: for ``dims=(0,)``, a row. The rank with coordinate ``i`` on the axis holds
+    ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. Later dims keep their lengths, so
+    the local tensor has the shape ``[sizes[i], ...]``. Other mesh axes may shard the leading dims
+    too, if they split them evenly. In that case the `RaggedShard` splits each of these parts by the
+    same ``sizes``.
 
     Args:
         dims: Leading tensor dims to flatten: ``(0,)``, ``(0, 1)`` and so on.

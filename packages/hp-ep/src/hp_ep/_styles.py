@@ -132,8 +132,8 @@ class BaseExpertParallel(ParallelStyle):
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
             None: keep the ``token_axes`` of the router.
-        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to ``()``.
+        sequence_axes: Subset of ``token_axes`` on which ranks hold different parts of the same
+            sequences. Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
             DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
@@ -418,11 +418,11 @@ class ExpertParallel(BaseExpertParallel):
     axis. Its ranks have to hold different tokens. If several ranks held the same token, gradients
     of the experts would count this token several times.
 
-    Apply the style to a `MoE` or to a `GroupedExperts`. A `GroupedExperts` then takes rows for the
-    experts of all ranks, sorted by expert, and counts ``[num_experts]``. It returns its results in
-    the order of the rows. Parameters become DTensors with this rank's values. Values are not
-    communicated, so all ranks must initialize the module with equal values. Apply the style before
-    FSDP.
+    Apply the style to a `MoE` or to a `GroupedExperts`. The forward of a `GroupedExperts` then
+    takes two inputs: rows for the experts of all ranks, sorted by expert, and the number of rows of
+    each expert, ``[num_experts]``. It returns its results in the order of the rows. Parameters
+    become DTensors with this rank's values. Values are not communicated, so all ranks must
+    initialize the module with equal values. Apply the style before FSDP.
 
     Args:
         dispatcher: ``"auto"``, or a `TokenDispatcher` for the same experts and ranks. Defaults to

@@ -170,12 +170,12 @@ def parallelize_experts(
 
             Calls of the model raise the error before communication for:
 
-            - an auxiliary loss without ``token_axes``, of a model around ``model``, with
-              ``return_dict=False``, or with another formula than Mixtral's;
+            - an auxiliary loss, if ``token_axes`` is None, if a model that contains ``model``
+              computes the loss, with ``return_dict=False``, or with another formula than Mixtral's;
             - adapters that peft has added to experts after this call;
             - ``labels`` if the loss of the model has no argument ``num_items_in_batch``.
 
-            ``save_pretrained`` raises the error if it gets no ``state_dict`` with whole tensors.
+            ``save_pretrained`` raises the error unless ``state_dict=`` has unsharded tensors.
 
     Examples:
         On 2 ranks, with a model of transformers:

@@ -339,7 +339,7 @@ class FSDPModule:
         Units of modules inside this module are not affected.
 
         Raises:
-            ModuleError: The module is not sharded.
+            ModuleError: `fully_shard` was not applied to this module.
         """
         _unit(self).rest()
 

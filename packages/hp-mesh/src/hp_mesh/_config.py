@@ -68,11 +68,13 @@ def arguments_from_config(
         world_size: Number of ranks, or None.
 
     Returns:
-        The arguments; the rules that the configuration breaks; True if ``etp`` has to follow
-        ``tp``.
+        - The arguments.
+        - The rules that the configuration breaks.
+        - True if ``etp`` must be set to the value of ``tp``.
 
     Raises:
-        ParallelDimsError: ``config`` cannot have named fields, or a value is not a degree.
+        ParallelDimsError: ``config`` is neither a mapping nor an object with attributes, or a value
+            is not a degree.
     """
     check_named("config", config)
     present = [name for name in NAMES if has_field(config, name)]
@@ -195,7 +197,7 @@ def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
 
 
 def _take_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Replace the number of ranks that exchange heads by ``cp`` and ``ulysses_degree``."""
+    """Replace the field for the Ulysses degree by the two fields ``cp`` and ``ulysses_degree``."""
     ranks = arguments.pop(SEQUENCE, None)
     if ranks is None:
         return

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class _Origin:
-    """Slot of `ParallelDims` that is not a field, so it is neither compared nor in `to_dict`."""
+    """Base class with one slot: True if `from_config` took ``etp`` from ``tp``.
+
+    The slot is not a dataclass field, so ``==`` and `to_dict` ignore it.
+    """
 
     __slots__ = ("_etp_from_tp",)
     _etp_from_tp: bool

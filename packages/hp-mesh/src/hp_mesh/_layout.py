@@ -35,10 +35,10 @@ class AxisBlock:
 
 
 class Folds(NamedTuple):
-    """The options that decide which base axes each view folds.
+    """Options that decide which axes are folded (merged) into each axis of a view.
 
     Attributes:
-        peer: Experts have an axis of their own.
+        peer: The experts' axis ``ep`` is a separate axis of the world (``ep_mode="peer"``).
         over_tp: The ranks of ``tp`` split each expert.
         fsdp_folds_cp: Parameters are sharded over ``cp`` too.
         ulysses: ``cp`` is split into ``cp_outer`` and ``ulysses``.
@@ -136,7 +136,10 @@ def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
 
 @cache
 def _size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return the degrees that are multiplied, and divided by, for the size of each axis."""
+    """Return two lists of degrees for each axis.
+
+    The size of the axis is the product of the first list divided by the product of the second.
+    """
     rules: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     for blocks in view_blocks(folds).values():
         for block in blocks:
@@ -223,9 +226,9 @@ class View:
         return ranks if self.sorted_axis is None else sorted(ranks)
 
     def levels_along(self, axis: int) -> Levels | None:
-        """Return the levels of every group along an axis, in the order of their strides.
+        """Return the (size, stride) pairs of the groups along an axis, sorted by stride.
 
-        Returns None if the groups have no common levels.
+        Returns None if the groups do not all have the same pairs.
         """
         if self.sorted_axis not in (None, axis):
             return None
@@ -332,7 +335,11 @@ class AxisGroup(NamedTuple):
         return shares
 
     def _counted(self, node: int, world_size: int) -> int:
-        """Count for groups that are not aligned with nodes, over one period of both."""
+        """Count the ranks of each group on each node, and return the smallest number.
+
+        Used if groups are not aligned with nodes. The pattern repeats after the least common
+        multiple of both lengths, so only so many ranks are visited.
+        """
         size, stride = self.levels[-1]
         ranks = range(min(world_size, lcm(size * stride, node)))
         return min(Counter((self._first(rank), rank // node) for rank in ranks).values())
@@ -361,8 +368,9 @@ class MeshPlan:
 
     Attributes:
         layout: Positions of all ranks.
-        own_groups: Each distinct set of ranks once, in the same order on every rank.
-        views: Each view and the rank at each of its positions.
+        own_groups: Groups of this rank, without duplicates. All ranks list them in the same order
+            of axes, so that creating them cannot deadlock.
+        views: Each view, with the global ranks in row-major order of its axes.
     """
 
     layout: "RankLayout"

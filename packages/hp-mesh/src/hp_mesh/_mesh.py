@@ -73,8 +73,10 @@ class ParallelMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or alias, or of several axes of one view.
 
-        The dimensions have the names of the axes, also if an alias was given. ``mesh["batch"]`` is
-        an exception: its dimension is called ``"batch"``, because data loaders look for this name.
+        A view is one division of all ranks into axes, such as ``"dense"`` or ``"sparse"``;
+        ``layout.views`` lists them. The dimensions of the result have the names of the axes, also
+        if an alias was given. ``mesh["batch"]`` is an exception: its dimension is called
+        ``"batch"``, because data loaders look for this name.
 
         Args:
             names: One name, or several axes of one view, outermost first.

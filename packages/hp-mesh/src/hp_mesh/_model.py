@@ -209,7 +209,10 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Return a field. Returns None if reading it raises, as for a value that differs by layer."""
+    """Return a field, or None if reading it raises.
+
+    Some configurations raise for a field with different values in different layers.
+    """
     try:
         return read_field(source, name)
     except Exception:  # noqa: BLE001 (of any library)

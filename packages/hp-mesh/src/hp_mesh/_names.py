@@ -187,7 +187,7 @@ def _is_above_one(value: Any) -> bool:
 
 
 def none_read(config: object) -> Violation:
-    """Return the violation of a configuration that has none of the known names."""
+    """Return the violation for a configuration without any known name of a degree."""
     names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
     names = [name for name in names if not name.startswith("_")]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []

@@ -47,10 +47,11 @@ Test: TypeAlias = Callable[[Subject], Iterator[Violation]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule.
+    """One condition on degrees, the model or the run.
 
     Attributes:
-        code: Code of the rule. Violations have it, or an extension of it, as ``rule``.
+        code: Code of the rule. The attribute ``rule`` of its violations is this code or starts with
+            it.
         sentence: The rule as a sentence.
         degrees: Degrees that the rule reads. An explanation shows them.
         fields: Fields of the model or run that the rule needs. It is skipped if one is absent.

@@ -82,9 +82,9 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def named_groups() -> int:
-    """Return the number in the name of the next group that all ranks create together.
+    """Return the counter that torch puts into the name of the next group that all ranks create.
 
-    Reads ``_world.group_count`` (2.11 to 2.13).
+    Reads the private ``_world.group_count`` (torch 2.11 to 2.13).
     """
     return int(distributed_c10d._world.group_count)
 

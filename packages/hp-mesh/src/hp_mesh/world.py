@@ -244,9 +244,9 @@ def build_world_mesh(
 ) -> WorldMesh:
     """Build the mesh of all ranks and store it for `get_world_mesh`.
 
-    Collective, like `ParallelDims.build_mesh`. It creates all process groups that the getters
-    return. A degree is an integer or an object with an integer ``degree``. The order of the axes is
-    the default order of `ParallelDims`, with ``tp`` innermost.
+    Collective, like `ParallelDims.build_mesh`. It creates all process groups that the functions
+    ``get_*_mesh`` return. A degree can be an integer, or an object with an integer attribute
+    ``degree``. The order of the axes is the default order of `ParallelDims`, with ``tp`` innermost.
 
     Args:
         dp: Number of data-parallel ranks, -1 for all remaining ranks, or a `HybridShard`. It may be
@@ -254,13 +254,14 @@ def build_world_mesh(
         tp: Number of ranks that share one layer.
         cp: Number of ranks that share one sequence.
         pp: Number of pipeline stages.
-        ep: Number of ranks with different experts. It divides ``dp_shard * cp``, and -1 means
-            ``dp_shard``. Each expert is split over ``tp``, like the other layers.
+        ep: Number of ranks with different experts. It divides the number of ranks that shard
+            parameters: ``dp``, without the replicas of a `HybridShard`, times ``cp``. -1 means
+            ``dp`` without the replicas. Each expert is split over ``tp``, like the other layers.
         device_type: Device type of the meshes, such as ``"cuda"``. Defaults to the accelerator's
             type if the default process group has a backend for it, else ``"cpu"``.
 
     Returns:
-        The meshes, which the getters take as their argument.
+        The world mesh. The functions ``get_*_mesh`` take it as their argument.
 
     Raises:
         ParallelDimsError: The degrees do not fit the number of ranks.
@@ -745,7 +746,7 @@ def _advice(part: tuple[str, ...], *, alone: bool) -> str:
 
 
 def _open(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
-    """Return the object to slice, and the names of the axes that the getters find in it."""
+    """Return the mesh from which the ``get_*_mesh`` functions take slices, and its axis names."""
     if isinstance(mesh, WorldMesh):
         return mesh.mesh, mesh.axes
     if isinstance(mesh, DeviceMesh):

@@ -141,7 +141,11 @@ class ScoreOptions:
 
     @property
     def placed(self) -> bool:
-        """Whether attention weights depend on positions: True with dropout or a mask function."""
+        """Whether the kernel needs positions in the whole sequence.
+
+        True with a mask function, or with dropout, which draws the same mask however the sequence
+        is sharded.
+        """
         return self.dropout is not None or self.mask_mod is not None
 
     def at(self, places: Places) -> "ScoreOptions":
@@ -276,7 +280,7 @@ class AttentionBackend(Protocol):
         causal: bool,
         options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of a block.
+        """Compute the gradients of attention between one block of queries and one of keys.
 
         Args:
             grad: Gradient of ``out``.

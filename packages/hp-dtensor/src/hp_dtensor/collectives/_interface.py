@@ -12,7 +12,10 @@ Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
 
 
 class RankMismatchError(RuntimeError):
-    """Raised if ranks make different calls or a rank fails, on all ranks that detect this."""
+    """Raised if ranks call different collectives, or if a rank fails.
+
+    Every rank that detects the problem raises it.
+    """
 
 
 class Group(Protocol):
@@ -28,7 +31,9 @@ class Group(Protocol):
 
 
 class AxisMesh(Protocol):
-    """Protocol of a device mesh, as ``torch.distributed.device_mesh.DeviceMesh`` satisfies it.
+    """Protocol of the ``mesh`` argument of `Axis.of`.
+
+    ``torch.distributed.device_mesh.DeviceMesh`` satisfies it. Other meshes need the members below.
 
     Examples:
         On 4 ranks:

@@ -50,7 +50,7 @@ class RecordingCollectives:
 
     @property
     def by_axis(self) -> dict[str, CommunicationStats]:
-        """Calls and received bytes since the last `reset`: a dict with axis names as keys."""
+        """Dict from axis name to this rank's calls and received bytes since the last `reset`."""
         totals: dict[str, CommunicationStats] = {}
         for (axis, _), stats in self._calls.items():
             totals[axis] = _sum(totals.get(axis), stats)

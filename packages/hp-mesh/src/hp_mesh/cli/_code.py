@@ -38,13 +38,14 @@ MEGATRON_CONTEXT = {"ring": "p2p", "all-gather": "allgather"}
 
 
 def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
-    """Write a candidate as settings for three frameworks.
+    """Write a candidate as settings for hp-mesh, torchtitan and Megatron-LM.
 
-    Each part ends with comments: the options that are not translated, and what differs there.
+    The settings of each framework end with comments: the options that are not translated, and
+    limits of this framework.
 
     Args:
         best: The candidate.
-        train: The training run of its plan.
+        train: The training run that was planned.
         layers: Number of layers of the model.
     """
     train = chosen_run(best, train)

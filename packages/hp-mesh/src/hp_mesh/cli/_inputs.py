@@ -255,9 +255,10 @@ def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | Non
 def _read_node(
     args: Namespace, reader: Reader, world: int | None, *, must_fill: bool = True
 ) -> int | None:
-    """Return the ranks of a node, or None if none are given and the world does not fill usual ones.
+    """Return the number of ranks per node.
 
-    Collects a violation if the world must fill the given nodes and does not.
+    Without ``--ranks-per-node`` it is 8, or None if 8 does not divide the world size. With
+    ``must_fill``, a given number that does not divide the world size is a violation.
     """
     node = reader(read_count, "--ranks-per-node", args.ranks_per_node)
     if args.ranks_per_node is None:

@@ -1,4 +1,4 @@
-"""Answers of the commands as values, each with its JSON document and exit code."""
+"""Result objects of the commands. Each returns its JSON document and has its exit code."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ class Checked:
         return 2 if self.report.errors else 0
 
     def document(self) -> Document:
-        """Return the violations and the absent fields."""
+        """Return the JSON content: the violations, and fields that the model does not have."""
         return {
             "dims": self.dims.to_dict(),
             "ok": not self.report.errors,
@@ -85,7 +85,7 @@ class Explained:
         return 2 if any(rule.verdict == "error" for rule in self.rules) else 0
 
     def document(self) -> Document:
-        """Return every rule with its numbers and its verdict."""
+        """Return the JSON content: every rule with its numbers and its verdict."""
         return {"dims": self.dims.to_dict(), "rules": [asdict(rule) for rule in self.rules]}
 
 
@@ -231,9 +231,12 @@ class RankMap(Ranks):
 
 
 def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) -> RankMap:
-    """Return the ranks of resolved degrees. ``axis`` defaults to the innermost one.
+    """Return the answer of ``show``: all ranks with their coordinates, and the groups of ``axis``.
 
-    Raises `LayoutError` if the layout has no such axis.
+    ``axis`` defaults to the innermost axis. All degrees of ``dims`` must be known.
+
+    Raises:
+        LayoutError: The layout has no such axis.
     """
     dims.layout().size(axis or "tp")
     found = RankMap(dims=dims, ranks_per_node=ranks_per_node, axis=axis or "")
@@ -326,7 +329,7 @@ class Estimated:
         return 1 if self.comparison.own.fit == "does not fit" else 0
 
     def document(self) -> Document:
-        """Return both configurations and the differences of their parts."""
+        """Return the JSON content: both configurations, and the difference of each part."""
         found = self.comparison
         return {
             **_model_document(self.plan.model),
@@ -495,7 +498,7 @@ def _most_extra(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
 
 
 def plan_title(found: Plan) -> str:
-    """Write model, cluster and step of a plan in one line."""
+    """Return one line with the model, the cluster, and the sequences and tokens of one step."""
     cluster, train = found.cluster, found.train
     return (
         f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "

@@ -1,6 +1,6 @@
 """All constants of the estimates, with their sources.
 
-``benchmarks/calibrate.py`` fits those with the source `FIT` to the published runs in
+Constants whose source is `FIT` are fitted by ``benchmarks/calibrate.py`` to the published runs in
 ``benchmarks/``.
 """
 

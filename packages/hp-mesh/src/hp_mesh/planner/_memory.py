@@ -193,16 +193,19 @@ class MemoryModel:
         sharded_layer: float,
         ends: float,
     ) -> tuple[float, float, float, float, float]:
-        """Return the bytes of parameters, gradients, optimizer, `gathered` and `passing`.
+        """Return the bytes of parameters, gradients, optimizer state and two kinds of buffers.
+
+        The buffers are `gathered`, for unsharded parameters, and `passing`, for gradients that are
+        being reduced.
 
         Args:
             setting: Schedule and ZeRO stage.
             pp: Number of pipeline ranks.
             owned: Number of parameters of the rank's shard.
             whole: Number of all parameters of the rank's stages.
-            sharded: Number of these of which other ranks have shards.
+            sharded: Number of parameters among ``whole`` that are sharded over several ranks.
             layer: Number of parameters of one layer.
-            sharded_layer: Number of these of which other ranks have shards.
+            sharded_layer: Number of parameters among ``layer`` that are sharded over several ranks.
             ends: Number of parameters of the embedding and the output matrix on the rank.
         """
         half, master, zero = self._constants.half_bytes, self._constants.master_bytes, setting.zero

@@ -156,7 +156,7 @@ class Trust:
             configuration.
         runs: Number of published runs in this class.
         error: Mean absolute relative error of their step times. Each run was estimated with
-            constants that were fitted without its source. None if ``runs`` is 0.
+            constants that were fitted to the runs of all other sources. None if ``runs`` is 0.
         differs: Features of the configuration that no published run has.
 
     Examples:

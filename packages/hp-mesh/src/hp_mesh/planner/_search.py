@@ -230,7 +230,7 @@ def compare(
         progress: Called as by `plan`.
 
     Returns:
-        Both configurations and the differences of their parts.
+        Both configurations, and the difference of each part of their memory and step time.
 
     Raises:
         ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
@@ -306,7 +306,10 @@ def smallest_world(
 
 
 class Search:
-    """Estimates for one run. Results that many configurations share are computed once."""
+    """Estimates memory and time of the configurations of one run.
+
+    Intermediate results that many configurations share are computed once.
+    """
 
     def __init__(
         self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
