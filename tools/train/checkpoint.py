@@ -214,7 +214,7 @@ class Checkpoints:
             kept = self._folder.with_name(f"{self._folder.name}-{step}")
             if (kept / METADATA_FILE).exists():  # it may be damaged
                 shutil.rmtree(kept, ignore_errors=True)
-            if not kept.exists():  # a folder of the user with such a name stays
+            if not kept.exists():  # else it is a folder of the user, which must stay
                 os.replace(self._previous, kept)
         shutil.rmtree(self._previous, ignore_errors=True)
         if self._keep > 1:

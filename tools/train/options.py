@@ -419,7 +419,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_empty(argv: Sequence[str]) -> None:
-    """Raise for an empty word, as that of an unset variable: a path would be this folder."""
+    """Raise for an empty value, for example of an unset shell variable.
+
+    An empty path would be the current folder.
+    """
     for before, word in zip(["the first word", *argv], argv, strict=False):
         name, has_value, value = word.partition("=")
         if not word or (name.startswith("--") and has_value and not value):

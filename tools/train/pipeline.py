@@ -204,8 +204,8 @@ class Pipeline:
         """Set how long a stage waits for another from now on. All ranks of the mesh call it.
 
         gloo's sends and receives use the timeout with which their group was created, and torch's
-        schedules wait for them without another one: stages get a new group. NCCL's use the timeout
-        that the group has.
+        schedules pass no other timeout to ``wait``, so the stages get a new group. NCCL uses the
+        present timeout of the group.
         """
         if mesh.device_type != "cpu":
             return

@@ -308,7 +308,10 @@ class Report:
         return path.open("a")
 
     def _say_missing(self, path: Path, logged: set[int], done: int) -> None:
-        """Say which steps the log has lost. A run that began from another's has only its own."""
+        """Print how many steps the log lacks.
+
+        The log of a run that began from the checkpoint of another run starts at a later step.
+        """
         missing = [step for step in range(min(logged, default=1), done + 1) if step not in logged]
         if missing:
             self._print(

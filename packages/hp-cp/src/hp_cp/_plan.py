@@ -81,8 +81,8 @@ class AttentionPlan:
     ``n / u`` groups: it counts rank ``r`` of the mesh as rank ``r // u``.
 
     If the rows of the batch have different documents, they are concatenated to one sequence; see
-    `executed`. The indices of local rows in blocks and fetches then count first the positions of
-    batch row 0, then those of batch row 1, and so on.
+    `executed`. The indices of local rows in blocks and fetches then count the positions of
+    batch row 0 first, then the positions of batch row 1, and so on.
 
     Attributes:
         mask: Attention mask.

@@ -64,7 +64,7 @@ class TopKRouter(KeepsDtype):
         gate_bias: If True, the logits have a learned bias. Defaults to False.
         force_balance: For benchmarks. If True, tokens are assigned to experts in a fixed cyclic
             order, whatever their scores. The order starts at expert 0 on each rank and in each
-            call, so results differ from those of one process. Defaults to False.
+            call, so results differ from one process. Defaults to False.
         noise: Standard deviation of normal noise on the logits in training (after Shazeer et al.,
             arXiv 1701.06538, section 4). Defaults to 0.0.
         load_balance_loss: Coefficient of the load-balancing loss of the whole batch; see
@@ -249,7 +249,7 @@ class TopKRouter(KeepsDtype):
                 sharded by sequence.
             collectives: Implementation of the collectives. Defaults to None: unchanged. A new
                 router uses ``torch.distributed``.
-            sequence_axes: Those of ``axes`` on which ranks hold equal parts of the same sequences.
+            sequence_axes: Subset of ``axes`` on which ranks hold equal parts of the same sequences.
                 ``sequence_loss`` communicates one more all-reduce over each of them. Defaults to
                 ``()``.
 

@@ -430,8 +430,8 @@ class ExpertParallel(BaseExpertParallel):
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
             None: keep the ``token_axes`` of the router.
-        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to ``()``.
+        sequence_axes: Subset of ``token_axes`` on which ranks hold different parts of the same
+            sequences. Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
             DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
@@ -478,7 +478,7 @@ class TensorParallel(BaseExpertParallel):
 
     Weights of the experts become ``Shard(2)``. All ranks of the mesh have to hold the same tokens,
     so no token travels. Each rank computes a partial output. One all-reduce sums the partial
-    outputs: those of tokens for a `MoE`, those of rows for a `GroupedExperts`.
+    outputs: one per token for a `MoE`, one per row for a `GroupedExperts`.
 
     Apply the style to a `MoE` or to a `GroupedExperts`. A `GroupedExperts` then takes rows for the
     experts of all ranks, sorted by expert, and counts ``[num_experts]``. It returns its results in
@@ -492,8 +492,8 @@ class TensorParallel(BaseExpertParallel):
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
             None: keep the ``token_axes`` of the router.
-        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to ``()``.
+        sequence_axes: Subset of ``token_axes`` on which ranks hold different parts of the same
+            sequences. Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
             DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them
@@ -561,8 +561,8 @@ class ExpertTensorParallel(BaseExpertParallel):
         token_axes: All axes on which ranks hold different tokens: a mesh, `Axis` objects, or ``()``
             if there are none. Required if the router has losses or a ``bias_rate``. Defaults to
             None: keep the ``token_axes`` of the router.
-        sequence_axes: Those of ``token_axes`` on which ranks hold parts of the same sequences.
-            Defaults to ``()``.
+        sequence_axes: Subset of ``token_axes`` on which ranks hold different parts of the same
+            sequences. Defaults to ``()``.
         sequence_mesh: 1-D mesh over which the input of the layer is sharded by sequence, for tensor
             parallelism with whole experts. Parameters of the router and the shared experts become
             DTensors that are replicated over this mesh. Their gradients are `Partial`: sum them

@@ -178,8 +178,8 @@ def sharded_optimizer(
 ) -> "FlatOptimizer":
     """Create an optimizer that updates the shards of many parameters as one flat tensor.
 
-    Results, parameter groups, state and ``state_dict`` equal those of ``cls`` on the separate
-    parameters. Changes of the state take effect in the next step. Communicates nothing.
+    ``cls`` on the separate parameters has the same results, parameter groups, state and
+    ``state_dict``. Changes of the state take effect in the next step. Communicates nothing.
 
     - A parameter without a gradient is skipped. From then on, it is updated as a separate tensor.
     - Parameters that ``add_param_group`` adds are updated one by one.

@@ -249,9 +249,9 @@ class _Single:
 
 
 class _WithTimeout:
-    """A send or receive of gloo, which waits no longer than its group's timeout.
+    """A send or receive of gloo that waits at most for the present timeout of its group.
 
-    By itself gloo would use the timeout that the group had when it was created.
+    Without an argument, ``wait`` of gloo uses the timeout with which the group was created.
     """
 
     __slots__ = ("_timeout", "_work")
@@ -571,10 +571,10 @@ def _sent_and_received(
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return a group's timeout, torch's default one where its backend does not tell it.
+    """Return the timeout of a group, or torch's default timeout if its backend has none.
 
-    ``Backend.options`` with ``_timeout`` (2.11 to 2.13), of the first device type that has one;
-    ``ProcessGroup`` has a public ``set_timeout`` alone.
+    Reads ``Backend.options._timeout`` (2.11 to 2.13) of the first device type that has one.
+    ``ProcessGroup`` has a public ``set_timeout``, but no getter.
     """
     c10d: Any = distributed_c10d
     for device in cast(Any, group)._device_types:

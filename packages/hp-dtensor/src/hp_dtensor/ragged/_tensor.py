@@ -281,7 +281,7 @@ class RaggedTensor(Tensor):
         In backward, the gradient of ``local`` is this rank's part of the ragged tensor's gradient.
 
         Args:
-            local: Local tensor of this rank, ``[sizes[i], ...]``. ``sizes`` are those of the
+            local: Local tensor of this rank, ``[sizes[i], ...]``. ``sizes`` is the field of the
                 `RaggedShard`; ``i`` is this rank's coordinate on the axis of the `RaggedShard`.
             mesh: Device mesh.
             placements: One placement for each mesh axis: `RaggedShard` on one axis, `Replicate` or
@@ -367,8 +367,8 @@ class RaggedTensor(Tensor):
         gradient. Ranks that hold the same part have to compute the same gradient.
 
         Returns:
-            A plain tensor, ``[sizes[i], ...]``. ``sizes`` are those of the `RaggedShard`; ``i`` is
-            this rank's coordinate on the axis of the `RaggedShard`.
+            A plain tensor, ``[sizes[i], ...]``. ``sizes`` is the field of the `RaggedShard`; ``i``
+            is this rank's coordinate on the axis of the `RaggedShard`.
         """
         if not torch.is_grad_enabled():
             return self._local

@@ -168,7 +168,7 @@ class AllToAll(AsyncDispatcher):
         validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
             Defaults to None: True on the CPU, else False.
         payload: Dtype in which rows, results and gradients are sent: a floating dtype narrower than
-            that of the tokens, the same on all ranks. Sums are computed in the dtype of the tokens.
+            the tokens' dtype, the same on all ranks. Sums are computed in the dtype of the tokens.
             Values beyond the range of ``payload`` (65,504 for float16) become infinite without an
             error. Defaults to None: the dtype of the tokens.
 

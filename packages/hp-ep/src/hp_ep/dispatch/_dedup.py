@@ -325,7 +325,7 @@ class Dedup(_Deduplicating):
         validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
             Defaults to None: True on the CPU, else False.
         payload: Dtype in which tokens, results and gradients are sent: a floating dtype narrower
-            than that of the tokens, the same on all ranks. Sums are computed in the dtype of the
+            than the tokens' dtype, the same on all ranks. Sums are computed in the dtype of the
             tokens. Values beyond the range of ``payload`` (65,504 for float16) become infinite
             without an error. Defaults to None: the dtype of the tokens.
 
@@ -402,7 +402,7 @@ class Hierarchical(_Deduplicating):
         validate: Whether to check the values of expert ids. Shapes and dtypes are always checked.
             Defaults to None: True on the CPU, else False.
         payload: Dtype in which tokens, results and gradients are sent: a floating dtype narrower
-            than that of the tokens, the same on all ranks. Sums are computed in the dtype of the
+            than the tokens' dtype, the same on all ranks. Sums are computed in the dtype of the
             tokens. Values beyond the range of ``payload`` (65,504 for float16) become infinite
             without an error. Defaults to None: the dtype of the tokens.
 

@@ -56,7 +56,7 @@ def migrate_experts(
     Raises:
         ExpertConfigError: ``layer`` has no placement; ranks have different placements, gradients or
             optimizer states; the new placement has another number of slots; ``optimizer`` does not
-            train the experts; or a mesh axis other than that of the experts shards dim 0 of a
+            train the experts; or a mesh axis that does not split the experts shards dim 0 of a
             tensor. All ranks raise together before anything moves.
 
     Examples:
@@ -165,7 +165,7 @@ def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
     Raises:
         ExpertConfigError: The number of experts is not divisible by the number of ranks, or a mesh
-            axis other than that of the experts shards dim 0 of a tensor. All ranks raise together
+            axis that does not split the experts shards dim 0 of a tensor. All ranks raise together
             before communication.
 
     Examples:

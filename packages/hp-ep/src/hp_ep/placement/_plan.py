@@ -27,7 +27,7 @@ class Placement:
     Args:
         num_ranks: Number of ranks that split the experts.
         num_experts: Number of experts.
-        experts: Expert of each slot: first the slots of rank 0, then those of rank 1, and so on.
+        experts: Expert of each slot, rank by rank: the slots of rank 0 are first.
 
     Raises:
         ExpertConfigError: A number is not a positive int, ``experts`` is not a tuple of expert ids,
@@ -271,7 +271,8 @@ def plan_placement(
         num_replicas: Number of slots in addition to one per expert. Defaults to 0.
         node_size: Number of ranks per node. Defaults to None: nodes are not considered.
         near: Current placement. If given, few experts move: the result is ``near``, or ``near``
-            after some swaps, if its imbalance is at most 5 % above that of a new plan. Otherwise
+            after some swaps, if its imbalance is at most 5 % above the imbalance of a
+            new plan. Otherwise
             the result is the new plan, with its ranks numbered so that many experts stay on their
             rank. Defaults to None: a new plan.
 

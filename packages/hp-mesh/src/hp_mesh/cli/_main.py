@@ -139,7 +139,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return REFUSED
     if args.json:
         print(json.dumps(answer.document(), indent=1, default=str))
-    elif args.as_code:
+    elif args.as_code and isinstance(answer, Planned):  # only `plan` has this option
         _print_code(answer)
     else:
         from ._tables import print_answer
@@ -165,8 +165,7 @@ def _require(package: str, purpose: str) -> None:
         raise refusal("package", reason, {"package": package}) from None
 
 
-def _print_code(answer: Answer) -> None:
-    assert isinstance(answer, Planned)
+def _print_code(answer: Planned) -> None:
     best = answer.plan.best
     if best is None:
         print(NOTHING, file=sys.stderr)

@@ -78,9 +78,10 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
 
 
 def _promising(given: Plan) -> Iterator[Hint]:
-    """Yield each option with the step time of the best configuration that fits, of the likely ones.
+    """Yield each option with the step time of the best likely configuration that fits with it.
 
-    The likely ones are the first of those that fit, are borderline or too large without the option.
+    Likely configurations are the first `LIKELY` of each class of the plan: fits, borderline and too
+    large.
     """
     classes = given.fits, given.borderline, given.too_large
     likely = [degrees_of(one.dims) for candidates in classes for one in candidates[:LIKELY]]

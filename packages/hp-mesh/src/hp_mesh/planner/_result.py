@@ -92,8 +92,8 @@ def _sizes(degrees: Degrees) -> dict[str, int]:
 def degrees_of(dims: ParallelDims) -> Degrees:
     """Return the degrees of a resolved configuration.
 
-    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. The sizes of all
-    groups then equal those of a folded configuration. Only the ranks in each group differ.
+    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. All groups then
+    have the same sizes as in a folded configuration. Only the ranks in each group differ.
     """
     layout = dims.layout()
     own = dims.ep if dims.ep_mode == "peer" else 1
