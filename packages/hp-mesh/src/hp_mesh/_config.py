@@ -8,7 +8,7 @@ from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag, as_order, infer_degrees
-from ._errors import ParallelDimsError, Violation, as_integer, join_words, refusal, show
+from ._errors import ParallelDimsError, Violation, as_integer, broken, join_words, refusal, show
 from ._names import (
     DATA,
     DEGREE_FIELDS,
@@ -107,8 +107,7 @@ def _check_world(configured: Any, given: Any) -> Iterator[Violation]:
     if its != world:
         reason = f"world_size={world} is not the world_size={its} of the configuration; pass the "
         reason += "same number, or remove it from the configuration"
-        values = {"world_size": world, "configured": its}
-        yield Violation(rule="world", values=values, reason=reason)
+        yield broken("world", reason, {"world_size": world, "configured": its})
 
 
 def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
@@ -123,7 +122,7 @@ def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
     if order is not None and as_order(order) != values["order"]:
         reason = f"{flag} means order={show(values['order'])}, but order={show(order)} is given; "
         reason += "give one of them"
-        yield Violation(rule="names", values={flag: True, "order": order}, reason=reason)
+        yield broken("names", reason, {flag: True, "order": order})
 
 
 def _outermost_first(order: str) -> tuple[str, ...]:
@@ -162,11 +161,9 @@ def _merge(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
 def _differing(field: str, degrees: Mapping[str, int | None]) -> Violation:
     names = sorted(degrees)
     texts = join_words((f"{name}={degrees[name]}" for name in names), "and")
-    return Violation(
-        rule="dp" if names == ["dp", "dp_shard"] else "names",
-        values={name: degrees[name] for name in names},
-        reason=f"{texts} differ, but all of them set {field}; give one of them",
-    )
+    reason = f"{texts} differ, but all of them set {field}; give one of them"
+    rule = "dp" if names == ["dp", "dp_shard"] else "names"
+    return broken(rule, reason, {name: degrees[name] for name in names})
 
 
 def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
@@ -193,7 +190,7 @@ def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
         relation = "is not" if len(given) > 1 else "is no multiple of"
         texts = "*".join(given) + "=" + "*".join(str(degree) for degree in given.values())
         reason = f"data_parallel_size={data} {relation} {texts}; leave it out or correct it"
-        yield Violation(rule="names", values={"data_parallel_size": data, **given}, reason=reason)
+        yield broken("names", reason, {"data_parallel_size": data, **given})
 
 
 def _take_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
@@ -234,18 +231,14 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
     if not isinstance(mapping, Mapping):
         raise _nameless("mapping", mapping, "a mapping such as to_dict returns")
     unknown = [
-        Violation(
-            rule="field",
-            values={key: mapping[key]},
-            reason=f"{show(key)} is not a field; use {join_words(FIELDS)}",
-        )
-        for key in mapping
+        broken("field", f"{show(key)} is not a field; use {join_words(FIELDS)}", {key: value})
+        for key, value in mapping.items()
         if key not in FIELDS
     ]
     inner = table_of_degrees(mapping)
     if inner is not None and len(unknown) == len(mapping):
         reason = f"{inner} has names of degrees, the table around it has none; give table={inner!r}"
-        unknown.append(Violation(rule="field", values={"table": inner}, reason=reason))
+        unknown.append(broken("field", reason, {"table": inner}))
     return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 

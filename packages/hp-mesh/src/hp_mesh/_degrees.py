@@ -10,13 +10,13 @@ from ._errors import (
     LARGEST,
     ParallelDimsError,
     Violation,
-    divisors,
+    broken,
     join_words,
     raise_errors,
     refusal,
     show,
 )
-from ._rules import Subject, degree_violations
+from ._rules import Subject, degree_violations, division_violations
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # In peer mode, ep is an axis of the world.
@@ -113,34 +113,11 @@ def infer_degrees(
     given = given or {"dp_shard": 1}
     product = prod(given.values())
     if world_size % product or not (unknown or product == world_size):
-        raise _product_refusal(given, unknown, world_size)
+        found = division_violations("product", "world_size", world_size, given, exactly=not unknown)
+        raise ParallelDimsError(found)
     if len(unknown) == 1 and unknown[0] in degrees:
         return {**degrees, unknown[0]: world_size // product}
     return dict(degrees)
-
-
-def _product_refusal(
-    given: dict[str, int], inferred: list[str], world_size: int
-) -> ParallelDimsError:
-    product = prod(given.values())
-    names, factors = "*".join(given), "*".join(str(n) for n in given.values())
-    subject = f"{names}={factors}" + (f"={product}" if len(given) > 1 else "")
-    legal: dict[str, tuple[int, ...]] = {}
-    if inferred:
-        reason = f"{subject} does not divide world_size={world_size}"
-        for name, degree in given.items():
-            others = product // degree
-            if world_size % others == 0:
-                legal[name] = divisors(world_size // others)
-    else:
-        reason = f"{subject} is not world_size={world_size}"
-        for name, degree in given.items():
-            others = product // degree
-            if world_size % others == 0:
-                legal[name] = (world_size // others,)
-    if not legal:  # no degree alone repairs it
-        legal["*".join(given)] = divisors(world_size) if inferred else (world_size,)
-    return refusal("product", reason, {**given, "world_size": world_size}, legal)
 
 
 def as_mode(ep_mode: object) -> str:
@@ -157,24 +134,17 @@ def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation
     placed = order if ep_mode == "peer" else tuple(name for name in order if name != "ep")
     if {*placed} != {*axes} or len({*order}) != len(order):
         may = "" if ep_mode == "peer" else " (ep may stand among them or be left out)"
-        yield Violation(
-            rule="order",
-            values={"order": order},
-            reason=f"order={show(order)} is not a permutation of {axes}; give each of them once, "
-            f"outermost first{may}",
-        )
+        reason = f"order={show(order)} is not a permutation of {axes}; give each of them once, "
+        yield broken("order", f"{reason}outermost first{may}", {"order": order})
 
 
 def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
     """Yield a violation if more than one degree is -1."""
     inferred = [name for name, degree in degrees.items() if degree == INFERRED]
     if len(inferred) > 1:
-        yield Violation(
-            rule="one-inferred",
-            values=dict.fromkeys(inferred, INFERRED),
-            reason=f"{join_words(inferred, 'and')} are -1, but only one degree can be inferred "
-            "from the world; give the others a positive integer",
-        )
+        reason = f"{join_words(inferred, 'and')} are -1, but only one degree can be inferred from "
+        reason += "the world; give the others a positive integer"
+        yield broken("one-inferred", reason, dict.fromkeys(inferred, INFERRED))
 
 
 def resolve_fields(

@@ -162,6 +162,17 @@ class ParallelDimsError(ValueError):
         return type(self), (self.violations,)
 
 
+def broken(
+    rule: str,
+    reason: str,
+    values: Mapping[str, object],
+    legal: Mapping[str, tuple[int, ...]] | None = None,
+    level: Level = "error",
+) -> Violation:
+    """Return the `Violation` with these fields."""
+    return Violation(rule=rule, reason=reason, values=values, legal=legal or {}, level=level)
+
+
 def refusal(
     rule: str,
     reason: str,
@@ -169,8 +180,7 @@ def refusal(
     legal: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ParallelDimsError:
     """Return the error of one broken rule."""
-    found = Violation(rule=rule, reason=reason, values=values, legal=legal or {})
-    return ParallelDimsError([found])
+    return ParallelDimsError([broken(rule, reason, values, legal)])
 
 
 class LayoutError(ValueError):
@@ -236,18 +246,9 @@ def kind_violations(name: str, value: object, kind: type) -> Iterator[Violation]
     """Yield a violation if a value has another type."""
     if not isinstance(value, kind):
         reason = f"{name}={show(value)} given; use a {kind.__name__}"
-        yield Violation(rule="type", values={name: value}, reason=reason)
-
-
-def choice_violations(name: str, value: object, choices: Iterable[str]) -> Iterator[Violation]:
-    """Yield a violation if a value is not one of the choices."""
-    choices = tuple(choices)
-    if value not in choices:
-        yield number_violation(name, value, join_words(map(repr, choices)))
+        yield broken("type", reason, {name: value})
 
 
 def number_violation(name: str, value: object, legal: str) -> Violation:
     """Return the violation of a field whose value is not legal."""
-    return Violation(
-        rule="number", values={name: value}, reason=f"{name}={show(value)} given; use {legal}"
-    )
+    return broken("number", f"{name}={show(value)} given; use {legal}", {name: value})

@@ -10,7 +10,7 @@ from numbers import Number
 from typing import Any
 
 from ._config import check_named
-from ._errors import LARGEST, Violation, as_integer, show
+from ._errors import LARGEST, Violation, as_integer, broken, show
 from ._names import read_field
 
 Fields = dict[str, tuple[str, Any]]  # for each field, its name in the configuration and its value
@@ -313,11 +313,8 @@ def read_numbers(
         if field in NONE_OF and value is not False and value == 0:
             number = 0
         if number is None:
-            wrong[field] = Violation(
-                rule="number",
-                values={name: value},
-                reason=f"{name}={show(value)} is not {_legal(field, value)}",
-            )
+            reason = f"{name}={show(value)} is not {_legal(field, value)}"
+            wrong[field] = broken("number", reason, {name: value})
         else:
             numbers[field] = name, number
     return numbers, wrong

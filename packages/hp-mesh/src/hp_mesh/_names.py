@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from ._errors import Violation, join_words, show
+from ._errors import Violation, broken, join_words, show
 
 DEGREE_FIELDS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
 SETTINGS = (*DEGREE_FIELDS, "ep_mode", "order", "fsdp_folds_cp", "free_etp")
@@ -14,7 +14,7 @@ SEQUENCE = "sequence"  # ranks that exchange heads: sets cp and ulysses_degree
 MAPPING = "mapping"  # Megatron-LM's flag that places pp inside dp: sets order
 # An error lists at most so many names of a configuration, each with at most so many letters.
 MOST_NAMES = 6
-MOST_LETTERS = 30
+MOST_NAME_LETTERS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ def unread_degrees(config: object) -> Iterator[Violation]:
         value = read_field(config, name)
         if _is_above_one(value):
             reason = f"from_config does not read {name}={show(value)}; use {advice.format(value)}"
-            yield Violation(rule="fields", values={name: value}, reason=reason)
+            yield broken("fields", reason, {name: value})
 
 
 def _is_above_one(value: Any) -> bool:
@@ -191,18 +191,15 @@ def none_read(config: object) -> Violation:
     names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
     names = [name for name in names if not name.startswith("_")]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    has = join_words([*(name[:MOST_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
+    has = join_words([*(name[:MOST_NAME_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
     others = join_words(f"{d.framework} ({', '.join(_listed(d))})" for d in DIALECTS if d != OWN)
     table = table_of_degrees(config)
     # The representation of the configuration may differ between ranks, so only its type is given.
     kind = type(config).__name__
-    return Violation(
-        rule="fields",
-        values={"config": kind},
-        reason=f"config of type {kind} has none of the names {join_words(OWN.names)}; nor names of "
-        f"{others}; it has {has or 'no fields'}"
-        + (f"; its {table} has such names; pass that" if table else ""),
-    )
+    reason = f"config of type {kind} has none of the names {join_words(OWN.names)}; nor names of "
+    reason += f"{others}; it has {has or 'no fields'}"
+    reason += f"; its {table} has such names; pass that" if table else ""
+    return broken("fields", reason, {"config": kind})
 
 
 def _listed(dialect: Dialect) -> list[str]:

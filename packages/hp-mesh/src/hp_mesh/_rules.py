@@ -5,14 +5,14 @@ rule, add a `Rule` to `DEGREE_RULES` or `RULES`. If it reads a new field of the 
 the field to `RULED` in `_model`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-from ._errors import Explanation, Level, Report, Verdict, Violation, divisors
+from ._errors import Explanation, Level, Report, Verdict, Violation, broken, divisors
 
-ADJUSTABLE = ("seq_len", "global_batch")  # fields for which a violation suggests other values
+SUGGESTED = ("seq_len", "global_batch")  # fields for which a violation suggests other values
 SHARDING = "sharding"  # in `Rule.degrees`: stands for all axes of `Subject.sharding`
 
 
@@ -167,64 +167,70 @@ def _divides(code: str, sentence: str, field: str, *degrees: str) -> Rule:
     """Return the rule that the product of degrees divides a field."""
 
     def test(subject: Subject) -> Iterator[Violation]:
-        yield from _indivisible(code, *subject.numbers[field], _degrees(degrees, subject))
+        yield from division_violations(code, *subject.numbers[field], _degrees(degrees, subject))
 
     return Rule(code=code, sentence=sentence, degrees=degrees, fields=(field,), test=test)
 
 
-def _indivisible(
+def division_violations(
     rule: str,
     name: str,
     number: int,
     degrees: Mapping[str, int],
+    *,
     factor: int = 1,
+    exactly: bool = False,
+    choices: Mapping[str, Collection[int]] | None = None,
     level: Level = "error",
 ) -> Iterator[Violation]:
-    """Yield a violation unless ``factor`` times the product of the degrees divides a number."""
+    """Yield a violation unless ``factor`` times the product of the degrees divides a number.
+
+    Args:
+        rule: Code of the rule.
+        name: Name of the number.
+        number: A positive integer.
+        degrees: Positive degrees by name.
+        factor: 1, or a constant that the error shows in front of the degrees.
+        exactly: If True, the product must be equal to the number.
+        choices: For some degrees, the only values that the violation may suggest.
+        level: Level of the violation.
+    """
     product = factor * prod(degrees.values())
-    if number % product == 0:
+    if product == number or (number % product == 0 and not exactly):
         return
-    given = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    twice = [str(factor)] if factor > 1 else []
-    if len(given) == 1 and not twice:
-        subject = f"{next(iter(given))}={product}"
-    else:
-        numbers = [*twice, *map(str, given.values())]
-        subject = f"{'*'.join([*twice, *given])}={'*'.join(numbers)}={product}"
-    legal = {
-        axis: divisors(number // (product // degree))
-        for axis, degree in given.items()
-        if number % (product // degree) == 0
-    }
-    if not legal:  # no degree alone makes it divide
+    given = {axis: degree for axis, degree in degrees.items() if degree > 1} or degrees
+    factors = {**({str(factor): factor} if factor > 1 else {}), **given}
+    subject = f"{'*'.join(factors)}={'*'.join(map(str, factors.values()))}"
+    if len(factors) > 1:
+        subject = f"{subject}={product}"
+    legal = {}
+    for axis, degree in given.items():
+        rest = product // degree
+        if number % rest == 0:
+            fitting = (number // rest,) if exactly else divisors(number // rest)
+            legal[axis] = tuple(n for n in fitting if n in (choices or {}).get(axis, fitting))
+    if not legal:  # no change of one degree repairs it
         if len(given) > 1 and number % factor == 0:
-            legal["*".join(given)] = divisors(number // factor)
-        if name in ADJUSTABLE:
+            legal["*".join(given)] = (number,) if exactly else divisors(number // factor)
+        if name in SUGGESTED:
             below = number // product * product
             legal[name] = tuple(n for n in (below, below + product) if n > 0)
-    yield Violation(
-        rule=rule,
-        values={**given, name: number},
-        reason=f"{subject} does not divide {name}={number}",
-        legal=legal,
-        level=level,
+    relation = "is not" if exactly else "does not divide"
+    yield broken(
+        rule, f"{subject} {relation} {name}={number}", {**given, name: number}, legal, level
     )
 
 
 def _etp(subject: Subject) -> Iterator[Violation]:
     tp, etp = subject.degrees["tp"], subject.degrees["etp"]
     if etp not in (1, tp):
-        yield Violation(
-            rule="etp",
-            values={"etp": etp, "tp": tp},
-            reason=f"etp={etp} is neither 1 nor tp={tp}",
-            legal={"etp": tuple(sorted({1, tp}))},
-        )
+        reason = f"etp={etp} is neither 1 nor tp={tp}"
+        yield broken("etp", reason, {"etp": etp, "tp": tp}, {"etp": tuple(sorted({1, tp}))})
 
 
 def _ulysses(subject: Subject) -> Iterator[Violation]:
     ulysses = {"ulysses_degree": subject.degrees["ulysses_degree"]}
-    yield from _indivisible("ulysses", "cp", subject.degrees["cp"], ulysses)
+    yield from division_violations("ulysses", "cp", subject.degrees["cp"], ulysses)
 
 
 def _sparse(subject: Subject) -> Iterator[Violation]:
@@ -236,34 +242,30 @@ def _sparse(subject: Subject) -> Iterator[Violation]:
         parts = ", ".join(f"{name}={degree}" for name, degree in around.items())
         whole = f"dp_shard*cp*tp={ranks} ({parts})"
     elif "world_size" in degrees:  # dp_shard*cp*tp is unknown, but divides the world size
-        around = {"world_size": degrees["world_size"]}
         ranks = degrees["world_size"]
+        around = {"world_size": ranks}
         whole = f"world_size={ranks}"
     else:
         return
     if ranks % (ep * etp) == 0:
         return
     named = f"ep={ep}" if etp == 1 else f"ep={ep}*etp={etp}={ep * etp}"
-    fits = ranks % etp == 0
-    yield Violation(
-        rule="sparse",
-        values={"ep": ep, "etp": etp, **around},
-        reason=f"{named} does not divide {whole}",
-        legal={"ep": divisors(ranks // etp)} if fits else {"ep*etp": divisors(ranks)},
-    )
+    legal = {"ep*etp": divisors(ranks)} if ranks % etp else {"ep": divisors(ranks // etp)}
+    reason = f"{named} does not divide {whole}"
+    yield broken("sparse", reason, {"ep": ep, "etp": etp, **around}, legal)
 
 
 def _heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
     ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
     name, heads = subject.numbers["heads"]
-    level: Level = "error" if heads < tp * ulysses else "advice"
-    fitting = divisors(subject.degrees["cp"])
-    degrees = {"tp": tp, "ulysses_degree": ulysses}
-    for found in _indivisible("heads-ulysses", name, heads, degrees, level=level):
-        legal = dict(found.legal)
-        if "ulysses_degree" in legal:
-            legal["ulysses_degree"] = tuple(n for n in legal["ulysses_degree"] if n in fitting)
-        yield replace(found, legal=legal)
+    yield from division_violations(
+        "heads-ulysses",
+        name,
+        heads,
+        {"tp": tp, "ulysses_degree": ulysses},
+        choices={"ulysses_degree": divisors(subject.degrees["cp"])},
+        level="error" if heads < tp * ulysses else "advice",
+    )
 
 
 def _kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
@@ -273,15 +275,10 @@ def _kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
     if kv_heads % tp or _shares(kv, ulysses):  # rule kv-heads-tp reports the first case
         return
     owner = f"{name}={kv_heads}" if tp == 1 else f"{name}/tp={kv_heads}/{tp}={kv}"
-    yield Violation(
-        rule="kv-heads-ulysses",
-        values={"ulysses_degree": ulysses, **({"tp": tp} if tp > 1 else {}), name: kv_heads},
-        reason=f"ulysses_degree={ulysses} neither divides {owner} nor is a multiple of it",
-        legal={
-            "ulysses_degree": tuple(u for u in divisors(subject.degrees["cp"]) if _shares(kv, u))
-        },
-        level="advice",
-    )
+    reason = f"ulysses_degree={ulysses} neither divides {owner} nor is a multiple of it"
+    values = {"ulysses_degree": ulysses, **({"tp": tp} if tp > 1 else {}), name: kv_heads}
+    fitting = tuple(u for u in divisors(subject.degrees["cp"]) if _shares(kv, u))
+    yield broken("kv-heads-ulysses", reason, values, {"ulysses_degree": fitting}, "advice")
 
 
 def _shares(kv_heads: int, ulysses: int) -> bool:
@@ -292,26 +289,18 @@ def _experts_over_ep(subject: Subject) -> Iterator[Violation]:
     ep = subject.degrees["ep"]
     name, experts = subject.numbers["experts"]
     if experts:
-        yield from _indivisible("experts-ep", name, experts, {"ep": ep})
+        yield from division_violations("experts-ep", name, experts, {"ep": ep})
     else:
-        yield Violation(
-            rule="experts-ep",
-            values={"ep": ep, name: 0},
-            reason=f"ep={ep} has no experts to divide: {name}=0",
-            legal={"ep": (1,)},
-        )
+        reason = f"ep={ep} has no experts to divide: {name}=0"
+        yield broken("experts-ep", reason, {"ep": ep, name: 0}, {"ep": (1,)})
 
 
 def _expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
-    etp = subject.degrees["etp"]
-    name, width = subject.numbers["expert_ffn"]
-    if width % etp:
-        yield Violation(
-            rule="expert-ffn-etp",
-            values={"etp": etp, name: width},
-            reason=f"etp={etp} does not divide {name}={width}",
-            legal={"etp": divisors(width) if subject.free_etp else (1,)},  # etp is 1 or tp
-        )
+    etp = {"etp": subject.degrees["etp"]}
+    choices = None if subject.free_etp else {"etp": (1,)}  # etp is 1 or tp
+    yield from division_violations(
+        "expert-ffn-etp", *subject.numbers["expert_ffn"], etp, choices=choices
+    )
 
 
 def _ffn_over_tp(subject: Subject) -> Iterator[Violation]:
@@ -319,44 +308,31 @@ def _ffn_over_tp(subject: Subject) -> Iterator[Violation]:
     hints = ("experts", "expert_ffn", "dense_layers")
     experts, own, dense = (subject.numbers.get(hint, ("", None))[1] for hint in hints)
     if not (experts and own not in (None, width) and dense == 0):
-        yield from _indivisible("ffn-tp", name, width, {"tp": subject.degrees["tp"]})
+        yield from division_violations("ffn-tp", name, width, {"tp": subject.degrees["tp"]})
 
 
 def _layers_over_pp(subject: Subject) -> Iterator[Violation]:
     pp = subject.degrees["pp"]
     name, layers = subject.numbers["layers"]
-    values = {"pp": pp, name: layers}
+    values, legal = {"pp": pp, name: layers}, {"pp": divisors(layers)}
     if layers < pp:
-        yield Violation(
-            rule="layers-pp",
-            values=values,
-            reason=f"pp={pp} is more stages than {name}={layers}",
-            legal={"pp": divisors(layers)},
-        )
+        yield broken("layers-pp", f"pp={pp} is more stages than {name}={layers}", values, legal)
     elif layers % pp:
         few, more = layers // pp, layers // pp + 1
-        yield Violation(
-            rule="layers-pp",
-            values=values,
-            reason=f"pp={pp} does not divide {name}={layers}: stages of {few} and {more} layers",
-            legal={"pp": divisors(layers)},
-            level="advice",
-        )
+        reason = f"pp={pp} does not divide {name}={layers}: stages of {few} and {more} layers"
+        yield broken("layers-pp", reason, values, legal, "advice")
 
 
 def _tied_on_one_stage(subject: Subject) -> Iterator[Violation]:
     pp = subject.degrees["pp"]
     name, tied = subject.numbers["tied"]
     if tied:
-        yield Violation(
-            rule="tied-pp",
-            values={"pp": pp, name: tied},
-            reason=f"pp={pp} with {name}=True keeps the embedding on the first and the last stage: "
-            "both hold it with its gradient and optimizer state, and its gradients must be summed "
-            "over the two in each step",
-            legal={"pp": (1,)},
-            level="advice",
+        reason = (
+            f"pp={pp} with {name}=True keeps the embedding on the first and the last stage: both "
+            "hold it with its gradient and optimizer state, and its gradients must be summed over "
+            "the two in each step"
         )
+        yield broken("tied-pp", reason, {"pp": pp, name: tied}, {"pp": (1,)}, "advice")
 
 
 def _sequence_degrees(subject: Subject) -> dict[str, int]:
@@ -371,7 +347,7 @@ def _sequence(subject: Subject) -> Iterator[Violation]:
     name, seq_len = subject.numbers["seq_len"]
     uneven = degrees["tp"] == 1 and seq_len >= factor * degrees["cp"]
     level: Level = "advice" if uneven else "error"
-    yield from _indivisible(rule, name, seq_len, degrees, factor, level)
+    yield from division_violations(rule, name, seq_len, degrees, factor=factor, level=level)
 
 
 DEGREE_RULES = (
