@@ -7,8 +7,19 @@ from os import PathLike, fspath
 from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag, as_order, infer_degrees
-from ._errors import ParallelDimsError, Violation, as_integer, broken, join_words, refusal, show
+from ._degrees import BASE_AXES, as_order, infer_degrees
+from ._errors import (
+    INFERRED,
+    ParallelDimsError,
+    Violation,
+    as_degree,
+    as_flag,
+    as_integer,
+    broken,
+    join_words,
+    refusal,
+    show,
+)
 from ._names import (
     DATA,
     DEGREE_FIELDS,

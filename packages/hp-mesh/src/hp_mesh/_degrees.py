@@ -1,15 +1,16 @@
 """Parse and check the fields of `ParallelDims`, and infer the degree that is -1."""
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import Any, SupportsIndex
+from typing import Any
 
 from ._errors import (
-    LARGEST,
+    INFERRED,
     ParallelDimsError,
     Violation,
+    as_degree,
+    as_flag,
     broken,
     join_words,
     raise_errors,
@@ -24,56 +25,13 @@ PEER_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DEFAULT_ORDER = PEER_AXES
 """Default order of the world's axes, outermost first."""
 EP_MODES = ("folded", "peer")
-INFERRED = -1
-MOST_DIGITS = 20  # more than the largest degree has
 DEGREES = (*PEER_AXES, "etp")
-OPTIONAL = ("dp_shard", "ulysses_degree", "world_size")
-
-Degree = SupportsIndex | str | None
+OPTIONAL_FIELDS = ("dp_shard", "ulysses_degree", "world_size")
 
 
 def world_axes(ep_mode: str) -> tuple[str, ...]:
     """Return the axes whose degrees multiply to the world size."""
     return PEER_AXES if ep_mode == "peer" else BASE_AXES
-
-
-def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
-    """Return ``value`` as a positive integer.
-
-    Args:
-        name: Name of the field, for errors.
-        value: An integer of any type except bool, or a string of one.
-        inferable: Allow -1.
-        optional: Allow None.
-
-    Raises:
-        ParallelDimsError: The value is something else, or above the largest number of ranks.
-    """
-    if value is None and optional:
-        return None
-    number = _as_integer(value)
-    if number is not None and (0 < number <= LARGEST or (number == INFERRED and inferable)):
-        return number
-    too_large = number is not None and number > LARGEST
-    choices = [f"at most {LARGEST}" if too_large else "a positive integer"]
-    choices += ["-1 (inferred)"] if inferable else []
-    choices += ["None"] if optional else []
-    reason = f"{name}={show(value)} is not a degree; use {join_words(choices)}"
-    raise refusal("value", reason, {name: value})
-
-
-def _as_integer(value: Degree) -> int | None:
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, str):
-        text = value.strip()
-        if not (text.isascii() and text.removeprefix("-").isdecimal()):
-            return None
-        return int(text[:MOST_DIGITS])  # Python reads no number of several thousand digits
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def as_order(order: object) -> tuple[str, ...]:
@@ -88,14 +46,6 @@ def as_order(order: object) -> tuple[str, ...]:
         return tuple(order)
     reason = f"order={show(order)} is not a list of axis names; use {DEFAULT_ORDER}"
     raise refusal("order", reason, {"order": order})
-
-
-def as_flag(name: str, value: object) -> bool:
-    """Return a bool, or the string "true" or "false", as a bool."""
-    spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
-    if isinstance(spelled, bool):
-        return spelled
-    raise refusal("value", f"{name}={show(value)} is neither true nor false", {name: value})
 
 
 def infer_degrees(
@@ -175,7 +125,7 @@ def resolve_fields(
             fields[name] = parse(given[name])
         except ParallelDimsError as error:
             violations += error.violations
-    degrees = degrees_of(fields)
+    degrees = degrees_from(fields)
     violations += one_is_inferred(degrees)
     if "ep_mode" in fields:
         mode, world = fields["ep_mode"], fields.get("world_size")
@@ -196,10 +146,10 @@ def resolve_fields(
 
 
 def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[Any], Any]]:
-    optional = OPTIONAL[:-1] if needs_world else OPTIONAL
+    optional = OPTIONAL_FIELDS[:-1] if needs_world else OPTIONAL_FIELDS
     parsers: dict[str, Callable[[Any], Any]] = {
         name: partial(as_degree, name, inferable=name in axes, optional=name in optional)
-        for name in (*DEGREES, *OPTIONAL)
+        for name in (*DEGREES, *OPTIONAL_FIELDS)
     }
     parsers |= {name: partial(as_flag, name) for name in ("fsdp_folds_cp", "free_etp")}
     return parsers | {"ep_mode": as_mode, "order": as_order}
@@ -215,65 +165,9 @@ def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, i
     return known
 
 
-def resolve_world(
-    fields: Mapping[str, Any], world_size: Any, *, etp_is_tp: bool = False
-) -> dict[str, Any]:
-    """Return the fields with every degree known, for a number of ranks.
-
-    With ``etp_is_tp``, ``etp`` becomes ``tp`` when the degrees are inferred.
-
-    Raises:
-        ParallelDimsError: The degrees do not fit ``world_size``, or the fields have another one.
-    """
-    world = as_degree("world_size", world_size, inferable=False, optional=False)
-    if fields["world_size"] == world:
-        return {**fields}
-    if fields["world_size"] is None:
-        return resolve_fields({**fields, "world_size": world}, etp_is_tp=etp_is_tp)
-    reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
-    reason += f"degrees are for ({summarize(fields)})"
-    raise refusal("world", reason, {"world_size": world, "configured": fields["world_size"]})
-
-
-def degrees_of(fields: Mapping[str, Any]) -> dict[str, int]:
+def degrees_from(fields: Mapping[str, Any]) -> dict[str, int]:
     """Return all degrees as numbers; -1 for a degree that has to be inferred."""
     degrees = {name: fields[name] for name in DEGREES if name in fields}
     if "dp_shard" in degrees and degrees["dp_shard"] is None:
         degrees["dp_shard"] = 1 if INFERRED in degrees.values() else INFERRED
     return degrees
-
-
-def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return every degree as a positive number.
-
-    Without a world size, the world is the product of the degrees.
-
-    Raises:
-        ParallelDimsError: A degree still has to be inferred.
-    """
-    degrees = degrees_of(fields)
-    if fields["world_size"] is not None:
-        return degrees
-    unknown = [name for name, degree in degrees.items() if degree == INFERRED]
-    if not unknown:
-        world = prod(degrees[name] for name in world_axes(fields["ep_mode"]))
-        return degrees_of(resolve_fields({**fields, "world_size": world}))
-    reason = f"{join_words(unknown)} is not known yet; call resolve(world_size)"
-    raise refusal("resolved", reason, dict.fromkeys(unknown, INFERRED))
-
-
-def summarize(fields: Mapping[str, Any], *, etp_from_tp: bool = False) -> str:
-    """Return one line with all degrees and all options that are not the default.
-
-    With ``etp_from_tp``, the line says that ``etp`` was taken from ``tp``.
-    """
-    words: dict[str, object] = {**degrees_of(fields)}
-    words = {name: words[name] for name in (*BASE_AXES, "ep", "etp")}
-    if etp_from_tp and fields["tp"] != 1:
-        words["etp"] = f"{words['etp']} (from tp)"
-    others = {"ulysses": "ulysses_degree", "world": "world_size"}
-    words |= {word: fields[name] for word, name in others.items() if fields[name] is not None}
-    words |= {"ep_mode": "peer"} if fields["ep_mode"] == "peer" else {}
-    words |= {} if fields["fsdp_folds_cp"] else {"fsdp_folds_cp": False}
-    words |= {"free_etp": True} if fields["free_etp"] else {}
-    return " ".join(f"{name}={value}" for name, value in words.items())

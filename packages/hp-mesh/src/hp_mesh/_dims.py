@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from math import prod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,17 +17,18 @@ from ._config import (
     read_toml,
     read_yaml,
 )
-from ._degrees import (
-    DEFAULT_ORDER,
-    DEGREES,
+from ._degrees import BASE_AXES, DEFAULT_ORDER, DEGREES, degrees_from, resolve_fields, world_axes
+from ._errors import (
+    INFERRED,
+    Explanation,
+    ParallelDimsError,
+    Report,
+    as_degree,
     as_flag,
-    resolve_fields,
-    resolve_world,
-    resolved_degrees,
-    summarize,
-    world_axes,
+    join_words,
+    raise_errors,
+    refusal,
 )
-from ._errors import Explanation, ParallelDimsError, Report, raise_errors
 from ._layout import Folds, MeshPlan, RankLayout, plan_mesh
 from ._model import read_numbers
 from ._names import is_of_framework
@@ -128,9 +130,19 @@ class ParallelDims(_Origin):
         return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
-        if self.world_size is None:
-            return resolved_degrees(self._fields())
-        return {name: getattr(self, name) for name in DEGREES}
+        """Return every degree. Without a world size, it is the product of the degrees."""
+        if self.world_size is not None:
+            return {name: getattr(self, name) for name in DEGREES}
+        degrees = degrees_from(self._fields())
+        unknown = [name for name, degree in degrees.items() if degree == INFERRED]
+        if unknown:
+            reason = f"{join_words(unknown)} is not known yet; call resolve(world_size)"
+            raise refusal("resolved", reason, dict.fromkeys(unknown, INFERRED))
+        world = prod(degrees[name] for name in world_axes(self.ep_mode))
+        resolve_fields(
+            {**self._fields(), "world_size": world}
+        )  # raises if the product is too large
+        return degrees
 
     def resolve(self, world_size: int) -> "ParallelDims":
         """Return a copy for a world size, with every degree a number.
@@ -145,11 +157,16 @@ class ParallelDims(_Origin):
             ParallelDimsError: The product of the degrees is not ``world_size``, or this
                 configuration has another world size.
         """
-        fields = resolve_world(self._fields(), world_size, etp_is_tp=self._etp_from_tp)
-        if self.world_size is not None:
+        world = as_degree("world_size", world_size, inferable=False, optional=False)
+        if self.world_size == world:
             return self
-        dims = copy(self)
-        for name, value in fields.items():
+        if self.world_size is not None:
+            reason = f"world_size={world} is not the world_size={self.world_size} that these "
+            reason += f"degrees are for ({self.summary()})"
+            values = {"world_size": world, "configured": self.world_size}
+            raise refusal("world", reason, values)
+        dims, given = copy(self), {**self._fields(), "world_size": world}
+        for name, value in resolve_fields(given, etp_is_tp=self._etp_from_tp).items():
             object.__setattr__(dims, name, value)
         return dims
 
@@ -228,10 +245,7 @@ class ParallelDims(_Origin):
 
     @classmethod
     def from_toml(
-        cls,
-        path: str | PathLike[str],
-        table: str | None = None,
-        world_size: int | None = None,
+        cls, path: str | PathLike[str], table: str | None = None, world_size: int | None = None
     ) -> "ParallelDims":
         """Read degrees from a TOML file or from one table of it.
 
@@ -262,10 +276,7 @@ class ParallelDims(_Origin):
 
     @classmethod
     def from_yaml(
-        cls,
-        path: str | PathLike[str],
-        table: str | None = None,
-        world_size: int | None = None,
+        cls, path: str | PathLike[str], table: str | None = None, world_size: int | None = None
     ) -> "ParallelDims":
         """Read degrees from a YAML file or from one table of it. Needs PyYAML.
 
@@ -538,7 +549,16 @@ class ParallelDims(_Origin):
             For example ``"dp_replicate=1 dp_shard=4 ..."``. It says ``(from tp)`` after ``etp`` if
             `from_config` took ``etp`` from ``tp``.
         """
-        return summarize(self._fields(), etp_from_tp=self._etp_from_tp)
+        degrees = degrees_from(self._fields())
+        words: dict[str, object] = {name: degrees[name] for name in (*BASE_AXES, "ep", "etp")}
+        if self._etp_from_tp and self.tp != 1:
+            words["etp"] = f"{words['etp']} (from tp)"
+        others = {"ulysses": self.ulysses_degree, "world": self.world_size}
+        words |= {name: value for name, value in others.items() if value is not None}
+        for name in ("ep_mode", "fsdp_folds_cp", "free_etp"):
+            if getattr(self, name) != _DEFAULTS[name]:
+                words[name] = getattr(self, name)
+        return " ".join(f"{name}={value}" for name, value in words.items())
 
     @property
     def dp_size(self) -> int:

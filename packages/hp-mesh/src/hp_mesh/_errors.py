@@ -6,14 +6,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isqrt
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, SupportsIndex, TypeAlias, overload
 
 Level: TypeAlias = Literal["error", "advice"]
 Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
+Degree: TypeAlias = SupportsIndex | str | None
 
 LARGEST = 2**32  # upper bound of ranks and of a model's sizes
 MOST_CHOICES = 24  # legal values in one sentence
 MOST_LETTERS = 80  # of one value in a sentence
+MOST_DIGITS = 20  # of an integer that is read from text; more than `LARGEST` has
+INFERRED = -1  # value of a degree that follows from the others
 
 
 def join_words(words: Iterable[object], last: str = "or") -> str:
@@ -198,18 +201,69 @@ def raise_errors(violations: Iterable[Violation]) -> None:
         raise ParallelDimsError(errors)
 
 
-def as_integer(value: Any) -> Any:
-    """Convert integers of other types, such as numpy's, to int; return other values unchanged."""
+def read_integer(value: Any) -> int | None:
+    """Return an integer of any type except bool as an int; None for any other value."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)
-    return value
+    return None
+
+
+def as_integer(value: Any) -> Any:
+    """Convert integers of other types, such as numpy's, to int; return other values unchanged."""
+    number = read_integer(value)
+    return value if number is None else number
+
+
+def integer_of(text: str) -> int | None:
+    """Return the integer that a text of ASCII digits states, also negative; None for other text."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    return int(text[:MOST_DIGITS])  # Python reads no number of several thousand digits
 
 
 def take_integers(values: object, names: Iterable[str]) -> None:
     """Convert integers of other types to int, in fields of a frozen dataclass."""
     for name in names:
         object.__setattr__(values, name, as_integer(getattr(values, name)))
+
+
+def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
+    """Return ``value`` as a positive integer.
+
+    Args:
+        name: Name of the field, for errors.
+        value: An integer of any type except bool, or a string of one.
+        inferable: Allow -1.
+        optional: Allow None.
+
+    Raises:
+        ParallelDimsError: The value is something else, or above the largest number of ranks.
+    """
+    if value is None and optional:
+        return None
+    number = integer_of(value.strip()) if isinstance(value, str) else read_integer(value)
+    if number is not None and (0 < number <= LARGEST or (number == INFERRED and inferable)):
+        return number
+    too_large = number is not None and number > LARGEST
+    choices = [f"at most {LARGEST}" if too_large else "a positive integer"]
+    choices += ["-1 (inferred)"] if inferable else []
+    choices += ["None"] if optional else []
+    reason = f"{name}={show(value)} is not a degree; use {join_words(choices)}"
+    raise refusal("value", reason, {name: value})
+
+
+def as_flag(name: str, value: object) -> bool:
+    """Return a bool, or the string "true" or "false", as a bool.
+
+    Raises:
+        ParallelDimsError: The value is something else.
+    """
+    flag = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    if isinstance(flag, bool):
+        return flag
+    raise refusal("value", f"{name}={show(value)} is neither true nor false", {name: value})
 
 
 def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:

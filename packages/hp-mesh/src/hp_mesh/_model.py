@@ -3,14 +3,13 @@
 The rules and the planner use it.
 """
 
-import operator
 from collections.abc import Iterator, Mapping
 from math import gcd
 from numbers import Number
 from typing import Any
 
 from ._config import check_named
-from ._errors import LARGEST, Violation, as_integer, broken, show
+from ._errors import LARGEST, Violation, as_integer, broken, read_integer, show
 from ._names import read_field
 
 Fields = dict[str, tuple[str, Any]]  # for each field, its name in the configuration and its value
@@ -332,13 +331,8 @@ def _flag(value: Any) -> int | None:
 
 
 def _positive(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        number = operator.index(value)
-    except TypeError:
-        return None
-    return number if 0 < number <= LARGEST else None
+    number = read_integer(value)
+    return number if number is not None and 0 < number <= LARGEST else None
 
 
 def _of_layers(name: str, values: list[Any] | tuple[Any, ...]) -> tuple[str, int | None]:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ._degrees import as_degree
-from ._errors import Explanation, Verdict, Violation, divisors, refusal, show
+from ._errors import Explanation, Verdict, Violation, as_degree, divisors, refusal, show
 from ._layout import RankLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")

@@ -14,9 +14,17 @@ from typing import Protocol, TypeAlias, cast, runtime_checkable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._degrees import INFERRED, as_degree
 from ._dims import ParallelDims
-from ._errors import LayoutError, MeshError, ParallelDimsError, divisors, join_words, refusal
+from ._errors import (
+    INFERRED,
+    LayoutError,
+    MeshError,
+    ParallelDimsError,
+    as_degree,
+    divisors,
+    join_words,
+    refusal,
+)
 from ._groups import join_as_refusing
 from ._mesh import ParallelMesh
 from ._torch import flatten

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .._config import FIELDS, arguments_from_config, read_file
-from .._degrees import INFERRED, PEER_AXES, as_degree, world_axes
+from .._degrees import PEER_AXES, world_axes
 from .._dims import ParallelDims
 from .._errors import (
+    INFERRED,
     LARGEST,
     LayoutError,
     ParallelDimsError,
     Violation,
+    as_degree,
     join_words,
     raise_errors,
     refusal,
