@@ -17,7 +17,7 @@ from ._errors import ParallelDimsError as ParallelDimsError
 from ._errors import Report as Report
 from ._errors import Violation as Violation
 from ._layout import RankLayout as RankLayout
-from ._topology import Topology as Topology
+from ._rules import Topology as Topology
 
 if TYPE_CHECKING:
     from ._mesh import ParallelMesh as ParallelMesh

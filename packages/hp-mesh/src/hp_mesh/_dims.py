@@ -32,8 +32,14 @@ from ._errors import (
 from ._layout import Folds, MeshPlan, RankLayout, plan_mesh
 from ._model import read_numbers
 from ._names import is_of_framework
-from ._rules import Subject, check_rules, explain_rules
-from ._topology import Topology, explain_topology, topology_violations
+from ._rules import (
+    Subject,
+    Topology,
+    check_rules,
+    explain_rules,
+    explain_topology,
+    topology_violations,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
 from ._groups import create_meshes, destroy_groups, join_as_refusing
 from ._layout import RankLayout
-from ._topology import Topology, topology_violations
+from ._rules import Topology, topology_violations
 from ._torch import know_fold, share_ranks
 
 if TYPE_CHECKING:

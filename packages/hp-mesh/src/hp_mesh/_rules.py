@@ -1,4 +1,4 @@
-"""All rules about degrees and models, one record each.
+"""All rules: about degrees and models, one record each, and about the nodes of a cluster.
 
 `ParallelDims.check`, `validate` and `explain`, and the planner, read the same records. To add a
 rule, add a `Rule` to `DEGREE_RULES` or `RULES`. If it reads a new field of the model, move or add
@@ -10,9 +10,23 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-from ._errors import Explanation, Level, Report, Verdict, Violation, broken, divisors
+from ._errors import (
+    Explanation,
+    Level,
+    Report,
+    Verdict,
+    Violation,
+    as_degree,
+    broken,
+    divisors,
+    refusal,
+    show,
+)
+from ._layout import RankLayout
 
 SUGGESTED = ("seq_len", "global_batch")  # fields for which a violation suggests other values
+# Axes whose groups should be inside one node.
+NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
 SHARDING = "sharding"  # in `Rule.degrees`: stands for all axes of `Subject.sharding`
 
 
@@ -458,3 +472,91 @@ RULES = (
         SHARDING,
     ),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Number of ranks per node. Node ``i`` starts at rank ``i * ranks_per_node``.
+
+    Args:
+        ranks_per_node: Number of ranks that share the fast links of one node.
+
+    Raises:
+        ParallelDimsError: ``ranks_per_node`` is not a positive integer.
+
+    Examples:
+        >>> dims = ParallelDims(tp=8, world_size=16)
+        >>> [str(advice) for advice in dims.check({}, topology=Topology(ranks_per_node=4))]
+        ['dp_shard=2 crosses nodes of 4 ranks', 'tp=8 crosses nodes of 4 ranks']
+    """
+
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        number = as_degree("ranks_per_node", self.ranks_per_node, inferable=False, optional=False)
+        object.__setattr__(self, "ranks_per_node", number)
+
+
+def node_size(topology: object) -> int:
+    """Return the number of ranks per node.
+
+    Raises:
+        ParallelDimsError: ``topology`` is not a `Topology`.
+    """
+    if isinstance(topology, Topology):
+        return topology.ranks_per_node
+    reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"
+    raise refusal("topology", reason, {"topology": topology})
+
+
+def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
+    """Yield an error if the ranks do not fill the nodes, else advice for each axis across nodes.
+
+    Raises:
+        ParallelDimsError: ``topology`` is not a `Topology`.
+    """
+    return (found for _, found in _judge_nodes(layout, topology) if found)
+
+
+def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanation, ...]:
+    """Return one explanation for the world size, and one for each axis.
+
+    Raises:
+        ParallelDimsError: ``topology`` is not a `Topology`.
+    """
+    return tuple(explanation for explanation, _ in _judge_nodes(layout, topology))
+
+
+def _judge_nodes(
+    layout: RankLayout, topology: Topology
+) -> Iterator[tuple[Explanation, Violation | None]]:
+    """Yield each rule about nodes with its violation, or with None if it is not broken."""
+    node, world = node_size(topology), layout.world_size
+    nodes = f"nodes of {node} ranks"
+    uneven = world > node and world % node != 0
+    for axis in ("world_size", *NODE_AXES):
+        size = world if axis == "world_size" else layout.size(axis)
+        rule = "topology" if axis == "world_size" else f"node-{axis.replace('_', '-')}"
+        values, violation = {axis: size, "ranks_per_node": node}, None
+        if axis == "world_size" and uneven:
+            text = f"ranks_per_node={node} does not divide {axis}={size}"
+            violation = broken(rule, text, values, {"ranks_per_node": divisors(size)})
+        elif axis == "world_size":
+            fills = f"fits one node of {node} ranks" if size < node else f"fills {nodes}"
+            text = f"{axis}={size} {fills}"
+        elif uneven:
+            text = f"{axis}={size}, but the ranks do not fill {nodes}"
+        elif size > 1 and layout.crosses_nodes(axis, node):
+            text = f"{axis}={size} crosses {nodes}"
+            violation = broken(rule, text, values, level="advice")
+        else:
+            text = f"{axis}={size} stays inside {nodes}"
+        verdict: Verdict = "idle" if uneven or size == 1 else "holds"
+        explanation = Explanation(
+            rule=rule,
+            sentence="Groups inside one node use its fast links only.",
+            values=values,
+            verdict=violation.level if violation else verdict,
+            text=str(violation or text),
+        )
+        yield explanation, violation

@@ -30,8 +30,7 @@ from .._errors import (
 )
 from .._model import read_numbers
 from .._names import is_of_framework
-from .._rules import Subject, check_rules
-from .._topology import Topology, topology_violations
+from .._rules import Subject, Topology, check_rules, topology_violations
 from ..planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 
 NODE = 8  # ranks of a node, if neither the user nor a file says otherwise
