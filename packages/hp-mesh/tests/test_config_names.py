@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh._names import NAMES, UNREAD
+from hp_mesh._config import NAMES, UNREAD
 
 # The first parent with the pages: of the repository, or of the folder that vendored tests run in.
 PAGES = Path("tools", "docs", "pages", "hp-mesh")

@@ -1,11 +1,15 @@
-"""Degrees from mappings, configuration objects, files and command lines."""
+"""Degrees from the configurations of several frameworks, from mappings and from files.
+
+`DIALECTS` lists the names that each framework uses. `arguments_from_config` reads them, and
+converts the three that do not set one field of `ParallelDims` directly.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from numbers import Number
 from os import PathLike, fspath
 from os.path import splitext
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from ._degrees import BASE_AXES, as_order, infer_degrees
 from ._errors import (
@@ -20,25 +24,8 @@ from ._errors import (
     refusal,
     show,
 )
-from ._names import (
-    DATA,
-    DEGREE_FIELDS,
-    DIALECTS,
-    MAPPING,
-    NAMES,
-    SEQUENCE,
-    SETTINGS,
-    has_field,
-    none_read,
-    read_field,
-    table_of_degrees,
-    unread_degrees,
-)
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-
-FIELDS = (*SETTINGS, "world_size")
+# Fields of `ParallelDims` with their help on a command line. `world_size` is not among them.
 OPTIONS = {
     "dp_replicate": "number of replicas of the sharded model",
     "dp_shard": "number of ranks that shard parameters; -1: all ranks that the other degrees leave",
@@ -53,7 +40,130 @@ OPTIONS = {
     "fsdp_folds_cp": "true: parameters are sharded over dp_shard and cp; false: over dp_shard",
     "free_etp": "true: etp may be any degree whose product with ep divides dp_shard*cp*tp",
 }
+FIELDS = (*OPTIONS, "world_size")
+# Names that do not set one field directly. `arguments_from_config` converts them.
+DATA = "data"  # number of data-parallel ranks: sets dp_replicate and dp_shard
+SEQUENCE = "sequence"  # ranks that exchange heads: sets cp and ulysses_degree
+MAPPING = "use_tp_pp_dp_mapping"  # Megatron-LM's flag that places pp inside dp: sets order
+# An error lists at most so many names of a configuration, each with at most so many letters.
+MOST_NAMES = 6
+MOST_NAME_LETTERS = 30
 MAX_LEVELS = 64  # of nested values in a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Names of degrees in the configuration of one framework.
+
+    Attributes:
+        framework: Name of the framework. Empty for hp-mesh itself.
+        names: Field of `ParallelDims` that each name sets. A dot leads into a nested mapping.
+        etp_follows_tp: If True, an absent ``etp`` equals ``tp``. If False, it is 1.
+        off: Values that have the same meaning as an absent name.
+        unread: Names of degrees that `ParallelDims` cannot read, with the replacement. ``{0}`` is
+            the value.
+    """
+
+    framework: str
+    names: Mapping[str, str]
+    etp_follows_tp: bool = False
+    off: tuple[int, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+
+_ACCELERATE = {
+    "dp_replicate_size": "dp_replicate",
+    "dp_shard_size": "dp_shard",
+    "cp_size": "cp",
+    "sp_size": SEQUENCE,
+    "tp_size": "tp",
+}
+_ENCODER = "one ParallelDims for each of encoder and decoder"
+_GROUPS = "dp_shard={0} with dp_replicate for shards in groups of {0} ranks, or leave it out"
+OWN = Dialect(
+    framework="",
+    names={**{name: name for name in OPTIONS}, "dp": "dp_shard"},
+    etp_follows_tp=True,
+)
+# Sources of the names:
+# - pytorch/torchtitan: torchtitan/config/parallelism.py; job_config.py of older versions.
+# - NVIDIA/Megatron-LM: megatron/core/model_parallel_config.py, megatron/core/parallel_state.py
+#   (order), megatron/training/arguments.py (data_parallel_size, instances, mapping).
+# - huggingface/accelerate: src/accelerate/parallelism_config.py. Its files add a prefix.
+# - deepspeedai/DeepSpeed: deepspeed/runtime/config.py, runtime/tensor_parallel/config.py,
+#   runtime/zero/config.py, and deepspeed/moe/layer.py (argument ep_size).
+DIALECTS = (
+    OWN,
+    Dialect(
+        framework="torchtitan",
+        names={
+            "data_parallel_replicate_degree": "dp_replicate",
+            "data_parallel_shard_degree": "dp_shard",
+            "data_parallel_degree": "dp_shard",
+            "context_parallel_degree": "cp",
+            "tensor_parallel_degree": "tp",
+            "pipeline_parallel_degree": "pp",
+            "expert_parallel_degree": "ep",
+            "expert_tensor_parallel_degree": "etp",
+        },
+    ),
+    Dialect(
+        framework="Megatron-LM",
+        names={
+            "data_parallel_size": DATA,
+            "num_distributed_optimizer_instances": "dp_replicate",
+            "context_parallel_size": "cp",
+            "tensor_model_parallel_size": "tp",
+            "pipeline_model_parallel_size": "pp",
+            "expert_model_parallel_size": "ep",
+            "expert_tensor_parallel_size": "etp",
+            MAPPING: MAPPING,
+        },
+        etp_follows_tp=True,
+        unread={
+            "hierarchical_context_parallel_sizes": "cp with ulysses_degree for the inner ranks",
+            "encoder_tensor_model_parallel_size": _ENCODER,
+            "encoder_pipeline_model_parallel_size": _ENCODER,
+        },
+    ),
+    Dialect(
+        framework="accelerate",
+        names={
+            **_ACCELERATE,
+            **{f"parallelism_config_{name}": field for name, field in _ACCELERATE.items()},
+        },
+    ),
+    Dialect(
+        framework="DeepSpeed",
+        names={
+            "tensor_parallel.autotp_size": "tp",
+            "sequence_parallel_size": SEQUENCE,
+            "ep_size": "ep",
+        },
+        off=(0,),
+        unread={
+            "pipeline.stages": "pp",
+            "zero_optimization.zero_hpz_partition_size": _GROUPS,
+            "zero_optimization.mics_shard_size": _GROUPS,
+        },
+    ),
+)
+# Names of degrees in other frameworks and in short spellings. If they were ignored, a run would
+# silently use other degrees than its configuration asks for.
+OTHER_NAMES = {
+    **{f"{axis}_degree": axis for axis in ("tp", "pp", "cp", "ep", "etp")},
+    **{f"{axis}_size": axis for axis in ("pp", "etp")},
+    "dp_degree": "dp_replicate or dp_shard",
+    "fsdp_size": "dp_shard",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "expert_parallel_size": "ep",
+    "model_parallel_size": "tp or pp",
+    "ulysses_sequence_parallel_size": "cp and ulysses_degree",
+}
+NAMES = {name: field for dialect in DIALECTS for name, field in dialect.names.items()}
+UNREAD = {n: advice for d in DIALECTS for n, advice in d.unread.items()} | OTHER_NAMES
+_ABSENT = object()
 
 
 def check_named(name: str, source: object) -> None:
@@ -67,6 +177,39 @@ def check_named(name: str, source: object) -> None:
 def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
     reason = f"{name}={show(source)} has no named fields; use {legal}"
     return refusal("fields", reason, {name: source})
+
+
+def read_field(source: object, name: str, absent: object = None) -> Any:
+    """Return an entry of a mapping or an attribute of an object, or ``absent`` if there is none.
+
+    A dot in the name leads into a nested mapping or object.
+    """
+    for part in name.split("."):
+        if isinstance(source, Mapping):
+            source = source.get(part, absent)
+        else:
+            source = getattr(source, part, absent)
+    return source
+
+
+def has_field(source: object, name: str) -> bool:
+    """Return whether `read_field` finds a name, also if its value is None."""
+    return read_field(source, name, _ABSENT) is not _ABSENT
+
+
+def is_of_framework(table: Mapping[str, Any]) -> bool:
+    """Return whether a table has a name of a degree that is not a field of `ParallelDims`."""
+    return any(has_field(table, name) for name in NAMES if name not in OPTIONS)
+
+
+def table_of_degrees(config: object) -> str | None:
+    """Return the first field that holds a table with names of degrees, or None."""
+    fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    for name, value in fields.items():
+        is_table = isinstance(value, Mapping) or is_dataclass(value)
+        if is_table and any(has_field(value, known) for known in NAMES):
+            return str(name)
+    return None
 
 
 def arguments_from_config(
@@ -95,10 +238,10 @@ def arguments_from_config(
         return {}, [none_read(config), *found], False
     values = {name: value for name in present if (value := _value(config, name)) is not None}
     configured = read_field(config, "world_size")
-    found += [*_check_world(configured, world_size), *_take_order(values)]
+    found += [*_world_violations(configured, world_size), *_convert_order(values)]
     arguments = _merge(values, found)
-    found += _take_data(arguments)
-    found += _take_sequence(arguments, values)
+    found += _convert_data(arguments)
+    found += _convert_sequence(arguments, values)
     arguments["world_size"] = configured if world_size is None else world_size
     follows = all(d.etp_follows_tp or not values.keys() & d.names.keys() for d in DIALECTS)
     return arguments, found, follows and "etp" not in arguments
@@ -110,30 +253,29 @@ def _value(config: object, name: str) -> Any:
     return None if isinstance(value, int) and value in off else value
 
 
-def _check_world(configured: Any, given: Any) -> Iterator[Violation]:
+def _world_violations(configured: Any, given: Any) -> Iterator[Violation]:
     if configured is None or given is None:
         return
-    worlds = (configured, given)
-    its, world = (as_degree("world_size", w, inferable=False, optional=False) for w in worlds)
+    its, world = as_degree("world_size", configured), as_degree("world_size", given)
     if its != world:
         reason = f"world_size={world} is not the world_size={its} of the configuration; pass the "
         reason += "same number, or remove it from the configuration"
         yield broken("world", reason, {"world_size": world, "configured": its})
 
 
-def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
+def _convert_order(values: dict[str, Any]) -> Iterator[Violation]:
     """Convert Megatron-LM's order, which is innermost first, and its mapping flag to ``order``."""
     order = values.get("order")
     if isinstance(order, str) and "-" in order:
         values["order"] = order = _outermost_first(order)
-    flag = next((name for name in values if NAMES[name] == MAPPING), None)
-    if flag is None or not as_flag(flag, values.pop(flag)):
+    flag = values.pop(MAPPING, None)
+    if flag is None or not as_flag(MAPPING, flag):
         return
     values["order"] = _outermost_first("tp-cp-ep-pp-dp")
     if order is not None and as_order(order) != values["order"]:
-        reason = f"{flag} means order={show(values['order'])}, but order={show(order)} is given; "
-        reason += "give one of them"
-        yield broken("names", reason, {flag: True, "order": order})
+        reason = f"{MAPPING} means order={show(values['order'])}, but order={show(order)} is "
+        reason += "given; give one of them"
+        yield broken("names", reason, {MAPPING: True, "order": order})
 
 
 def _outermost_first(order: str) -> tuple[str, ...]:
@@ -152,24 +294,24 @@ def _merge(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
         by_field.setdefault(NAMES[name], {})[name] = value
     arguments: dict[str, Any] = {}
     wrong: list[Violation] = []
-    for field, given in by_field.items():
-        arguments[field] = given.get(field, next(iter(given.values())))
-        if [*given] == [field]:  # `resolve_fields` checks it, together with the other fields
+    for target, given in by_field.items():
+        arguments[target] = given.get(target, next(iter(given.values())))
+        if [*given] == [target]:  # `resolve_fields` checks it, together with the other fields
             continue
-        degrees: dict[str, int | None] = {}
+        degrees: dict[str, int] = {}
         for name, value in given.items():
             try:
-                degrees[name] = as_degree(name, value, inferable=True, optional=False)
+                degrees[name] = as_degree(name, value, inferable=True)
             except ParallelDimsError as error:
                 wrong += error.violations
         if len({*degrees.values()}) > 1:
-            found.append(_differing(field, degrees))
+            found.append(_differing(target, degrees))
     if wrong:
         raise ParallelDimsError(wrong)
     return arguments
 
 
-def _differing(field: str, degrees: Mapping[str, int | None]) -> Violation:
+def _differing(field: str, degrees: Mapping[str, int]) -> Violation:
     names = sorted(degrees)
     texts = join_words((f"{name}={degrees[name]}" for name in names), "and")
     reason = f"{texts} differ, but all of them set {field}; give one of them"
@@ -177,14 +319,14 @@ def _differing(field: str, degrees: Mapping[str, int | None]) -> Violation:
     return broken(rule, reason, {name: degrees[name] for name in names})
 
 
-def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
+def _convert_data(arguments: dict[str, Any]) -> Iterator[Violation]:
     """Replace the number of data-parallel ranks by ``dp_replicate`` and ``dp_shard``."""
     ranks = arguments.pop(DATA, None)
     if ranks is None:
         return
-    data = as_degree("data_parallel_size", ranks, inferable=True, optional=False) or 1
+    data = as_degree("data_parallel_size", ranks, inferable=True)
     given: dict[str, int] = {
-        name: as_degree(name, arguments[name], inferable=True, optional=False) or 1
+        name: as_degree(name, arguments[name], inferable=True)
         for name in ("dp_replicate", "dp_shard")
         if name in arguments
     }
@@ -204,15 +346,15 @@ def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
         yield broken("names", reason, {"data_parallel_size": data, **given})
 
 
-def _take_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
+def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
     """Replace the field for the Ulysses degree by the two fields ``cp`` and ``ulysses_degree``."""
     ranks = arguments.pop(SEQUENCE, None)
     if ranks is None:
         return
     name = next(name for name in values if NAMES[name] == SEQUENCE)
     try:
-        ulysses = as_degree(name, ranks, inferable=False, optional=False) or 1
-        cp = as_degree("cp", arguments.get("cp"), inferable=False, optional=True) or 1
+        ulysses = as_degree(name, ranks)
+        cp = as_degree("cp", arguments.get("cp"), optional=True) or 1
     except ParallelDimsError as error:
         yield from error.violations
         return
@@ -253,22 +395,42 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
     return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 
-def add_arguments(parser: "ArgumentParser") -> None:
-    """Add one optional argument for each field except ``world_size``.
-
-    Values stay strings, so that a wrong value raises the same error as everywhere else.
-    """
-    group = parser.add_argument_group("parallel degrees")
-    for name, text in OPTIONS.items():
-        option = name.replace("_", "-")
-        metavar = "N" if name in DEGREE_FIELDS else option.upper()
-        group.add_argument(f"--{option}", metavar=metavar, help=text)
+def unread_degrees(config: object) -> Iterator[Violation]:
+    """Yield a violation for each field with a degree above 1 that `from_config` does not read."""
+    for name, advice in UNREAD.items():
+        value = read_field(config, name)
+        if _is_above_one(value):
+            reason = f"from_config does not read {name}={show(value)}; use {advice.format(value)}"
+            yield broken("fields", reason, {name: value})
 
 
-def arguments_from_args(args: "Namespace") -> dict[str, Any]:
-    """Return the arguments that were given on a command line."""
-    given = {name: read_field(args, name) for name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
+def _is_above_one(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_above_one, value))
+    try:
+        return int(value) > 1
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def none_read(config: object) -> Violation:
+    """Return the violation for a configuration without any known name of a degree."""
+    names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
+    names = [name for name in names if not name.startswith("_")]
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    has = join_words([*(name[:MOST_NAME_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
+    others = join_words(f"{d.framework} ({', '.join(_listed(d))})" for d in DIALECTS if d != OWN)
+    table = table_of_degrees(config)
+    # The representation of the configuration may differ between ranks, so only its type is given.
+    kind = type(config).__name__
+    reason = f"config of type {kind} has none of the names {join_words(OWN.names)}; nor names of "
+    reason += f"{others}; it has {has or 'no fields'}"
+    reason += f"; its {table} has such names; pass that" if table else ""
+    return broken("fields", reason, {"config": kind})
+
+
+def _listed(dialect: Dialect) -> list[str]:
+    return [name for name in dialect.names if "parallelism_config_" not in name]
 
 
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:

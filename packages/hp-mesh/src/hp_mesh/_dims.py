@@ -9,11 +9,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from ._config import (
-    add_arguments,
-    arguments_from_args,
+    OPTIONS,
     arguments_from_config,
     arguments_from_dict,
+    is_of_framework,
     name_data,
+    read_field,
     read_toml,
     read_yaml,
 )
@@ -31,7 +32,6 @@ from ._errors import (
 )
 from ._layout import Folds, MeshPlan, RankLayout, plan_mesh
 from ._model import read_numbers
-from ._names import is_of_framework
 from ._rules import (
     Subject,
     Topology,
@@ -163,7 +163,7 @@ class ParallelDims(_Origin):
             ParallelDimsError: The product of the degrees is not ``world_size``, or this
                 configuration has another world size.
         """
-        world = as_degree("world_size", world_size, inferable=False, optional=False)
+        world = as_degree("world_size", world_size)
         if self.world_size == world:
             return self
         if self.world_size is not None:
@@ -313,7 +313,12 @@ class ParallelDims(_Origin):
             >>> ParallelDims.from_args(parser.parse_args(["--tp", "2"]), world_size=8).dp_shard
             4
         """
-        add_arguments(parser)
+        group = parser.add_argument_group("parallel degrees")
+        for name, text in OPTIONS.items():
+            option = name.replace("_", "-")
+            # Values stay strings, so that a wrong one raises the same error as everywhere else.
+            metavar = "N" if name in (*DEGREES, "ulysses_degree") else option.upper()
+            group.add_argument(f"--{option}", metavar=metavar, help=text)
 
     @classmethod
     def from_args(cls, args: "Namespace", world_size: int | None = None) -> "ParallelDims":
@@ -329,7 +334,9 @@ class ParallelDims(_Origin):
         Raises:
             ParallelDimsError: A value is not a degree, or the degrees break a rule.
         """
-        return cls(**arguments_from_args(args), world_size=world_size)
+        given = {name: read_field(args, name) for name in OPTIONS}
+        given = {name: value for name, value in given.items() if value is not None}
+        return cls(**given, world_size=world_size)
 
     def check(
         self,

@@ -229,7 +229,13 @@ def take_integers(values: object, names: Iterable[str]) -> None:
         object.__setattr__(values, name, as_integer(getattr(values, name)))
 
 
-def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
+@overload
+def as_degree(name: str, value: Degree, *, inferable: bool = ...) -> int: ...
+@overload
+def as_degree(name: str, value: Degree, *, inferable: bool = ..., optional: bool) -> int | None: ...
+def as_degree(
+    name: str, value: Degree, *, inferable: bool = False, optional: bool = False
+) -> int | None:
     """Return ``value`` as a positive integer.
 
     Args:

@@ -8,9 +8,8 @@ from math import gcd
 from numbers import Number
 from typing import Any
 
-from ._config import check_named
+from ._config import check_named, read_field
 from ._errors import LARGEST, Violation, as_integer, broken, read_integer, show
-from ._names import read_field
 
 Fields = dict[str, tuple[str, Any]]  # for each field, its name in the configuration and its value
 

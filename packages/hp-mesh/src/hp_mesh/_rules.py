@@ -493,7 +493,7 @@ class Topology:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        number = as_degree("ranks_per_node", self.ranks_per_node, inferable=False, optional=False)
+        number = as_degree("ranks_per_node", self.ranks_per_node)
         object.__setattr__(self, "ranks_per_node", number)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, replace
 
-from .._names import DIALECTS
+from .._config import DIALECTS
 from ..planner import Candidate, TrainSpec
 from ._reports import constructor_line
 

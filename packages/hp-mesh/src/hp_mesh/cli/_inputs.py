@@ -13,7 +13,7 @@ from os.path import exists
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._config import FIELDS, arguments_from_config, read_file
+from .._config import FIELDS, arguments_from_config, is_of_framework, read_file
 from .._degrees import PEER_AXES, world_axes
 from .._dims import ParallelDims
 from .._errors import (
@@ -29,7 +29,6 @@ from .._errors import (
     show,
 )
 from .._model import read_numbers
-from .._names import is_of_framework
 from .._rules import Subject, Topology, check_rules, topology_violations
 from ..planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 
