@@ -48,6 +48,7 @@ def test_an_error_of_a_dp_shard_that_follows_names_what_was_given() -> None:
         ({"tp": 2, "pp_degree": "4"}, "pp_degree='4'", "pp"),
         ({"dp": 2, "cp_degree": 4}, "cp_degree=4", "cp"),
         ({"tp": 2, "dp_degree": 4}, "dp_degree=4", "dp_replicate or dp_shard"),
+        ({"tp": 2, "dp_size": 4}, "dp_size=4", "dp_replicate or dp_shard"),
         ({"cp": 2, "tensor_parallel_size": 4}, "tensor_parallel_size=4", "tp"),
         ({"cp": 2, "pipeline_parallel_size": 10**30}, f"pipeline_parallel_size={10**30}", "pp"),
         ({"cp": 2, "expert_parallel_size": 4}, "expert_parallel_size=4", "ep"),
@@ -64,6 +65,12 @@ def test_a_known_name_that_is_not_read_is_an_error_with_the_name_to_use(
     for field in meant.split(" or "):
         config = {"cp": 2, "dp_replicate": -1, "free_etp": True, field: 2}
         assert getattr(ParallelDims.from_config(config, 32), field) == 2
+
+
+def test_degrees_whose_dp_size_is_computed_are_a_configuration() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
+    assert dims.dp_size == 4
+    assert ParallelDims.from_config(dims) == dims
 
 
 def test_a_configuration_with_only_unread_names_lists_them() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.planner import MODELS
+from hp_mesh.planner import MODELS, ModelShape
 
 MODEL = {
     "num_attention_heads": 16,
@@ -267,3 +267,27 @@ def test_modules_under_the_names_of_a_shape_are_no_fields() -> None:
     found, expected = dims.check(module, 64), dims.check(MODEL, 64)
     assert [*found] == [*expected] != []
     assert found.skipped == expected.skipped
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"num_attention_heads": 32, "n_heads": 16}, "num_attention_heads=32 and n_heads=16"),
+        ({"vocab": np.int64(9), "vocab_size": 8}, "vocab_size=8 and vocab=9"),
+        (SimpleNamespace(config={"ffn": 96, "ffn_dim": 64}), "ffn_dim=64 and ffn=96"),
+    ],
+)
+def test_two_names_of_one_field_with_different_values_are_refused(model: Any, text: str) -> None:
+    with pytest.raises(ParallelDimsError, match=f"^{text} differ, but all of them are names of"):
+        ParallelDims(tp=2, dp_shard=1).check(model)
+    with pytest.raises(ParallelDimsError, match=f"^{text} differ"):
+        ModelShape.from_config(model)
+
+
+def test_two_names_of_one_field_with_one_value_are_read() -> None:
+    model = {"num_attention_heads": 6, "n_heads": np.int64(6)}
+    (violation,) = ParallelDims(tp=4, dp_shard=1).check(model)
+    assert violation.values == {"tp": 4, "num_attention_heads": 6}
+    # A nested configuration has priority over its parent.
+    nested = {"n_heads": 3, "text_config": {"num_attention_heads": 6}}
+    assert [*ParallelDims(tp=4, dp_shard=1).check(nested)] == [violation]

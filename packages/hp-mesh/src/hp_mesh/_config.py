@@ -154,6 +154,7 @@ OTHER_NAMES = {
     **{f"{axis}_degree": axis for axis in ("tp", "pp", "cp", "ep", "etp")},
     **{f"{axis}_size": axis for axis in ("pp", "etp")},
     "dp_degree": "dp_replicate or dp_shard",
+    "dp_size": "dp_replicate or dp_shard",
     "fsdp_size": "dp_shard",
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "pp",
@@ -396,10 +397,13 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
 
 
 def unread_degrees(config: object) -> Iterator[Violation]:
-    """Yield a violation for each field with a degree above 1 that `from_config` does not read."""
+    """Yield a violation for each field with a degree above 1 that `from_config` does not read.
+
+    A property, such as ``ParallelDims.dp_size``, is computed from other fields and ignored.
+    """
     for name, advice in UNREAD.items():
         value = read_field(config, name)
-        if _is_above_one(value):
+        if _is_above_one(value) and not isinstance(getattr(type(config), name, None), property):
             reason = f"from_config does not read {name}={show(value)}; use {advice.format(value)}"
             yield broken("fields", reason, {name: value})
 

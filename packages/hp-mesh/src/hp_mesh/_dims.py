@@ -368,8 +368,9 @@ class ParallelDims(_Origin):
             Errors and advice. ``skipped`` has the names of the absent fields.
 
         Raises:
-            ParallelDimsError: ``model`` cannot have fields (a string or a number, for example), an
-                option is not a bool, or a degree still has to be inferred.
+            ParallelDimsError: ``model`` cannot have fields (a string or a number, for example) or
+                has two values for one field, an option is not a bool, or a degree still has to be
+                inferred.
 
         Examples:
             >>> dims = ParallelDims(tp=4, world_size=8)
@@ -463,8 +464,8 @@ class ParallelDims(_Origin):
             world size and one for each axis follow.
 
         Raises:
-            ParallelDimsError: ``model`` is neither a mapping nor an object with attributes, or a
-                degree still has to be inferred.
+            ParallelDimsError: ``model`` is neither a mapping nor an object with attributes, has two
+                values for one field, or a degree still has to be inferred.
 
         Examples:
             >>> print(ParallelDims(tp=2, world_size=4).explain()[0].text)

@@ -1,6 +1,7 @@
-"""Reads the sizes of a model from its configuration, by one table of names.
+"""Read the sizes of a model from its configuration.
 
-The rules and the planner use it.
+The tables list the names of each field in all families of models. `read_numbers` reads the fields
+that the rules need, and `read_model_fields` all fields that the planner needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,118 +10,96 @@ from numbers import Number
 from typing import Any
 
 from ._config import check_named, read_field
-from ._errors import LARGEST, Violation, as_integer, broken, read_integer, show
+from ._errors import (
+    LARGEST,
+    Violation,
+    as_integer,
+    broken,
+    join_words,
+    read_integer,
+    refusal,
+    show,
+)
 
 Fields = dict[str, tuple[str, Any]]  # for each field, its name in the configuration and its value
 
+
+def _table(**rows: str) -> Mapping[str, tuple[str, ...]]:
+    """Split the names in each row of a table at spaces."""
+    return {row: tuple(names.split()) for row, names in rows.items()}
+
+
 # Names of each field, the most common first: Hugging Face configurations, research code bases, and
 # fields of the planner's `ModelShape`. The rules read these fields.
-RULED: Mapping[str, tuple[str, ...]] = {
-    "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "heads"),
-    "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads", "kv_heads"),
-    "experts": (
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-        "experts",
-    ),
-    "ffn": (
-        "intermediate_size",
-        "ffn_hidden_size",
-        "ffn_dim",
-        "n_inner",
-        "hidden_dim",
-        "dff",
-        "ffn",
-    ),
-    "vocab": ("vocab_size", "vocab"),
-    "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "layers"),
-    "expert_ffn": (
-        "moe_intermediate_size",
-        "moe_ffn_hidden_size",
-        "expert_ffn_hidden_size",
-        "expert_ffn",
-    ),
-    "dense_layers": (
-        "first_k_dense_replace",
-        "num_dense_layers",
-        "moe_layer_start_index",
-        "dense_layers",
-    ),
-    "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
-}
+RULED = _table(
+    heads="num_attention_heads n_heads num_heads n_head heads",
+    kv_heads="num_key_value_heads n_kv_heads num_kv_heads kv_n_heads kv_heads",
+    experts="num_experts num_local_experts n_routed_experts moe_num_experts experts",
+    ffn="intermediate_size ffn_hidden_size ffn_dim n_inner hidden_dim dff ffn",
+    vocab="vocab_size vocab",
+    layers="num_hidden_layers n_layers num_layers n_layer layers",
+    expert_ffn="moe_intermediate_size moe_ffn_hidden_size expert_ffn_hidden_size expert_ffn",
+    dense_layers="first_k_dense_replace num_dense_layers moe_layer_start_index dense_layers",
+    tied="tie_word_embeddings weight_tying tie_embeddings tied",
+)
 # Further numbers for the planner.
-SIZES: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim", "hidden"),
-    "head_dim": ("head_dim",),
-    "latent": ("kv_lora_rank", "latent"),
-    "query_latent": ("q_lora_rank", "query_latent"),
-    "nope_dim": ("qk_nope_head_dim", "nope_dim"),
-    "rope_dim": ("qk_rope_head_dim", "rope_dim"),
-    "top_k": (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "moe_topk",
-        "moe_top_k",
-        "moe_k",
-        "top_k",
-    ),
-    "shared_ffn": (
-        "shared_expert_intermediate_size",
-        "moe_shared_expert_intermediate_size",
-        "shared_ffn",
-    ),
-    "groups": ("n_group", "groups"),
-    "top_groups": ("topk_group", "top_groups"),
-}
+SIZES = _table(
+    hidden="hidden_size n_embd d_model dim hidden",
+    head_dim="head_dim",
+    latent="kv_lora_rank latent",
+    query_latent="q_lora_rank query_latent",
+    nope_dim="qk_nope_head_dim nope_dim",
+    rope_dim="qk_rope_head_dim rope_dim",
+    top_k="num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k",
+    shared_ffn="shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_ffn",
+    groups="n_group groups",
+    top_groups="topk_group top_groups",
+)
 # Numbers from which `_derive` computes other fields.
-COUNTS: Mapping[str, tuple[str, ...]] = {
-    "value_head_dim": ("v_head_dim",),
-    "shared_experts": (
-        "n_shared_experts",
-        "num_shared_experts",
-        "num_shared_expert",
-        "moe_num_shared_experts",
-    ),
-    "dense_ffn": ("intermediate_size_mlp",),
-    "expert_step": ("interleave_moe_layer_step", "decoder_sparse_step"),
-    "expansion": ("expansion_ratio",),
-}
+COUNTS = _table(
+    value_head_dim="v_head_dim",
+    shared_experts=("n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts"),
+    dense_ffn="intermediate_size_mlp",
+    expert_step="interleave_moe_layer_step decoder_sparse_step",
+    expansion="expansion_ratio",
+)
 # Values of other types from which `_derive` computes other fields.
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "family": ("model_type",),
-    "name": ("name", "_name_or_path", "model_type"),
-    "glu": ("glu",),
-    "with_experts": ("is_moe",),
-    "one_kv_head": ("multi_query",),
-    "many_kv_heads": ("new_decoder_architecture",),
-    "dense_list": ("mlp_only_layers",),
-    "mlp_types": ("mlp_layer_types",),
-    "gpt2_width": ("n_embd",),
-}
+WORDS = _table(
+    family="model_type",
+    name="name _name_or_path model_type",
+    glu="glu",
+    with_experts="is_moe",
+    one_kv_head="multi_query",
+    many_kv_heads="new_decoder_architecture",
+    dense_list="mlp_only_layers",
+    mlp_types="mlp_layer_types",
+    gpt2_width="n_embd",
+)
 # Fields that announce layers which the planner cannot estimate. The first table is ignored if the
 # configuration lists the types of all layers and all of them are attention.
-OTHER_LAYERS: Mapping[str, tuple[str, ...]] = {
-    "state-space layers": (
-        *("mamba_d_state", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_expand"),
-        *("ssm_state_size", "state_size", "time_step_rank", "ssm_cfg", "hybrid_override_pattern"),
-        *("attn_layer_period", "attn_layer_indices", "hybrid_layer_ids"),
-    ),
-    "linear attention": (
-        *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"),
-        *("linear_attn_config", "linear_attn_alpha_factor", "full_attention_interval"),
-        "layer_group_size",
-    ),
-    "recurrent layers": ("lru_width",),
-    "convolutions": ("conv_L_cache",),
-}
-OTHER_MODELS: Mapping[str, tuple[str, ...]] = {
-    "state-space heads beside attention": ("mamba_d_ssm",),
-    "sparse attention": ("index_topk",),
-    "layers of several sizes": ("block_configs",),
-    "an encoder": ("is_encoder_decoder",),
-}
+OTHER_LAYERS = _table(
+    **{
+        "state-space layers": (
+            "mamba_d_state mamba_n_heads mamba_num_heads n_mamba_heads mamba_expand ssm_state_size "
+            "state_size time_step_rank ssm_cfg hybrid_override_pattern attn_layer_period "
+            "attn_layer_indices hybrid_layer_ids"
+        ),
+        "linear attention": (
+            "linear_num_key_heads linear_num_value_heads linear_num_heads linear_attn_config "
+            "linear_attn_alpha_factor full_attention_interval layer_group_size"
+        ),
+        "recurrent layers": "lru_width",
+        "convolutions": "conv_L_cache",
+    }
+)
+OTHER_MODELS = _table(
+    **{
+        "state-space heads beside attention": "mamba_d_ssm",
+        "sparse attention": "index_topk",
+        "layers of several sizes": "block_configs",
+        "an encoder": "is_encoder_decoder",
+    }
+)
 # Families with such layers although no field announces them.
 OTHER_FAMILIES: Mapping[str, str] = {
     "gemma4": "heads of several sizes",
@@ -138,6 +117,9 @@ ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attent
 # Names in configurations that can also be submodules or lists of a model: values that are neither
 # numbers nor text are ignored. Each key of `RULED` is also a name in configurations.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
+# Fields whose names must not have different values in one configuration. ``layers`` is not one of
+# them, because LongCat-Flash counts pairs of layers in ``num_layers``.
+ONE_VALUE = ("heads", "kv_heads", "experts", "ffn", "vocab", "expert_ffn")
 # Fields that can have a list with one number per layer.
 PER_LAYER = ("intermediate_size",)
 # Fields that can be 0.
@@ -160,26 +142,36 @@ TIED = (
 )
 
 
-def read_fields(model: object) -> Fields:
+def read_model_fields(model: object) -> Fields:
     """Return the fields of a model under the names of the tables above.
 
     ``model`` is a mapping, a configuration object, or an object with a ``config``, which has
     priority. A nested ``text_config`` has priority over its parent. None means absent.
 
     Raises:
-        ParallelDimsError: ``model`` cannot have fields.
+        ParallelDimsError: ``model`` cannot have fields, or two names of one field have different
+            values.
     """
     check_named("model", model)
     sources, fields = [*_sources(model)], Fields()
-    for field, spellings in {**RULED, **SIZES, **COUNTS, **WORDS}.items():
+    for field, names in {**RULED, **SIZES, **COUNTS, **WORDS}.items():
         for source in sources:
-            for spelling in spellings:
-                value = _read(source, spelling)
-                other = spelling in AMBIGUOUS and not isinstance(value, Number | str)
-                if field not in fields and value is not None and not other:
-                    fields[field] = spelling, value
+            given = {name: value for name in names if (value := _read(source, name)) is not None}
+            if given:
+                fields[field] = next(iter(given.items()))
+                if field in ONE_VALUE:
+                    _check_one_value(field, given)
+                break
     _derive(fields)
     return fields
+
+
+def _check_one_value(field: str, given: Mapping[str, Any]) -> None:
+    numbers = {name: number for name, value in given.items() if (number := read_integer(value))}
+    if len({*numbers.values()}) > 1:
+        texts = join_words((f"{name}={number}" for name, number in numbers.items()), "and")
+        reason = f"{texts} differ, but all of them are names of {field}; give one of them"
+        raise refusal("names", reason, numbers)
 
 
 def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
@@ -207,14 +199,15 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Return a field, or None if reading it raises.
+    """Return a field, or None if it is absent or no value of a configuration.
 
     Some configurations raise for a field with different values in different layers.
     """
     try:
-        return read_field(source, name)
+        value = read_field(source, name)
     except Exception:  # noqa: BLE001 (of any library)
         return None
+    return value if name not in AMBIGUOUS or isinstance(value, Number | str) else None
 
 
 def _word(value: object) -> Any:
@@ -297,7 +290,7 @@ def read_numbers(
     Raises:
         ParallelDimsError: ``model`` cannot have fields.
     """
-    given = {name: found for name, found in read_fields(model).items() if name in RULED}
+    given = {name: found for name, found in read_model_fields(model).items() if name in RULED}
     given |= {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}
     numbers: dict[str, tuple[str, int]] = {}
     wrong: dict[str, Violation] = {}

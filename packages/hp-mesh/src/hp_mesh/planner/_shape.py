@@ -18,7 +18,7 @@ from .._errors import (
     show,
     take_integers,
 )
-from .._model import COUNTS, RULED, SIZES, read_fields, read_other_layers
+from .._model import COUNTS, RULED, SIZES, read_model_fields, read_other_layers
 from .._rules import RULES
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
@@ -326,7 +326,7 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
 
 def _read_shape(config: object) -> dict[str, Any]:
     """Return the arguments of `ModelShape` that a configuration gives."""
-    found = {f: (name, as_integer(v)) for f, (name, v) in read_fields(config).items()}
+    found = {f: (name, as_integer(v)) for f, (name, v) in read_model_fields(config).items()}
     given = {field: value for field, (_, value) in found.items() if value is not None}
     if given.get("experts") and "top_k" not in given:
         raise ParallelDimsError([_missing("top_k")])
