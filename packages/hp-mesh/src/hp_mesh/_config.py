@@ -232,26 +232,25 @@ def arguments_from_config(
             is not a degree.
     """
     check_named("config", config)
-    present = [name for name in NAMES if has_field(config, name)]
     found = [*unread_degrees(config)]
     is_empty = isinstance(config, Mapping) and not config
-    if not present and not is_empty:
-        return {}, [none_read(config), *found], False
-    values = {name: value for name in present if (value := _value(config, name)) is not None}
+    if not is_empty and not any(has_field(config, name) for name in NAMES):
+        return {}, [no_name_violation(config), *found], False
+    values: dict[str, Any] = {}
+    for dialect in DIALECTS:
+        for name in dialect.names:
+            value = read_field(config, name)
+            is_off = isinstance(value, int) and value in dialect.off
+            if value is not None and not is_off:
+                values[name] = value
     configured = read_field(config, "world_size")
     found += [*_world_violations(configured, world_size), *_convert_order(values)]
-    arguments = _merge(values, found)
+    arguments = _one_value_each(values, found)
     found += _convert_data(arguments)
     found += _convert_sequence(arguments, values)
     arguments["world_size"] = configured if world_size is None else world_size
     follows = all(d.etp_follows_tp or not values.keys() & d.names.keys() for d in DIALECTS)
     return arguments, found, follows and "etp" not in arguments
-
-
-def _value(config: object, name: str) -> Any:
-    value = read_field(config, name)
-    off = next(dialect.off for dialect in DIALECTS if name in dialect.names)
-    return None if isinstance(value, int) and value in off else value
 
 
 def _world_violations(configured: Any, given: Any) -> Iterator[Violation]:
@@ -285,7 +284,7 @@ def _outermost_first(order: str) -> tuple[str, ...]:
     return tuple(axis for name in names for axis in data.get(name, (name,)))
 
 
-def _merge(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
+def _one_value_each(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
     """Return one value for each field.
 
     A field can have several names. If their values differ, a violation is appended to ``found``.
@@ -366,7 +365,7 @@ def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> I
         arguments |= {"cp": cp * ulysses, "ulysses_degree": ulysses}
 
 
-def name_data(error: ParallelDimsError, config: object) -> ParallelDimsError:
+def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> ParallelDimsError:
     """Add to an error about ``dp_shard`` the name in ``config`` from which it was read."""
     fields = (DATA, "dp_shard")
     names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
@@ -417,31 +416,31 @@ def _is_above_one(value: Any) -> bool:
         return False
 
 
-def none_read(config: object) -> Violation:
+def no_name_violation(config: object) -> Violation:
     """Return the violation for a configuration without any known name of a degree."""
     names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
     names = [name for name in names if not name.startswith("_")]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     has = join_words([*(name[:MOST_NAME_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
-    others = join_words(f"{d.framework} ({', '.join(_listed(d))})" for d in DIALECTS if d != OWN)
+    others = []
+    for dialect in DIALECTS:
+        listed = [name for name in dialect.names if "parallelism_config_" not in name]
+        if dialect != OWN:
+            others.append(f"{dialect.framework} ({', '.join(listed)})")
     table = table_of_degrees(config)
     # The representation of the configuration may differ between ranks, so only its type is given.
     kind = type(config).__name__
     reason = f"config of type {kind} has none of the names {join_words(OWN.names)}; nor names of "
-    reason += f"{others}; it has {has or 'no fields'}"
+    reason += f"{join_words(others)}; it has {has or 'no fields'}"
     reason += f"; its {table} has such names; pass that" if table else ""
     return broken("fields", reason, {"config": kind})
-
-
-def _listed(dialect: Dialect) -> list[str]:
-    return [name for name in dialect.names if "parallelism_config_" not in name]
 
 
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return the content of a TOML file, or one table of it, such as ``"run.mesh"``."""
     import tomllib
 
-    return _read(path, table, tomllib.load)
+    return _read_table(path, table, tomllib.load)
 
 
 def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
@@ -451,7 +450,7 @@ def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
     except ImportError as error:
         raise ImportError("reading YAML needs PyYAML: pip install pyyaml") from error
     try:
-        return _read(path, table, yaml.safe_load)
+        return _read_table(path, table, yaml.safe_load)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -459,7 +458,7 @@ def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
 def _read_json(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     import json
 
-    return _read(path, table, json.load)
+    return _read_table(path, table, json.load)
 
 
 READERS = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": _read_json}
@@ -470,7 +469,7 @@ def read_file(path: str, table: str | None = None) -> Mapping[str, Any]:
 
     Args:
         path: Path of the file. Its suffix selects the format.
-        table: Name of a table, with dots between levels. None reads the top level.
+        table: Name of a table, with dots between levels. Defaults to the top level.
 
     Returns:
         The fields by name.
@@ -497,18 +496,18 @@ def _is_deep(content: object) -> bool:
     level = [content]
     for _ in range(MAX_LEVELS):
         # In YAML, a value may occur several times and even contain itself.
-        inner = {id(value): value for outer in level for value in _values(outer)}
+        inner = {id(value): value for outer in level for value in _inner_values(outer)}
         level = [*inner.values()]
     return bool(level)
 
 
-def _values(content: object) -> Iterable[object]:
+def _inner_values(content: object) -> Iterable[object]:
     if isinstance(content, Mapping):
         return content.values()
     return content if isinstance(content, list) else ()
 
 
-def _read(
+def _read_table(
     path: str | PathLike[str], table: str | None, parse: Callable[[BinaryIO], Any]
 ) -> Mapping[str, Any]:
     with open(path, "rb") as file:

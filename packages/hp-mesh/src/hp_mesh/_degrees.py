@@ -88,7 +88,7 @@ def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation
         yield broken("order", f"{reason}outermost first{may}", {"order": order})
 
 
-def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
+def inferred_violations(degrees: Mapping[str, int]) -> Iterator[Violation]:
     """Yield a violation if more than one degree is -1."""
     inferred = [name for name, degree in degrees.items() if degree == INFERRED]
     if len(inferred) > 1:
@@ -126,7 +126,7 @@ def resolve_fields(
         except ParallelDimsError as error:
             violations += error.violations
     degrees = degrees_from(fields)
-    violations += one_is_inferred(degrees)
+    violations += inferred_violations(degrees)
     if "ep_mode" in fields:
         mode, world = fields["ep_mode"], fields.get("world_size")
         if world is not None:
@@ -137,7 +137,7 @@ def resolve_fields(
         if etp_is_tp and "tp" in degrees:
             degrees["etp"] = degrees["tp"]
         free = fields.get("free_etp", False)
-        known = Subject(degrees=_known(fields, degrees), ep_mode=mode, free_etp=free)
+        known = Subject(degrees=_known_degrees(fields, degrees), ep_mode=mode, free_etp=free)
         violations += degree_violations(known)
         if "order" in fields:
             violations += order_violations(mode, fields["order"])
@@ -155,7 +155,7 @@ def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[An
     return parsers | {"ep_mode": as_mode, "order": as_order}
 
 
-def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
+def _known_degrees(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
     """Return the known and valid degrees, and the world size, for the rules."""
     known = {name: degree for name, degree in degrees.items() if degree != INFERRED}
     if "ulysses_degree" in fields:

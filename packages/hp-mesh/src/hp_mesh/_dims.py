@@ -13,7 +13,7 @@ from ._config import (
     arguments_from_config,
     arguments_from_dict,
     is_of_framework,
-    name_data,
+    name_source_of_dp_shard,
     read_field,
     read_toml,
     read_yaml,
@@ -217,7 +217,7 @@ class ParallelDims(_Origin):
         try:
             dims = cls(**resolve_fields(given, found, needs_world=needs_world, etp_is_tp=etp_is_tp))
         except ParallelDimsError as error:
-            raise name_data(error, config) from None
+            raise name_source_of_dp_shard(error, config) from None
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
 
@@ -451,7 +451,7 @@ class ParallelDims(_Origin):
         """List every rule with the numbers that it read and its verdict.
 
         Args:
-            model: A mapping or a configuration object, as in `check`. None counts as an empty
+            model: A mapping or a configuration object, as in `check`. Defaults to an empty
                 mapping.
             seq_len: Number of tokens of one sequence.
             global_batch: Number of sequences of one step, over all ranks.
@@ -534,8 +534,8 @@ class ParallelDims(_Origin):
                 groups are created, another rank can wait for it that long.
 
         Returns:
-            The meshes. As a context manager, the result destroys its groups at the end of the
-            block.
+            The meshes. If they are used as a context manager, their groups are destroyed at the end
+            of the block.
 
         Raises:
             MeshError: There is no default process group; the ranks have different degrees; the

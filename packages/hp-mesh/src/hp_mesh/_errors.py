@@ -202,7 +202,7 @@ def raise_errors(violations: Iterable[Violation]) -> None:
 
 
 def read_integer(value: Any) -> int | None:
-    """Return an integer of any type except bool as an int; None for any other value."""
+    """Return an integer of any type except bool as an int, or None if the value is no integer."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)
@@ -216,7 +216,10 @@ def as_integer(value: Any) -> Any:
 
 
 def integer_of(text: str) -> int | None:
-    """Return the integer that a text of ASCII digits states, also negative; None for other text."""
+    """Return the integer that a text has in ASCII digits, with a minus sign if it is negative.
+
+    The result is None if the text has anything else.
+    """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
         return None
@@ -310,5 +313,8 @@ def kind_violations(name: str, value: object, kind: type) -> Iterator[Violation]
 
 
 def number_violation(name: str, value: object, legal: str) -> Violation:
-    """Return the violation of a field whose value is not legal."""
+    """Return the violation of a field with a value that is not legal.
+
+    ``legal`` describes the legal values, for example ``"a number above 0"``.
+    """
     return broken("number", f"{name}={show(value)} given; use {legal}", {name: value})

@@ -117,13 +117,13 @@ ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attent
 # Names in configurations that can also be submodules or lists of a model: values that are neither
 # numbers nor text are ignored. Each key of `RULED` is also a name in configurations.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
-# Fields whose names must not have different values in one configuration. ``layers`` is not one of
-# them, because LongCat-Flash counts pairs of layers in ``num_layers``.
+# Two names of one of these fields must not have different values. ``layers`` is not one of them,
+# because LongCat-Flash counts pairs of layers in ``num_layers``.
 ONE_VALUE = ("heads", "kv_heads", "experts", "ffn", "vocab", "expert_ffn")
 # Fields that can have a list with one number per layer.
 PER_LAYER = ("intermediate_size",)
 # Fields that can be 0.
-NONE_OF = ("experts", "dense_layers")
+CAN_BE_ZERO = ("experts", "dense_layers")
 # Nested configurations: of the language model, of attention, of the feed-forward part.
 NESTED = ("text_config", "attn_config", "ffn_config")
 # Families that omit the feed-forward width if it is 4 * hidden.
@@ -146,7 +146,7 @@ def read_model_fields(model: object) -> Fields:
     """Return the fields of a model under the names of the tables above.
 
     ``model`` is a mapping, a configuration object, or an object with a ``config``, which has
-    priority. A nested ``text_config`` has priority over its parent. None means absent.
+    priority. A nested ``text_config`` has priority over its parent. A field that is None is absent.
 
     Raises:
         ParallelDimsError: ``model`` cannot have fields, or two names of one field have different
@@ -184,14 +184,14 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     types = [(name, kinds) for name in LAYER_TYPES if isinstance(kinds := read(name), list | tuple)]
     for name, kinds in types:
-        others = {kind: None for kind in map(_word, kinds) if kind not in ATTENTION}
+        others = dict.fromkeys(kind for kind in map(_word, kinds) if kind not in ATTENTION)
         if others:
             found.setdefault("other layers than attention", {})[name] = [*others]
     tables = OTHER_MODELS if types and not found else {**OTHER_LAYERS, **OTHER_MODELS}
-    for what, names in tables.items():
-        said = {name: value for name in names if _says(value := read(name))}
-        if said:
-            found[what] = said
+    for kind, names in tables.items():
+        given = {name: value for name in names if _is_set(value := read(name))}
+        if given:
+            found[kind] = given
     family = read("model_type")
     if isinstance(family, str) and family in OTHER_FAMILIES and not found:
         found[OTHER_FAMILIES[family]] = {"model_type": family}
@@ -199,9 +199,10 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Return a field, or None if it is absent or no value of a configuration.
+    """Return a field, or None if it is absent or not a value of a configuration.
 
-    Some configurations raise for a field with different values in different layers.
+    A field is absent too if reading it raises an error: some configurations do so for a field that
+    differs between layers.
     """
     try:
         value = read_field(source, name)
@@ -215,7 +216,7 @@ def _word(value: object) -> Any:
     return value if isinstance(value, str | int) else show(value)
 
 
-def _says(value: object) -> bool:
+def _is_set(value: object) -> bool:
     """Return whether a field is present and not empty, 0 or False."""
     kinds = (str, int, list, tuple, dict)  # a model may have a submodule of that name
     return isinstance(value, kinds) and bool(value)
@@ -235,7 +236,7 @@ def _derive(fields: Fields) -> None:
         fields["tied"] = "tie_word_embeddings", True
     if given.get("one_kv_head") is True and not given.get("many_kv_heads"):
         fields["kv_heads"] = "kv_heads", 1  # Falcon writes another number there
-    if given.get("latent") and "heads" in fields:  # keys and values of all heads come from it
+    if given.get("latent") and "heads" in fields:  # of the keys and values of all heads
         fields["kv_heads"] = fields["heads"]
         if "value_head_dim" in fields:
             fields["head_dim"] = fields["value_head_dim"]
@@ -297,18 +298,26 @@ def read_numbers(
     for field, (name, value) in given.items():
         if value is None:
             continue
-        if name in PER_LAYER and isinstance(value, list | tuple):
-            name, number = _of_layers(name, value)
+        shown, number = _parse_number(field, name, value)
+        if number is not None:
+            numbers[field] = shown, number
         else:
-            number = _flag(value) if field == "tied" else _positive(value)
-        if field in NONE_OF and value is not False and value == 0:
-            number = 0
-        if number is None:
             reason = f"{name}={show(value)} is not {_legal(field, value)}"
             wrong[field] = broken("number", reason, {name: value})
-        else:
-            numbers[field] = name, number
     return numbers, wrong
+
+
+def _parse_number(field: str, name: str, value: Any) -> tuple[str, int | None]:
+    """Return the name to show in errors, and the number or, for an invalid value, None."""
+    if field == "tied":
+        return name, value if isinstance(value, bool) else None
+    if field in CAN_BE_ZERO and value is not False and value == 0:
+        return name, 0
+    values = value if name in PER_LAYER and isinstance(value, list | tuple) else [value]
+    numbers = [n for n in map(read_integer, values) if n is not None and 0 < n <= LARGEST]
+    if not numbers or len(numbers) < len(values):
+        return name, None
+    return name if len({*numbers}) == 1 else f"gcd({name})", gcd(*numbers)
 
 
 def _legal(field: str, value: Any) -> str:
@@ -316,19 +325,3 @@ def _legal(field: str, value: Any) -> str:
         return "True or False"
     too_large = isinstance(value, int) and value > LARGEST
     return f"at most {LARGEST}" if too_large else "a positive integer"
-
-
-def _flag(value: Any) -> int | None:
-    return value if isinstance(value, bool) else None
-
-
-def _positive(value: Any) -> int | None:
-    number = read_integer(value)
-    return number if number is not None and 0 < number <= LARGEST else None
-
-
-def _of_layers(name: str, values: list[Any] | tuple[Any, ...]) -> tuple[str, int | None]:
-    numbers = [number for number in map(_positive, values) if number]
-    if not numbers or len(numbers) < len(values):
-        return name, None
-    return name if len(set(numbers)) == 1 else f"gcd({name})", gcd(*numbers)

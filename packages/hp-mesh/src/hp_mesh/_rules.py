@@ -1,8 +1,8 @@
-"""All rules: about degrees and models, one record each, and about the nodes of a cluster.
+"""All rules about degrees, models and the nodes of a cluster.
 
-`ParallelDims.check`, `validate` and `explain`, and the planner, read the same records. To add a
-rule, add a `Rule` to `DEGREE_RULES` or `RULES`. If it reads a new field of the model, move or add
-the field to `RULED` in `_model`.
+Each rule about degrees and models is one record. `ParallelDims.check`, `validate` and `explain`,
+and the planner, read the same records. To add a rule, add a `Rule` to `DEGREE_RULES` or `RULES`. If
+it reads a new field of the model, move or add the field to `RULED` in `_model`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,9 +25,8 @@ from ._errors import (
 from ._layout import RankLayout
 
 SUGGESTED = ("seq_len", "global_batch")  # fields for which a violation suggests other values
-# Axes whose groups should be inside one node.
-NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
-SHARDING = "sharding"  # in `Rule.degrees`: stands for all axes of `Subject.sharding`
+NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")  # should not cross nodes
+SHARDING = "sharding"  # in `Rule.degrees`: means all axes of `Subject.sharding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +36,13 @@ class Subject:
     Attributes:
         degrees: Positive degrees by name. ``ulysses_degree`` is 1 if it is not set. Unknown degrees
             are absent; rules that need them are idle.
-        sharding: Axes besides ``dp_replicate`` whose ranks have different samples.
+        sharding: Axes along which samples differ, without ``dp_replicate``.
         numbers: For each field, its name in the configuration and its value.
-        wrong: Violations of the fields whose values are not valid numbers.
-        causal_balance: ``2 * cp`` must divide the sequence.
-        sequence_parallel: The ranks of ``tp`` hold parts of the sequence between layers.
+        wrong: Violations of the fields that have invalid values.
+        causal_balance: If True, ``2 * cp`` must divide the sequence.
+        sequence_parallel: If True, the ranks of ``tp`` hold parts of the sequence between layers.
         ep_mode: ``"folded"`` or ``"peer"``, as in `ParallelDims`.
-        free_etp: As in `ParallelDims`.
+        free_etp: If True, ``etp`` may be another number than 1 and ``tp``.
     """
 
     degrees: Mapping[str, int]
@@ -70,9 +69,10 @@ class Rule:
         degrees: Degrees that the rule reads. An explanation shows them.
         fields: Fields of the model or run that the rule needs. It is skipped if one is absent.
         hints: Fields that the rule reads if they are known.
-        applies: Whether the rule applies to the degrees. Defaults to: one of them is above 1.
-        test: Yields the violations. Called only if the rule applies and all degrees and fields are
-            known.
+        applies: Returns whether the rule applies to the degrees. By default, a rule applies if one
+            of its degrees is above 1.
+        test: Yields the violations. It is called only if the rule applies and all degrees and
+            fields are known.
     """
 
     code: str
@@ -116,7 +116,7 @@ def names_of(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
 
 
 def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
-    """Return degrees by name; None for an unknown one."""
+    """Return degrees by name. The value of an unknown degree is None."""
     return {name: subject.degrees.get(name) for name in names_of(names, subject)}
 
 
@@ -143,7 +143,12 @@ def check_rules(subject: Subject) -> Report:
 
 
 def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Return an explanation of each rule. The degrees of ``axes`` multiply to the world size."""
+    """Return one explanation of each rule.
+
+    Args:
+        subject: Degrees and numbers. All degrees are known.
+        axes: Axes whose degrees multiply to the world size.
+    """
     world = prod(subject.degrees[axis] for axis in axes)
     given = {axis: subject.degrees[axis] for axis in axes if subject.degrees[axis] > 1}
     given = given or {"dp_shard": 1}
@@ -497,18 +502,6 @@ class Topology:
         object.__setattr__(self, "ranks_per_node", number)
 
 
-def node_size(topology: object) -> int:
-    """Return the number of ranks per node.
-
-    Raises:
-        ParallelDimsError: ``topology`` is not a `Topology`.
-    """
-    if isinstance(topology, Topology):
-        return topology.ranks_per_node
-    reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"
-    raise refusal("topology", reason, {"topology": topology})
-
-
 def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
     """Yield an error if the ranks do not fill the nodes, else advice for each axis across nodes.
 
@@ -528,10 +521,13 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
 
 
 def _judge_nodes(
-    layout: RankLayout, topology: Topology
+    layout: RankLayout, topology: object
 ) -> Iterator[tuple[Explanation, Violation | None]]:
-    """Yield each rule about nodes with its violation, or with None if it is not broken."""
-    node, world = node_size(topology), layout.world_size
+    """Yield the explanation of each rule about nodes, and its violation or None."""
+    if not isinstance(topology, Topology):
+        reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"
+        raise refusal("topology", reason, {"topology": topology})
+    node, world = topology.ranks_per_node, layout.world_size
     nodes = f"nodes of {node} ranks"
     uneven = world > node and world % node != 0
     for axis in ("world_size", *NODE_AXES):
