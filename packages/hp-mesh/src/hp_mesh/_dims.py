@@ -136,7 +136,11 @@ class ParallelDims(_Origin):
         return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
-        """Return every degree. Without a world size, it is the product of the degrees."""
+        """Return every degree as a number.
+
+        Raises:
+            ParallelDimsError: A degree still has to be inferred, or the product is too large.
+        """
         if self.world_size is not None:
             return {name: getattr(self, name) for name in DEGREES}
         degrees = degrees_from(self._fields())
@@ -145,9 +149,7 @@ class ParallelDims(_Origin):
             reason = f"{join_words(unknown)} is not known yet; call resolve(world_size)"
             raise refusal("resolved", reason, dict.fromkeys(unknown, INFERRED))
         world = prod(degrees[name] for name in world_axes(self.ep_mode))
-        resolve_fields(
-            {**self._fields(), "world_size": world}
-        )  # raises if the product is too large
+        resolve_fields({**self._fields(), "world_size": world})
         return degrees
 
     def resolve(self, world_size: int) -> "ParallelDims":

@@ -174,11 +174,7 @@ def _explain(rule: Rule, subject: Subject) -> Explanation:
     elif found.missing:
         text = f"{text}, but {found.missing} is not known"
     return Explanation(
-        rule=rule.code,
-        sentence=rule.sentence,
-        values=values,
-        verdict=found.verdict,
-        text=text,
+        rule=rule.code, sentence=rule.sentence, values=values, verdict=found.verdict, text=text
     )
 
 
@@ -235,9 +231,8 @@ def division_violations(
             below = number // product * product
             legal[name] = tuple(n for n in (below, below + product) if n > 0)
     relation = "is not" if exactly else "does not divide"
-    yield broken(
-        rule, f"{subject} {relation} {name}={number}", {**given, name: number}, legal, level
-    )
+    reason = f"{subject} {relation} {name}={number}"
+    yield broken(rule, reason, {**given, name: number}, legal, level)
 
 
 def _etp(subject: Subject) -> Iterator[Violation]:
