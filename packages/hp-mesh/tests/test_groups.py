@@ -30,10 +30,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @settings(deadline=None, max_examples=80)
 def test_axes_share_a_group_exactly_when_they_share_its_ranks(dims: ParallelDims) -> None:
     layout = dims.layout()
-    first = dims._plan_mesh(layout.world_size, 0)[1].own_groups
+    first = dims._plan_mesh(layout.world_size, 0)[1].groups
     shared = {own.axes for own in first}
     for rank in range(layout.world_size):
-        owned = dims._plan_mesh(layout.world_size, rank)[1].own_groups
+        owned = dims._plan_mesh(layout.world_size, rank)[1].groups
         # Were this different on some rank, its peers would wait for it in another group.
         assert {own.axes for own in owned} == shared
         assert [own.axes for own in owned] == [own.axes for own in first]

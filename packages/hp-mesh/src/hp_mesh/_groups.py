@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import MeshError, join_words
-from ._layout import MeshPlan, OwnGroup, RankLayout, View
+from ._layout import MeshPlan, PlannedGroup, RankLayout, View
 from ._torch import (
     count_from,
     free_count,
@@ -63,7 +63,7 @@ def create_meshes(
     except MeshError:
         join_as_refusing()
         raise
-    agreement = _compare(_world(), {**compared, "device_type": kind}, plan.own_groups)
+    agreement = _compare(_world(), {**compared, "device_type": kind}, plan.groups)
     with _all_or_none(created):
         groups = _create_groups(plan, timeout, agreement, created)
         meshes: dict[str, DeviceMesh] = {}
@@ -99,7 +99,7 @@ def _create_groups(
     create = _choose_creation(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
     with meet_under(f"{PREFIX}/{agreement.serial}", world), count_from(agreement.count):
-        for own in plan.own_groups:
+        for own in plan.groups:
             group = world
             if own.ranks:
                 try:
@@ -191,7 +191,7 @@ LATEST = 2**62  # milliseconds times ranks, longer than any build
 def _compare(
     world: dist.ProcessGroup,
     fields: Mapping[str, object] | None = None,
-    own_groups: Sequence[OwnGroup] = (),
+    groups: Sequence[PlannedGroup] = (),
 ) -> Agreement:
     """Compare values over all ranks in one all-reduce. A rank without ``fields`` refuses.
 
@@ -201,7 +201,7 @@ def _compare(
         MeshError: The values differ, or a rank refuses. Raised on all ranks.
     """
     fields = fields or {}
-    own = [group.ranks for group in own_groups if group.ranks]
+    own = [group.ranks for group in groups if group.ranks]
     # Fake groups have no peers and no store.
     if dist.get_backend(world) == "fake":
         return Agreement(equally_many=True, count=free_count(own), serial=0)
@@ -276,7 +276,7 @@ def _choose_creation(world: dist.ProcessGroup, agreement: Agreement) -> "Creatio
 
 def _create_locally(
     layout: RankLayout,
-    own: OwnGroup,
+    own: PlannedGroup,
     timeout: timedelta | None,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
@@ -293,7 +293,7 @@ def _create_locally(
 
 def _create_together(
     layout: RankLayout,
-    own: OwnGroup,
+    own: PlannedGroup,
     timeout: timedelta | None,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
@@ -309,7 +309,7 @@ def _create_together(
 
 def _split(
     layout: RankLayout,
-    own: OwnGroup,
+    own: PlannedGroup,
     timeout: timedelta | None,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
@@ -335,7 +335,7 @@ def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 Creation: TypeAlias = Callable[
-    [RankLayout, OwnGroup, timedelta | None, list[dist.ProcessGroup]], dist.ProcessGroup
+    [RankLayout, PlannedGroup, timedelta | None, list[dist.ProcessGroup]], dist.ProcessGroup
 ]
 
 

@@ -1,44 +1,40 @@
-"""Ranks, coordinates and groups of all axes, computed from sizes and strides alone.
+"""Ranks, coordinates and groups of all mesh dimensions, computed from sizes and strides alone.
 
-`view_blocks` is the one table of axes: it says which base axes each view folds and splits again.
-Sizes, coordinates and groups follow from it. Nothing here communicates or needs torch.
+Terms:
+
+- An axis is a mesh dimension. The size of a base axis, such as ``tp``, is a degree.
+- To fold axes is to flatten them into one: ``fsdp`` has the ranks of ``dp_shard`` and ``cp``.
+  An axis can be split into several: ``cp`` into ``cp_outer`` and ``ulysses``.
+- A view is one division of all ranks into axes, as in a device mesh of the whole world.
+- An alias is a second name of an axis.
+- A group is a set of ranks that differ in the coordinate of one axis only.
+- The levels of an axis are (size, stride) pairs like the dimensions of a strided tensor. With the
+  levels ``((2, 1), (4, 16))``, a group has 4 pairs of neighbouring ranks. The pairs are 16 apart.
+
+`view_axes` and `axis_parts` are the tables of all axes. Levels follow from them, and coordinates
+and groups follow from the levels. Nothing here communicates or needs torch.
 """
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from math import lcm, prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+from math import gcd, lcm, prod
 from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from ._errors import LayoutError, join_words, show
 
 ALIASES = {"batch": "dp", "dp_ep": "dp", "dp_cp": "loss", "ep_shard": "ep"}
-Levels: TypeAlias = tuple[tuple[int, int], ...]  # pairs of size and stride
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisBlock:
-    """Base axes that a view folds into one axis and splits again.
-
-    Attributes:
-        parts: Base axes. They are folded in rank order.
-        axes: Axes of the view, outermost first. The sizes of all but the first are degrees; the
-            first has the remaining factor of the folded size.
-        outside: If True, the first part is outermost whatever the rank order.
-    """
-
-    parts: tuple[str, ...]
-    axes: tuple[str, ...]
-    outside: bool = False
+Levels: TypeAlias = tuple[tuple[int, int], ...]  # the innermost first
 
 
 class Folds(NamedTuple):
-    """Options that decide which axes are folded (merged) into each axis of a view.
+    """Options that decide which axes exist and which axes they fold.
 
     Attributes:
-        peer: The experts' axis ``ep`` is a separate axis of the world (``ep_mode="peer"``).
+        peer: The experts' axis ``ep`` is a base axis (``ep_mode="peer"``).
         over_tp: The ranks of ``tp`` split each expert.
         fsdp_folds_cp: Parameters are sharded over ``cp`` too.
         ulysses: ``cp`` is split into ``cp_outer`` and ``ulysses``.
@@ -58,112 +54,74 @@ class Folds(NamedTuple):
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
 
 
-def _same(name: str) -> AxisBlock:
-    return AxisBlock(parts=(name,), axes=(name,))
-
-
-_PP, _REPLICATE, _EP, _CP, _TP = map(_same, ("pp", "dp_replicate", "ep", "cp", "tp"))
-
-
 @cache
-def view_blocks(folds: Folds) -> dict[str, tuple[AxisBlock, ...]]:
-    """Return the blocks of each view. An axis is looked up in the first view that has it.
+def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
+    """Return the axes of each view, outermost first.
 
-    The dense view is first: ``tp`` and ``fsdp`` are then axes of one torch mesh, as FSDP with
-    tensor parallelism requires. The sparse view is next, for ``efsdp`` and ``ep``.
+    An axis is looked up in the first view that has it. The dense view is first: ``tp`` and ``fsdp``
+    are then axes of one torch mesh, as FSDP with tensor parallelism requires.
     """
-    samples = tuple(map(_same, folds.sharding))
     data = ("dp_replicate", *folds.sharding)
-    views = {
-        "dense": (_PP, *_dense_blocks(folds), _TP),
-        "sparse": (_PP, _REPLICATE, *_expert_blocks(folds)),
-        "base": (_PP, _REPLICATE, *samples, _CP, _TP),
-        "data": (_PP, AxisBlock(parts=data, axes=("dp",)), _CP, _TP),
-        "loss": (_PP, AxisBlock(parts=(*data, "cp"), axes=("loss",)), _TP),
-        "expert": (_PP, *_replicated_expert_blocks(folds)),
+    replicate = "dp_replicate" if folds.fsdp_folds_cp else "replicate"
+    views: dict[str, tuple[str, ...]] = {
+        "dense": ("pp", replicate, "fsdp", "tp"),
+        "sparse": ("pp", "dp_replicate", "efsdp", "ep", "etp"),
+        "base": ("pp", *data, "cp", "tp"),
+        "data": ("pp", "dp", "cp", "tp"),
+        "loss": ("pp", "loss", "tp"),
+        "expert": ("pp", "ep_replicate", "ep", "etp"),
     }
     if folds.ulysses:
-        inner = AxisBlock(parts=("cp",), axes=("cp_outer", "ulysses"))
-        views["sequence"] = (_PP, _REPLICATE, *samples, inner, _TP)
+        views["sequence"] = ("pp", *data, "cp_outer", "ulysses", "tp")
     return views
 
 
-def _dense_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
+@cache
+def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes that are folded into each axis that is not a base axis.
+
+    Several axes in a key are the result of splitting the folded axis, outermost first. The sizes of
+    all but the first of them are degrees. The first has the remaining factor.
+    """
+    data = ("dp_replicate", *folds.sharding)
+    parts: dict[tuple[str, ...], tuple[str, ...]] = {("dp",): data, ("loss",): (*data, "cp")}
     if folds.fsdp_folds_cp:
-        return _REPLICATE, AxisBlock(parts=(*folds.sharding, "cp"), axes=("fsdp",))
-    replicate = AxisBlock(parts=("dp_replicate", "cp"), axes=("replicate",))
-    return replicate, AxisBlock(parts=folds.sharding, axes=("fsdp",))
-
-
-def _expert_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
-    if folds.peer:
-        return _peer_blocks(folds, (), "efsdp")
-    if not folds.over_tp:
-        return (AxisBlock(parts=("dp_shard", "cp", "tp"), axes=("efsdp", "ep", "etp")),)
-    # Activations are split over tp, so weights of experts must be split over the same ranks.
-    return AxisBlock(parts=("dp_shard", "cp"), axes=("efsdp", "ep")), AxisBlock(
-        parts=("tp",), axes=("etp",)
-    )
-
-
-def _replicated_expert_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
-    if folds.peer:
-        return _peer_blocks(folds, ("dp_replicate",), "ep_replicate")
-    block, *rest = _expert_blocks(folds)
-    parts, axes = ("dp_replicate", *block.parts), ("ep_replicate", *block.axes[1:])
-    return AxisBlock(parts=parts, axes=axes, outside=True), *rest
-
-
-def _peer_blocks(folds: Folds, replicas: tuple[str, ...], name: str) -> tuple[AxisBlock, ...]:
-    # If tp does not split experts, its ranks hold other experts or other shards of an expert.
-    shards = ("dp_shard", "cp") if folds.over_tp else ("dp_shard", "cp", "tp")
-    etp = AxisBlock(parts=("tp",) if folds.over_tp else (), axes=("etp",))
-    return AxisBlock(parts=(*replicas, *shards), axes=(name,)), _EP, etp
+        parts["fsdp",] = (*folds.sharding, "cp")
+    else:
+        parts |= {("fsdp",): folds.sharding, ("replicate",): ("dp_replicate", "cp")}
+    if folds.ulysses:
+        parts["cp_outer", "ulysses"] = ("cp",)
+    experts = ("efsdp",) if folds.peer else ("efsdp", "ep")
+    if folds.over_tp:
+        # Activations are split over tp, so weights of experts must be split over the same ranks.
+        parts |= {experts: ("dp_shard", "cp"), ("etp",): ("tp",)}
+    elif folds.peer:
+        # The ranks of tp hold other experts or other shards of an expert.
+        parts |= {experts: ("dp_shard", "cp", "tp"), ("etp",): ()}
+    else:
+        parts[*experts, "etp"] = ("dp_shard", "cp", "tp")
+    parts["ep_replicate",] = ("dp_replicate", "efsdp")
+    return parts
 
 
 def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
     """Return the size of every axis of every view.
 
     Args:
-        folds: Options of the views.
+        folds: Options that decide which axes exist.
         degrees: Positive degrees; ``"ulysses"`` among them if ``folds.ulysses`` is set.
     """
-    return {
-        axis: prod([degrees[name] for name in parts]) // prod([degrees[name] for name in others])
-        for axis, (parts, others) in _size_rules(folds).items()
-    }
+    sizes = {axis: degrees[axis] for axis in view_axes(folds)["base"]}
+    for (first, *others), parts in axis_parts(folds).items():
+        sizes |= {axis: degrees[axis] for axis in others}
+        folded = prod([sizes[part] for part in parts])
+        sizes[first] = folded // prod([sizes[axis] for axis in others])
+    return sizes
 
 
 @cache
-def _size_rules(folds: Folds) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return two lists of degrees for each axis.
-
-    The size of the axis is the product of the first list divided by the product of the second.
-    """
-    rules: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
-    for blocks in view_blocks(folds).values():
-        for block in blocks:
-            first, *others = block.axes
-            rules.setdefault(first, (block.parts, (*others,)))
-            for other in others:
-                rules.setdefault(other, ((other,), ()))
-    return rules
-
-
-@cache
-def _view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
-    views = view_blocks(folds).items()
-    return {name: tuple(axis for block in blocks for axis in block.axes) for name, blocks in views}
-
-
-@cache
-def _first_views(folds: Folds) -> dict[str, tuple[str, int]]:
-    """Return the first view that has each axis, and the index of the axis in it."""
-    found: dict[str, tuple[str, int]] = {}
-    for view, axes in _view_axes(folds).items():
-        for index, axis in enumerate(axes):
-            found.setdefault(axis, (view, index))
-    return found
+def _axis_names(folds: Folds) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(view_axes(folds).values())))
 
 
 def _aliases(folds: Folds) -> dict[str, str]:
@@ -172,132 +130,99 @@ def _aliases(folds: Folds) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One division of the world into axes.
-
-    A position is a row-major index over the axes of the view.
+    """One division of all ranks into axes.
 
     Attributes:
         name: Name of the view.
         axes: Names of the axes, outermost first.
         shape: Sizes of the axes.
-        levels: (size, stride) pairs, outermost first. The position written in these sizes, times
-            the strides, is the rank.
-        sorted_axis: Index of the axis whose groups are sorted, because the levels alone would not
-            give them in ascending order. None if there is none.
+        levels: Levels of all axes, the innermost first. Empty if an axis has no levels.
+        listed: If an axis has no levels, all ranks in row-major order of the axes; else empty.
     """
 
     name: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     levels: Levels
-    sorted_axis: int | None = None
-
-    def rank_at(self, position: int) -> int:
-        """Return the rank at a position."""
-        if self.sorted_axis is not None:
-            return self.along(self.sorted_axis, position)[self.index_of(self.sorted_axis, position)]
-        return self._unsorted_rank(position)
-
-    def position_of(self, rank: int) -> int:
-        """Return the position of a rank."""
-        position, weights = 0, strides_of([size for size, _ in self.levels])
-        for (size, stride), weight in zip(self.levels, weights, strict=True):
-            position += rank // stride % size * weight
-        if self.sorted_axis is None:
-            return position
-        moved = self.along(self.sorted_axis, position).index(rank)
-        moved -= self.index_of(self.sorted_axis, position)
-        return position + moved * self.stride(self.sorted_axis)
-
-    def along(self, axis: int, position: int) -> Sequence[int]:
-        """Return the ranks of all positions that differ from ``position`` only along ``axis``."""
-        size, stride = self.shape[axis], self.stride(axis)
-        first = position - self.index_of(axis, position) * stride
-        positions = range(first, first + size * stride, stride)
-        if self.in_rank_order:
-            return positions
-        if self.sorted_axis not in (None, axis):
-            return [*map(self.rank_at, positions)]
-        levels = _levels_between(self.levels, stride, size * stride)
-        if levels is None:
-            ranks = [*map(self._unsorted_rank, positions)]
-        else:
-            ranks = _expand(self._unsorted_rank(first), levels)
-        return ranks if self.sorted_axis is None else sorted(ranks)
-
-    def levels_along(self, axis: int) -> Levels | None:
-        """Return the (size, stride) pairs of the groups along an axis, sorted by stride.
-
-        Returns None if the groups do not all have the same pairs.
-        """
-        if self.sorted_axis not in (None, axis):
-            return None
-        stride = self.stride(axis)
-        levels = _levels_between(self.levels, stride, self.shape[axis] * stride)
-        return None if levels is None else tuple(sorted(levels, key=lambda level: level[1]))
+    listed: tuple[int, ...] = ()
 
     def ranks(self) -> Sequence[int]:
-        """Return the rank at every position."""
-        if self.in_rank_order:
-            return range(prod(self.shape))
-        ranks = _expand(0, self.levels)
-        if self.sorted_axis is not None:
-            size, stride = self.shape[self.sorted_axis], self.stride(self.sorted_axis)
-            for block in range(0, len(ranks), size * stride):
-                for first in range(block, block + stride):
-                    along = slice(first, first + size * stride, stride)
-                    ranks[along] = sorted(ranks[along])
-        return ranks
-
-    @property
-    def in_rank_order(self) -> bool:
-        """Whether every rank equals its position."""
-        return len(self.levels) == 1 and self.sorted_axis is None
-
-    def stride(self, axis: int) -> int:
-        """Return the distance of two positions that are neighbours on an axis."""
-        return prod(self.shape[axis + 1 :])
-
-    def index_of(self, axis: int, position: int) -> int:
-        """Return the coordinate of a position (a flat index) along one axis."""
-        return position // self.stride(axis) % self.shape[axis]
-
-    def _unsorted_rank(self, position: int) -> int:
-        rank = 0
-        for size, stride in reversed(self.levels):
-            position, index = divmod(position, size)
-            rank += index * stride
-        return rank
+        """Return all ranks in row-major order of the axes."""
+        return self.listed or _ranks_from(0, self.levels)
 
 
-def strides_of(sizes: Sequence[int]) -> list[int]:
-    """Return the row-major strides of a shape."""
-    return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
-
-
-def _expand(first: int, levels: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the ranks of all index combinations of some levels, row-major, from ``first``."""
+def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
+    """Return the ranks of the group that begins with ``first``, in row-major order of levels."""
+    if len(levels) == 1:
+        ((size, stride),) = levels
+        return range(first, first + size * stride, stride)
     ranks = [first]
-    for size, stride in levels:
+    for size, stride in reversed(levels):
         ranks = [rank + index * stride for rank in ranks for index in range(size)]
     return ranks
 
 
-def _levels_between(levels: Levels, low: int, high: int) -> list[tuple[int, int]] | None:
-    """Return the levels from position stride ``low`` up to ``high``.
+def _first_rank(rank: int, levels: Levels) -> int:
+    """Return the first rank of the group that contains ``rank``."""
+    return rank - sum([rank // stride % size * stride for size, stride in levels])
 
-    Returns None if a bound is inside a level and does not divide it.
-    """
-    between, upper = [], prod(size for size, _ in levels)
+
+def _slices(shape: Sequence[int], axis: int) -> Iterator[slice]:
+    """Yield the positions of each group of an axis in a row-major list of all ranks."""
+    stride = prod(shape[axis + 1 :])
+    span = shape[axis] * stride
+    for outer in range(0, prod(shape), span):
+        for first in range(outer, outer + stride):
+            yield slice(first, first + span, stride)
+
+
+def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
+    """Merge each level with the next one if together they are one sequence of equal distances."""
+    merged: list[tuple[int, int]] = []
     for size, stride in levels:
-        lower = upper // size
-        bottom, top = max(lower, low), min(upper, high)
-        if bottom < top:
-            if bottom % lower or top % bottom or upper % top:
-                return None
-            between.append((top // bottom, stride * (bottom // lower)))
-        upper = lower
-    return between
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        else:
+            merged.append((size, stride))
+    return tuple(merged)
+
+
+def _fold(parts: Iterable[Levels | None]) -> Levels | None:
+    """Return the levels of the axis that folds others; None if one of them has no levels."""
+    levels: list[tuple[int, int]] = []
+    for part in parts:
+        if part is None:
+            return None
+        levels += part
+    return _merge(sorted(levels, key=operator.itemgetter(1)))
+
+
+def _split(levels: Levels, sizes: Sequence[int]) -> list[Levels | None]:
+    """Return the levels of the axes into which one axis is split.
+
+    Args:
+        levels: Levels of the axis that is split.
+        sizes: Sizes of the resulting axes, outermost first.
+
+    Returns:
+        The levels of each resulting axis. All are None if one of the sizes neither divides a level
+        nor is a multiple of it: the groups then have no common strides.
+    """
+    remaining = [*reversed(levels)]
+    axes: list[Levels | None] = []
+    for size in reversed(sizes):
+        taken: list[tuple[int, int]] = []
+        while size > 1:
+            whole, stride = remaining.pop() if remaining else (1, 1)
+            part = gcd(size, whole)
+            if part == 1 or part not in (size, whole):
+                return [None] * len(sizes)
+            taken.append((part, stride))
+            if part < whole:
+                remaining.append((whole // part, stride * part))
+            size //= part
+        axes.append(tuple(taken))
+    return axes[::-1]
 
 
 class AxisGroup(NamedTuple):
@@ -305,9 +230,8 @@ class AxisGroup(NamedTuple):
 
     Attributes:
         size: Number of ranks per group.
-        levels: (size, stride) pairs, the smallest stride first. A group has one rank for each
-            combination.
-        listed: All groups, if they have no common strides; else empty.
+        levels: Levels of the axis. A group has one rank for each combination.
+        listed: If the axis has no levels, the ranks of all its groups; else empty.
     """
 
     size: int
@@ -317,41 +241,35 @@ class AxisGroup(NamedTuple):
     def on_one_node(self, ranks_per_node: int, world_size: int) -> int:
         """Return the smallest number of ranks of a group that share a node.
 
-        Groups need not be aligned with nodes. The group that is divided worst counts.
+        Groups need not be aligned with nodes. The result is the minimum over all groups and nodes.
         """
         node, shares = ranks_per_node, 1
         if self.listed:
             return min(min(Counter(r // node for r in ranks).values()) for ranks in self.listed)
         for size, stride in self.levels:
-            block = size * stride
+            span = size * stride
             if stride % node == 0:
                 continue
-            if node % block == 0:
+            if node % span == 0:
                 shares *= size
-            elif node % stride == 0 and block % node == 0:
+            elif node % stride == 0 and span % node == 0:
                 shares *= node // stride
             else:
-                return self._counted(node, world_size)
+                return self._fewest_on_one_node(node, world_size)
         return shares
 
-    def _counted(self, node: int, world_size: int) -> int:
-        """Count the ranks of each group on each node, and return the smallest number.
-
-        Used if groups are not aligned with nodes. The pattern repeats after the least common
-        multiple of both lengths, so only so many ranks are visited.
-        """
+    def _fewest_on_one_node(self, node: int, world_size: int) -> int:
+        # Groups are not aligned with nodes, so their ranks are counted. The pattern repeats after
+        # the least common multiple of both lengths.
         size, stride = self.levels[-1]
         ranks = range(min(world_size, lcm(size * stride, node)))
-        return min(Counter((self._first(rank), rank // node) for rank in ranks).values())
-
-    def _first(self, rank: int) -> int:
-        """Return the first rank of the group that contains a rank."""
-        return rank - sum(rank // stride % size * stride for size, stride in self.levels)
+        nodes = Counter((_first_rank(rank, self.levels), rank // node) for rank in ranks)
+        return min(nodes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnGroup:
-    """One process group of a rank.
+class PlannedGroup:
+    """One process group that contains this rank.
 
     Attributes:
         axes: All axes that have these ranks.
@@ -364,17 +282,17 @@ class OwnGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """The groups and views that one rank needs for its device meshes.
+    """The process groups and views that one rank needs for its device meshes.
 
     Attributes:
-        layout: Positions of all ranks.
-        own_groups: Groups of this rank, without duplicates. All ranks list them in the same order
-            of axes, so that creating them cannot deadlock.
-        views: Each view, with the global ranks in row-major order of its axes.
+        layout: Coordinates and groups of all ranks.
+        groups: The groups that contain this rank, without duplicates. All ranks list them in the
+            same order of axes, so that creating them cannot deadlock.
+        views: Each view, with all ranks in row-major order of its axes.
     """
 
     layout: "RankLayout"
-    own_groups: tuple[OwnGroup, ...]
+    groups: tuple[PlannedGroup, ...]
     views: tuple[tuple[View, Sequence[int]], ...]
 
 
@@ -388,24 +306,25 @@ def plan_mesh(
     """
     layout = RankLayout(degrees, folds, order)
     axes_of: dict[tuple[int, ...], list[str]] = {}
-    views = layout.views.values()
-    for axis in dict.fromkeys(axis for view in views for axis in view.axes):
-        whole = layout.size(axis) == layout.world_size
-        axes_of.setdefault(() if whole else layout.group(axis, rank), []).append(axis)
-    own = [OwnGroup(axes=tuple(axes), ranks=ranks) for ranks, axes in axes_of.items()]
-    ranks_of = tuple((view, view.ranks()) for view in views)
-    return MeshPlan(layout=layout, own_groups=tuple(own), views=ranks_of)
+    for axis in _axis_names(folds):
+        is_world = layout.size(axis) == layout.world_size
+        axes_of.setdefault(() if is_world else layout.group(axis, rank), []).append(axis)
+    groups = [PlannedGroup(axes=tuple(axes), ranks=ranks) for ranks, axes in axes_of.items()]
+    views = tuple((view, view.ranks()) for view in layout.views.values())
+    return MeshPlan(layout=layout, groups=tuple(groups), views=views)
 
 
 class RankLayout:
-    """Positions of all ranks, for every axis and alias of every view.
+    """Coordinates and groups of all ranks, for every axis and alias of every view.
 
-    `ParallelDims.layout` makes it. It communicates nothing. The ranks of one group take time in
-    proportion to the size of the group, so layouts of 100,000 ranks are as fast as small ones.
+    `ParallelDims.layout` returns it. It communicates nothing. The ranks of one group take time in
+    proportion to the size of the group, so layouts of 100,000 ranks are as fast as small ones. Only
+    if ``order`` separates ``dp_shard``, ``cp`` and ``tp``, and ``ep`` or ``etp`` divides them
+    unevenly, the groups of experts are found in a list of all ranks.
 
     Args:
         degrees: Positive degrees by name; ``"ulysses"`` among them if ``folds.ulysses`` is set.
-        folds: Options that decide which axes each view folds.
+        folds: Options that decide which axes exist.
         order: Names of the axes, outermost first.
 
     Examples:
@@ -416,26 +335,40 @@ class RankLayout:
         (1, 3, 5, 7)
     """
 
-    __slots__ = ("_aliases", "_folds", "_order", "_sizes", "_strides", "_views", "world_size")
-
     def __init__(self, degrees: Mapping[str, int], folds: Folds, order: Sequence[str]) -> None:
-        self._sizes = sizes = axis_sizes(folds, degrees)
-        # Folded experts use the ranks of other axes.
-        self._order = base = tuple(name for name in order if name != "ep" or folds.peer)
-        self._strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
-        self.world_size = prod(sizes[name] for name in base)
+        self._sizes = axis_sizes(folds, degrees)
+        self._order = [name for name in order if name in view_axes(folds)["base"]]
+        self.world_size = prod(self._sizes[name] for name in self._order)
         self._folds, self._aliases = folds, _aliases(folds)
         self._views: dict[str, View] = {}
+
+    @cached_property
+    def _levels(self) -> Mapping[str, Levels | None]:
+        """Levels of each axis; None if the groups of the axis have no common strides."""
+        levels: dict[str, Levels | None] = {}
+        stride = 1
+        for name in reversed(self._order):
+            size = self._sizes[name]
+            levels[name] = ((size, stride),) if size > 1 else ()
+            stride *= size
+        for axes, parts in axis_parts(self._folds).items():
+            folded = _fold([levels[part] for part in parts])
+            if folded is None or len(axes) == 1:
+                levels |= dict.fromkeys(axes, folded)
+            else:
+                split = _split(folded, [self._sizes[axis] for axis in axes])
+                levels |= zip(axes, split, strict=True)
+        return levels
 
     @property
     def views(self) -> Mapping[str, View]:
         """Views by name, in the order in which axis names are searched."""
-        return {name: self._view(name) for name in _view_axes(self._folds)}
+        return {name: self._view(name) for name in view_axes(self._folds)}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all axes and aliases."""
-        return (*_first_views(self._folds), *self._aliases)
+        return (*_axis_names(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
         """Return the first view that has all the given axes.
@@ -451,14 +384,14 @@ class RankLayout:
         """
         if not names:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
-        axes = tuple(map(self._axis, names))
+        axes = tuple(map(self._resolve, names))
         if len(set(axes)) < len(axes):
             found = f"which are {list(axes)}" if list(names) != list(axes) else "one of them twice"
             raise LayoutError(f"{list(names)} given, {found}; use each axis once")
-        for view, its_axes in _view_axes(self._folds).items():
-            if all(axis in its_axes for axis in axes):
+        for view, its_axes in view_axes(self._folds).items():
+            if {*axes} <= {*its_axes}:
                 return self._view(view), axes
-        raise LayoutError(self._mixed(names, axes))
+        raise LayoutError(self._explain_no_view(names, axes))
 
     def size(self, name: str) -> int:
         """Return the number of ranks on an axis.
@@ -472,8 +405,7 @@ class RankLayout:
         Raises:
             LayoutError: The name does not exist.
         """
-        _, (axis,) = self.find(name)
-        return self._sizes[axis]
+        return self._sizes[self._resolve(name)]
 
     def coordinate(self, name: str, rank: int) -> int:
         """Return the coordinate of a rank on one axis.
@@ -488,8 +420,14 @@ class RankLayout:
         Raises:
             LayoutError: The name or the rank does not exist.
         """
-        view, (axis,) = self.find(name)
-        return view.index_of(view.axes.index(axis), view.position_of(self._checked(rank)))
+        levels = self._levels[self._resolve(name)]
+        if levels is None:
+            return self.group(name, rank).index(rank)
+        rank, coordinate, weight = self._checked_rank(rank), 0, 1
+        for size, stride in levels:
+            coordinate += rank // stride % size * weight
+            weight *= size
+        return coordinate
 
     def coordinates(self, rank: int, view: str = "base") -> dict[str, int]:
         """Return the coordinates of a rank on all axes of a view.
@@ -504,9 +442,7 @@ class RankLayout:
         Raises:
             LayoutError: The rank or the view does not exist.
         """
-        found = self._view(view)
-        position = found.position_of(self._checked(rank))
-        return {name: found.index_of(i, position) for i, name in enumerate(found.axes)}
+        return {axis: self.coordinate(axis, rank) for axis in self._view(view).axes}
 
     def rank(self, coordinates: Mapping[str, int], view: str = "base") -> int:
         """Return the rank at the given coordinates.
@@ -533,12 +469,18 @@ class RankLayout:
             shown = show(coordinates if given is None else given)
             raise LayoutError(f"coordinates of {shown} given; use {list(found.axes)}")
         position = 0
-        for i, (name, size) in enumerate(zip(found.axes, found.shape, strict=True)):
+        for name, size in zip(found.axes, found.shape, strict=True):
             number = _index(coordinates[name])
             if number is None or number >= size:
                 raise LayoutError(f"{name}={show(coordinates[name])} given; use 0 to {size - 1}")
-            position += number * found.stride(i)
-        return found.rank_at(position)
+            position = position * size + number
+        if found.listed:
+            return found.listed[position]
+        rank = 0
+        for size, stride in found.levels:
+            position, index = divmod(position, size)
+            rank += index * stride
+        return rank
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from a rank along one axis only.
@@ -554,8 +496,12 @@ class RankLayout:
         Raises:
             LayoutError: The name or the rank does not exist.
         """
-        view, (axis,) = self.find(name)
-        return tuple(view.along(view.axes.index(axis), view.position_of(self._checked(rank))))
+        levels, number = self._levels[self._resolve(name)], self._checked_rank(rank)
+        if levels is None:
+            view, (axis,) = self.find(name)
+            groups = _slices(view.shape, view.axes.index(axis))
+            return next(view.listed[group] for group in groups if number in view.listed[group])
+        return tuple(_ranks_from(_first_rank(number, levels), levels))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """Return all groups of an axis.
@@ -570,14 +516,8 @@ class RankLayout:
             LayoutError: The name does not exist.
         """
         view, (axis,) = self.find(name)
-        index = view.axes.index(axis)
-        size, stride = view.shape[index], view.stride(index)
         ranks = view.ranks()
-        return sorted(
-            tuple(ranks[first : first + size * stride : stride])
-            for block in range(0, self.world_size, size * stride)
-            for first in range(block, block + stride)
-        )
+        return sorted(tuple(ranks[group]) for group in _slices(view.shape, view.axes.index(axis)))
 
     def axis_group(self, name: str) -> AxisGroup:
         """Return the common structure of all groups of an axis, without listing ranks.
@@ -586,18 +526,16 @@ class RankLayout:
             name: Axis or alias.
 
         Returns:
-            The size of the groups, and the counts and strides of their ranks. If the groups have no
-            common strides, ``listed`` has all of them.
+            The size and the levels of the groups. If the axis has no levels, ``listed`` has all of
+            the groups.
 
         Raises:
             LayoutError: The name does not exist.
         """
-        axis = self._axis(name)
-        view, index = _first_views(self._folds)[axis]
-        levels = self._view(view).levels_along(index)
-        if levels is None:
-            return AxisGroup(self._sizes[axis], (), tuple(self.groups(name)))
-        return AxisGroup(self._sizes[axis], levels)
+        axis = self._resolve(name)
+        levels = self._levels[axis]
+        listed = tuple(self.groups(name)) if levels is None else ()
+        return AxisGroup(self._sizes[axis], levels or (), listed)
 
     def crosses_nodes(self, name: str, ranks_per_node: int) -> bool:
         """Return whether a group of an axis has ranks on several nodes.
@@ -622,14 +560,38 @@ class RankLayout:
         return group.on_one_node(node, self.world_size) < group.size
 
     def _view(self, name: object) -> View:
-        if not isinstance(name, str) or name not in _view_axes(self._folds):
-            raise LayoutError(f"no view {show(name)}; use {join_words(_view_axes(self._folds))}")
+        names = view_axes(self._folds)
+        if not isinstance(name, str) or name not in names:
+            raise LayoutError(f"no view {show(name)}; use {join_words(names)}")
         if name not in self._views:
-            parts = self._folds, self._sizes, self._strides, self._order
-            self._views[name] = _make_view(name, *parts)
+            axes = names[name]
+            shape = tuple(self._sizes[axis] for axis in axes)
+            parts = [self._levels[axis] for axis in reversed(axes)]
+            listed = self._list_by_experts(shape) if None in parts else ()
+            levels = () if listed else _merge(chain.from_iterable(part or () for part in parts))
+            self._views[name] = View(
+                name=name, axes=axes, shape=shape, levels=levels, listed=listed
+            )
         return self._views[name]
 
-    def _checked(self, rank: int) -> int:
+    def _list_by_experts(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """List all ranks in row-major order of the sparse or the expert view.
+
+        Used if an axis of experts has no levels. Both views list the ranks in the same order before
+        the ranks of each group are sorted, as torch sorts them.
+        """
+        experts = [
+            parts for axes, parts in axis_parts(self._folds).items() if axes[-1] in ("ep", "etp")
+        ]
+        outermost_first = [("pp",), ("dp_replicate",), *experts]
+        levels = [_fold(map(self._levels.get, parts)) or () for parts in reversed(outermost_first)]
+        ranks = [*_ranks_from(0, tuple(chain.from_iterable(levels)))]
+        for axis in range(len(shape)):
+            for group in _slices(shape, axis):
+                ranks[group] = sorted(ranks[group])
+        return tuple(ranks)
+
+    def _checked_rank(self, rank: int) -> int:
         number = _index(rank)
         if number is None or number >= self.world_size:
             raise LayoutError(
@@ -638,15 +600,15 @@ class RankLayout:
             )
         return number
 
-    def _axis(self, name: object) -> str:
+    def _resolve(self, name: object) -> str:
         axis = self._aliases.get(name, name) if isinstance(name, str) else None
         if axis in self._sizes:
             return axis
         hint = " (set ulysses_degree to have it)" if name in ("ulysses", "cp_outer") else ""
         raise LayoutError(f"no axis {show(name)}{hint}; use {join_words(self.names)}")
 
-    def _mixed(self, names: tuple[str, ...], axes: tuple[str, ...]) -> str:
-        views = _view_axes(self._folds)
+    def _explain_no_view(self, names: tuple[str, ...], axes: tuple[str, ...]) -> str:
+        views = view_axes(self._folds)
         found = (
             f"{name} is in {join_words(view for view in views if a in views[view])}"
             for name, a in zip(names, axes, strict=True)
@@ -665,47 +627,3 @@ def _index(value: object) -> int | None:
         return None
     number = operator.index(value)
     return number if number >= 0 else None
-
-
-def _make_view(
-    name: str,
-    folds: Folds,
-    sizes: Mapping[str, int],
-    strides: Mapping[str, int],
-    order: tuple[str, ...],
-) -> View:
-    axes = _view_axes(folds)[name]
-    levels: list[tuple[int, int]] = []
-    for part in _fold_orders(name, folds, order):
-        size, stride = sizes[part], strides[part]
-        if size == 1:
-            continue
-        if levels and levels[-1][1] == size * stride:  # one level for both
-            size *= levels.pop()[0]
-        levels.append((size, stride))
-    shape = tuple(sizes[axis] for axis in axes)
-    view = View(name=name, axes=axes, shape=shape, levels=tuple(levels) or ((1, 1),))
-    for block in view_blocks(folds)[name]:
-        if (
-            block.outside
-            and sizes[block.parts[0]] > 1
-            and _fold_order(block, order) != _by_order(block, order)
-        ):
-            return replace(view, sorted_axis=axes.index(block.axes[0]))
-    return view
-
-
-@lru_cache(maxsize=1024)
-def _fold_orders(name: str, folds: Folds, order: tuple[str, ...]) -> tuple[str, ...]:
-    blocks = view_blocks(folds)[name]
-    return tuple(part for block in blocks for part in _fold_order(block, order))
-
-
-def _fold_order(block: AxisBlock, order: Sequence[str]) -> list[str]:
-    # In rank order, so that the ranks of a folded group ascend.
-    parts = _by_order(block, order)
-    return sorted(parts, key=block.parts[0].__ne__) if block.outside else parts
-
-
-def _by_order(block: AxisBlock, order: Sequence[str]) -> list[str]:
-    return sorted(block.parts, key=order.index)
