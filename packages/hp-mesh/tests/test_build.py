@@ -64,8 +64,7 @@ def fail_from(first: int) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("way", "made_before"),
     # Rank 5 alone, then with others; where all ranks make all groups, the sixth is rank 5's first.
-    [(_groups._create_locally, n) for n in (1, 2, 4)]
-    + [(_groups._create_together, n) for n in (6, 7, 11, 13)],
+    [("local", n) for n in (1, 2, 4)] + [("joint", n) for n in (6, 7, 11, 13)],
 )
 def test_a_build_that_fails_half_way_destroys_the_groups_that_it_made(
     monkeypatch: pytest.MonkeyPatch, way: Any, made_before: int
@@ -116,7 +115,7 @@ def build_where_one_rank_fails(
     dims, error, before = ParallelDims(dp_shard=2, tp=2), "built", known()
     with pytest.MonkeyPatch.context() as patch:
         if together:
-            patch.setattr(_groups, "_choose_creation", lambda *_: _groups._create_together)
+            patch.setattr(_groups, "_choose_creation", lambda *_: "joint")
         if rank == failing and moment == "views":
             patch.setattr(DeviceMesh, "from_group", refuse)
         fails = rank == failing and moment == "groups"

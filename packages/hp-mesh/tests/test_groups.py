@@ -95,7 +95,7 @@ def test_groups_are_described_by_their_axes(calls: list[dict[str, Any]]) -> None
 def test_where_names_would_clash_all_ranks_create_all_groups(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(_groups, "_choose_creation", lambda *_: _groups._create_together)
+    monkeypatch.setattr(_groups, "_choose_creation", lambda *_: "joint")
     dims = ParallelDims(dp_shard=2, tp=2, world_size=4)
     with fake_world(4, 3):
         mesh = dims.build_mesh(timeout=timedelta(seconds=7))

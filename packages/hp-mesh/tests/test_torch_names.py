@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hp_mesh._torch import is_registered, meet_under, splits_world
+from hp_mesh._torch import is_registered, splits_world, store_prefix
 
 from .fakes import fake_world
 
@@ -66,10 +66,10 @@ def test_a_name_that_comes_again_is_another_place_in_the_store_under_a_prefix() 
         first = keys_after_a_group()
         # What this module is for: torch uses the place of a destroyed group again.
         assert keys_after_a_group() == first
-        with meet_under("apart", world):
+        with store_prefix("apart", world):
             assert keys_after_a_group() > first
         second = store.num_keys()
-        with pytest.raises(ValueError, match="rank"), meet_under("elsewhere", world):
+        with pytest.raises(ValueError, match="rank"), store_prefix("elsewhere", world):
             dist.new_group([5], use_local_synchronization=False)
         assert keys_after_a_group() == second
     finally:
@@ -82,7 +82,7 @@ def test_each_of_several_threads_meets_under_its_own_prefix_and_others_under_non
         return store
 
     def other_thread() -> None:
-        with meet_under("other", world):
+        with store_prefix("other", world):
             inside.set()
             left.wait(20)
             store_of_new_groups().set("key", "other")
@@ -95,7 +95,7 @@ def test_each_of_several_threads_meets_under_its_own_prefix_and_others_under_non
         thread.start()
         assert inside.wait(20)
         plain = store_of_new_groups()
-        with meet_under("this", world):
+        with store_prefix("this", world):
             store_of_new_groups().set("key", "this")
         # The other thread is in its block still; then nobody is.
         store_of_new_groups().set("key", "plain")

@@ -1,16 +1,17 @@
-"""Process groups of a mesh: which ones a rank creates, and agreement of all ranks about them.
+"""Creation of process groups and device meshes on all ranks or on none.
 
 `create_meshes` is the entry. It is collective: all ranks compare their arguments in one all-reduce,
-create their groups in the same order, and compare in a second all-reduce whether all succeeded.
+create their groups in the same order, and compare in a second all-reduce whether all succeeded. A
+rank whose arguments are invalid refuses: it takes part in the first comparison, so that all raise.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._errors import MeshError, join_words
 from ._layout import MeshPlan, PlannedGroup, RankLayout, View
 from ._torch import (
-    count_from,
-    free_count,
+    default_group,
+    group_count,
     is_registered,
-    meet_under,
-    named_groups,
+    joint_group_number,
+    raise_joint_group_number,
     registered_groups,
-    share_ranks,
-    skip_names,
+    share_rank_map,
     splits_world,
+    store_prefix,
+    unused_count,
 )
 
 PREFIX = "parallel_mesh"  # of keys in the world's store
+MOST_FIELDS = 32  # compared values; every rank sends this many numbers
+LATEST = 2**62  # milliseconds times ranks, longer than any build
+
+# How ranks create process groups:
+# "local": Only the members of a group take part. A rank makes a dozen calls, however large the
+#     world is.
+# "joint": All ranks create all groups of an axis, as torch does by default.
+# "split": All ranks split the world's communicator into the groups of an axis, in one call. If NCCL
+#     was initialized eagerly, every new group comes from ``ncclCommSplit``, a collective of the
+#     whole world, and local creation would wait for ranks that never call.
+Creation: TypeAlias = Literal["local", "joint", "split"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Values that all ranks share before they create groups.
+
+    Attributes:
+        equally_many: All ranks are in the same number of groups.
+        count: First number in the names of the new groups.
+        serial: Number of this call of `create_meshes`, unique among all that use the same store.
+    """
+
+    equally_many: bool
+    count: int
+    serial: int
 
 
 def create_meshes(
@@ -63,7 +91,7 @@ def create_meshes(
     except MeshError:
         join_as_refusing()
         raise
-    agreement = _compare(_world(), {**compared, "device_type": kind}, plan.groups)
+    agreement = _compare(default_group(), {**compared, "device_type": kind}, plan.groups)
     with _all_or_none(created):
         groups = _create_groups(plan, timeout, agreement, created)
         meshes: dict[str, DeviceMesh] = {}
@@ -74,7 +102,7 @@ def create_meshes(
                 mesh=_rank_tensor(view, ranks),
                 mesh_dim_names=view.axes,
             )
-            share_ranks(meshes[view.name], meshes["dense"])
+            share_rank_map(meshes[view.name], meshes["dense"])
         return meshes
 
 
@@ -87,7 +115,7 @@ def _rank_tensor(view: View, ranks: Sequence[int]) -> torch.Tensor:
 def _create_groups(
     plan: MeshPlan,
     timeout: timedelta | None,
-    agreement: "Agreement",
+    agreement: Agreement,
     created: list[dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
     """Create this rank's groups in order and return the group of each axis.
@@ -95,21 +123,55 @@ def _create_groups(
     If a group cannot be created, the error has a note that names it, and ``created`` has the groups
     before it.
     """
-    world = _world()
-    create = _choose_creation(world, agreement)
+    world = default_group()
+    way = _choose_creation(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    with meet_under(f"{PREFIX}/{agreement.serial}", world), count_from(agreement.count):
-        for own in plan.groups:
+    with store_prefix(f"{PREFIX}/{agreement.serial}", world), group_count(agreement.count):
+        for planned in plan.groups:
             group = world
-            if own.ranks:
+            if planned.ranks:
                 try:
-                    group = create(plan.layout, own, timeout, created)
+                    group = _create_group(plan.layout, planned, timeout, way, created)
                 except Exception as error:
-                    axes, ranks = ", ".join(own.axes), list(own.ranks)
+                    axes, ranks = ", ".join(planned.axes), list(planned.ranks)
                     error.add_note(f"while creating the process group of {axes} over ranks {ranks}")
                     raise
-            by_axis |= dict.fromkeys(own.axes, group)
+            by_axis |= dict.fromkeys(planned.axes, group)
     return by_axis
+
+
+def _choose_creation(world: dist.ProcessGroup, agreement: Agreement) -> Creation:
+    if splits_world(world):
+        return "split"
+    # Members with different numbers of groups would meet under different names.
+    return "local" if agreement.equally_many else "joint"
+
+
+def _create_group(
+    layout: RankLayout,
+    planned: PlannedGroup,
+    timeout: timedelta | None,
+    way: Creation,
+    created: list[dist.ProcessGroup],
+) -> dist.ProcessGroup:
+    """Create one group of this rank, add it to ``created`` and return it."""
+    settings: dict[str, Any] = {"timeout": timeout, "group_desc": ",".join(planned.axes)}
+    if way == "local":
+        ranks = list(planned.ranks)
+        created.append(dist.new_group(ranks, use_local_synchronization=True, **settings))
+        return created[-1]
+    all_groups = layout.groups(planned.axes[0])
+    if way == "split":
+        group = dist.split_group(split_ranks=[list(ranks) for ranks in all_groups], **settings)
+        if group is None:
+            raise MeshError("torch returned no group for a set of ranks that this rank is in")
+        created.append(group)
+        return group
+    for members in all_groups:
+        group = dist.new_group(list(members), **settings)
+        if members == planned.ranks:
+            created.append(group)
+    return created[-1]
 
 
 @contextmanager
@@ -129,7 +191,7 @@ def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
             after = time.monotonic() - start
             with suppress(RuntimeError, MeshError):  # the other ranks or the world may be gone
                 first = _first_failed_rank(after)
-                if first is not None and first != _world().rank():
+                if first is not None and first != default_group().rank():
                     error.add_note(f"rank {first} failed before this one; see its own error first")
             raise
         failed = _first_failed_rank(None)
@@ -160,32 +222,7 @@ def join_as_refusing() -> None:
     The other ranks would otherwise wait for this rank. They raise `MeshError`.
     """
     with suppress(MeshError):  # this rank raises its own error
-        _compare(_world())
-
-
-def _world() -> dist.ProcessGroup:
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise MeshError("no default process group; call torch.distributed.init_process_group first")
-    return dist.group.WORLD
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Values that all ranks share before they create groups.
-
-    Attributes:
-        equally_many: All ranks are in the same number of groups.
-        count: First number in the names of the new groups.
-        serial: Number of this call of `create_meshes`, unique among all that use the same store.
-    """
-
-    equally_many: bool
-    count: int
-    serial: int
-
-
-MOST_FIELDS = 32  # compared values; every rank sends this many numbers
-LATEST = 2**62  # milliseconds times ranks, longer than any build
+        _compare(default_group())
 
 
 def _compare(
@@ -193,59 +230,67 @@ def _compare(
     fields: Mapping[str, object] | None = None,
     groups: Sequence[PlannedGroup] = (),
 ) -> Agreement:
-    """Compare values over all ranks in one all-reduce. A rank without ``fields`` refuses.
+    """Compare values over all ranks in one all-reduce.
 
-    A second all-reduce follows if a rank cannot use the names that torch gives to its next groups.
+    Another all-reduce follows if a group of that name exists already on one of the ranks.
+
+    Args:
+        world: The default process group.
+        fields: Values that must be equal on all ranks, by name. None if this rank refuses.
+        groups: The groups that this rank will create.
+
+    Returns:
+        The values that all ranks share.
 
     Raises:
         MeshError: The values differ, or a rank refuses. Raised on all ranks.
     """
     fields = fields or {}
-    own = [group.ranks for group in groups if group.ranks]
+    planned = [group.ranks for group in groups if group.ranks]
     # Fake groups have no peers and no store.
     if dist.get_backend(world) == "fake":
-        return Agreement(equally_many=True, count=free_count(own), serial=0)
+        return Agreement(equally_many=True, count=unused_count(planned), serial=0)
     # A build that fails leaves addresses in the store, so every attempt has its own number.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
     # The largest value belongs to the first rank that refuses; 0 means that none refuses.
     refusal = 0 if fields else world.size() - world.rank()
     digests = [_digest(name, value) for name, value in fields.items()]
     digests += [0] * (MOST_FIELDS - len(digests))
-    compared = [registered_groups(), free_count(own), *digests]
-    before_end, serial, *ends = _largest(world, [refusal, serial, *_both_ends(compared)])
-    same = [most == -least for most, least in zip(ends[::2], ends[1::2], strict=True)]
-    if before_end:
+    compared = [refusal, serial, registered_groups(), unused_count(planned), *digests]
+    largest, smallest = _extremes(world, compared)
+    if largest[0]:
         raise MeshError(
-            f"ranks build different meshes: rank {world.size() - before_end} refuses its arguments "
+            f"ranks build different meshes: rank {world.size() - largest[0]} refuses its arguments "
             f"and builds none, its own error says why; this rank has {dict(fields)}"
         )
-    differ = [name for name, equal in zip(fields, same[2:], strict=False) if not equal]
+    ends = zip(fields, largest[4:], smallest[4:], strict=False)
+    differ = [name for name, most, least in ends if most != least]
     if differ:
         raise MeshError(
             f"ranks build different meshes: {join_words(differ, 'and')} "
             f"{'differs' if len(differ) == 1 else 'differ'} between ranks; "
             f"this rank has {dict(fields)}"
         )
-    most, least = ends[2:4]
-    while most != -least:  # a name that is free on one rank may be in use on another
-        most, least = _largest(world, _both_ends([free_count(own, most)]))
-    return Agreement(equally_many=same[0], count=most, serial=serial)
+    most, least = largest[3], smallest[3]
+    while most != least:  # a name that is unused on one rank may be in use on another
+        (most,), (least,) = _extremes(world, [unused_count(planned, most)])
+    return Agreement(equally_many=largest[2] == smallest[2], count=most, serial=largest[1])
 
 
 def _digest(name: str, value: object) -> int:
     return int.from_bytes(sha256(f"{name}={value!r}".encode()).digest()[:7], "big")
 
 
-def _both_ends(numbers: Sequence[int]) -> list[int]:
-    """Return each number and its negative: their maxima over the ranks show whether all equal."""
-    return [end for number in numbers for end in (number, -number)]
+def _extremes(world: dist.ProcessGroup, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest value of each number over the ranks.
 
-
-def _largest(world: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
-    """Return the maximum of each number over the ranks, in one all-reduce."""
-    most = torch.tensor(numbers, dtype=torch.int64, device=comparison_device_type())
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
-    return [int(number) for number in most.tolist()]
+    One all-reduce: the smallest value is the negative of the largest negative.
+    """
+    rows = [numbers, [-number for number in numbers]]
+    both = torch.tensor(rows, dtype=torch.int64, device=comparison_device_type())
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=world)
+    largest, negatives = both.tolist()
+    return largest, [-number for number in negatives]
 
 
 def _first_failed_rank(after: float | None) -> int | None:
@@ -254,89 +299,18 @@ def _first_failed_rank(after: float | None) -> int | None:
     Args:
         after: Seconds until this rank failed, or None if it did not fail.
     """
-    world = _world()
+    world = default_group()
     if dist.get_backend(world) == "fake":
         return None
     # The largest value belongs to the first rank that failed; 0 means that none failed.
     late = 0 if after is None else round(1000 * after) * world.size() + world.rank()
-    first, names = _largest(world, [0 if after is None else LATEST - late, named_groups()])
+    failure = 0 if after is None else LATEST - late
+    (first, number), _ = _extremes(world, [failure, joint_group_number()])
     if first == 0:
         return None
     # Ranks may have stopped at different groups. The next group gets the same name on all.
-    skip_names(names)
+    raise_joint_group_number(number)
     return (LATEST - first) % world.size()
-
-
-def _choose_creation(world: dist.ProcessGroup, agreement: Agreement) -> "Creation":
-    if splits_world(world):
-        return _split
-    # Members with different numbers of groups would meet under different names.
-    return _create_locally if agreement.equally_many else _create_together
-
-
-def _create_locally(
-    layout: RankLayout,
-    own: PlannedGroup,
-    timeout: timedelta | None,
-    created: list[dist.ProcessGroup],
-) -> dist.ProcessGroup:
-    """Create a group with its members only: a dozen calls per rank, however large the world."""
-    group: dist.ProcessGroup = dist.new_group(
-        list(own.ranks),
-        timeout=timeout,
-        use_local_synchronization=True,
-        group_desc=",".join(own.axes),
-    )
-    created.append(group)
-    return group
-
-
-def _create_together(
-    layout: RankLayout,
-    own: PlannedGroup,
-    timeout: timedelta | None,
-    created: list[dist.ProcessGroup],
-) -> dist.ProcessGroup:
-    """Create all groups of an axis on all ranks, as torch does by default."""
-    mine: dist.ProcessGroup | None = None
-    for ranks in layout.groups(own.axes[0]):
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc=",".join(own.axes))
-        if ranks == own.ranks:
-            mine = group
-            created.append(mine)
-    return _member(mine)
-
-
-def _split(
-    layout: RankLayout,
-    own: PlannedGroup,
-    timeout: timedelta | None,
-    created: list[dist.ProcessGroup],
-) -> dist.ProcessGroup:
-    """Split the world's communicator into the groups of an axis, in one call on all ranks.
-
-    If NCCL was initialized eagerly, every new group comes from ``ncclCommSplit``, a collective of
-    the whole world. Local creation would wait for ranks that never call.
-    """
-    group = dist.split_group(
-        split_ranks=[list(ranks) for ranks in layout.groups(own.axes[0])],
-        timeout=timeout,
-        group_desc=",".join(own.axes),
-    )
-    mine = _member(group)
-    created.append(mine)
-    return mine
-
-
-def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None:
-        raise MeshError("torch returned no group for a set of ranks that this rank is in")
-    return group
-
-
-Creation: TypeAlias = Callable[
-    [RankLayout, PlannedGroup, timedelta | None, list[dist.ProcessGroup]], dist.ProcessGroup
-]
 
 
 def default_device_type() -> str:
@@ -368,27 +342,25 @@ def checked_device_type(device_type: object) -> str:
     """
     if device_type is None:
         device_type = default_device_type()
-    if isinstance(device_type, str):
+    if not isinstance(device_type, str):
+        reason = "is no string"
+    else:
         try:
             kind = torch.device(device_type).type
         except RuntimeError:
-            raise _refused(device_type, "is no device type of torch") from None
-        if kind != device_type:
-            raise _refused(device_type, f"has an index; give {kind!r} without it")
-        if kind not in (*_backends(), "meta"):
-            raise _refused(device_type, "has no backend in this world")
-        return kind
-    raise _refused(device_type, "is no string")
+            reason = "is no device type of torch"
+        else:
+            if kind == device_type and kind in (*_backends(), "meta"):
+                return kind
+            has_index = f"has an index; give {kind!r} without it"
+            reason = has_index if kind != device_type else "has no backend in this world"
+    legal = join_words(sorted(map(repr, _backends())))
+    raise MeshError(
+        f"device_type={device_type!r} {reason}; this world has backends for {legal}, "
+        "and None takes the default"
+    )
 
 
 def _backends() -> list[str]:
     """Return the device types for which the default group has a backend."""
     return [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
-
-
-def _refused(device_type: object, reason: str) -> MeshError:
-    legal = join_words(sorted(map(repr, _backends())))
-    return MeshError(
-        f"device_type={device_type!r} {reason}; this world has backends for {legal}, "
-        "and None takes the default"
-    )

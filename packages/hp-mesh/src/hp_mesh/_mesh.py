@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import combinations
-from math import prod
 from typing import TYPE_CHECKING, Self
 
 import torch.distributed as dist
@@ -14,23 +12,24 @@ from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, rais
 from ._groups import create_meshes, destroy_groups, join_as_refusing
 from ._layout import RankLayout
 from ._rules import Topology, topology_violations
-from ._torch import know_fold, share_ranks
+from ._torch import default_group, register_fold, share_rank_map
 
 if TYPE_CHECKING:
     from ._dims import ParallelDims
 
 
 class ParallelMesh:
-    """Torch device meshes of all views, over one set of process groups.
+    """Torch device meshes of all axes, over one set of process groups.
 
-    `ParallelDims.build_mesh` makes it. ``mesh["tp"]`` is the one-dimensional mesh of an axis or
-    alias. ``mesh["dp_replicate", "fsdp"]`` is the mesh of several axes of one view, outermost
-    first. All of them are slices of meshes of the whole world, so FSDP, tensor parallel, DTensor
-    and checkpoints accept and combine them. Indexing never communicates.
+    `ParallelDims.build_mesh` returns it. A view is one division of all ranks into axes; it has one
+    device mesh of the whole world. ``mesh["tp"]`` is the one-dimensional mesh of an axis or alias.
+    ``mesh["dp_replicate", "fsdp"]`` is the mesh of several axes of one view, outermost first. Both
+    are slices of the mesh of a view, so FSDP, tensor parallel, DTensor and checkpoints accept and
+    combine them. Indexing never communicates.
 
     Args:
         dims: Resolved degrees.
-        layout: Positions of all ranks.
+        layout: Coordinates and groups of all ranks.
         views: One mesh of the whole world for each view.
         created: Groups that `close` destroys.
         topology: Number of ranks per node, or None.
@@ -60,7 +59,7 @@ class ParallelMesh:
         self._views = dict(views)
         self._created = created
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self._sharing: set[str] = set()
+        self._with_folds: set[str] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -73,10 +72,9 @@ class ParallelMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or alias, or of several axes of one view.
 
-        A view is one division of all ranks into axes, such as ``"dense"`` or ``"sparse"``;
-        ``layout.views`` lists them. The dimensions of the result have the names of the axes, also
-        if an alias was given. ``mesh["batch"]`` is an exception: its dimension is called
-        ``"batch"``, because data loaders look for this name.
+        ``layout.views`` lists the views and their axes. The dimensions of the result have the names
+        of the axes, also if an alias was given. ``mesh["batch"]`` is an exception: its dimension is
+        called ``"batch"``, because data loaders look for this name.
 
         Args:
             names: One name, or several axes of one view, outermost first.
@@ -117,32 +115,26 @@ class ParallelMesh:
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
         view, axes = self.layout.find(*names)
-        if list(axes) != [axis for axis in view.axes if axis in axes]:
+        in_order = [axis for axis in view.axes if axis in axes]
+        if list(axes) != in_order:
             raise LayoutError(
-                f"axes {list(names)} given; the {view.name} view has them as "
-                f"{[axis for axis in view.axes if axis in axes]}"
+                f"axes {list(names)} given; the {view.name} view has them as {in_order}"
             )
-        full = self._view(view.name)
-        if len(axes) > 1:
-            self._share_folds(view.name)
+        full = self.view(view.name) if len(axes) > 1 else self._view(view.name)
         if names == ("batch",):
             full, axes = _renamed(full, axes[0], "batch"), names
         mesh = full[axes]
-        share_ranks(mesh, full)
+        share_rank_map(mesh, full)
         return mesh
 
-    def _share_folds(self, name: str) -> None:
-        """Tell the mesh of a view the groups of other views that fold several of its axes."""
-        if name in self._sharing:
-            return
-        own, full = self.layout.views[name], self._view(name)
-        place = full.get_coordinate()
-        others = dict.fromkeys(a for view in self.layout.views.values() for a in view.axes)
-        for axis in (a for a in others if a not in own.axes and self.layout.size(a) > 1):
-            ranks = dist.get_process_group_ranks(self[axis].get_group())
-            if place is not None and _folds(full, place, ranks):
-                know_fold(full, self[axis])
-        self._sharing.add(name)  # at the end: after an interrupt the next call repeats it
+    def _register_folds(self, full: DeviceMesh) -> None:
+        """Register the groups of axes that fold several axes of a mesh of the whole world."""
+        layout, axes = self.layout, full.mesh_dim_names or ()
+        for axis in dict.fromkeys(axis for view in layout.views.values() for axis in view.axes):
+            if axis not in axes and layout.size(axis) > 1:
+                ranks = dist.get_process_group_ranks(self[axis].get_group())
+                if _is_fold(full, ranks):
+                    register_fold(full, self[axis])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -168,7 +160,9 @@ class ParallelMesh:
             MeshError: The mesh is closed.
         """
         full = self._view(name)
-        self._share_folds(name)
+        if name not in self._with_folds:
+            self._register_folds(full)
+            self._with_folds.add(name)  # not before: after an interrupt the next call repeats it
         return full
 
     def _view(self, name: str) -> DeviceMesh:
@@ -221,9 +215,9 @@ class ParallelMesh:
         return self[name].get_group()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
-        """Return a mesh over the same groups, which this one closes, not the copy.
+        """Return a mesh over the same groups. Closing the copy does not destroy them.
 
-        Modules that hold a mesh can be copied; nothing is communicated and no group is created.
+        Modules that hold a mesh can be copied. No group is created and nothing is communicated.
         """
         memo[id(self)] = copy = ParallelMesh(self.dims, self.layout, self._views, [], self.topology)
         copy._closed = self._closed
@@ -248,10 +242,10 @@ class ParallelMesh:
         destroy_groups(self._created)
 
     def __enter__(self) -> Self:
-        """Return this mesh. The end of the block closes it; see `close`.
+        """Return this mesh. The end of the ``with`` statement closes it; see `close`.
 
-        If blocks of one mesh are nested, the inner one closes it. Meshes that are built inside the
-        block have their own groups and must be closed separately.
+        If ``with`` statements of one mesh are nested, the inner one closes it. Meshes that are
+        built inside have their own groups and must be closed separately.
 
         Raises:
             MeshError: The mesh is closed.
@@ -261,7 +255,7 @@ class ParallelMesh:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the mesh, also if the block raises."""
+        """Close the mesh, also after an exception."""
         self.close()
 
 
@@ -272,11 +266,10 @@ def build_mesh(
     timeout: timedelta | None,
 ) -> ParallelMesh:
     """Create the groups and meshes of ``dims``; see `ParallelDims.build_mesh`."""
-    if not dist.is_initialized():
-        raise MeshError("no default process group; call torch.distributed.init_process_group first")
+    world = default_group()
     try:
         _check_types(topology, timeout)
-        dims, plan = dims._plan_mesh(dist.get_world_size(), dist.get_rank())
+        dims, plan = dims._plan_mesh(world.size(), world.rank())
         if topology is not None:
             raise_errors(topology_violations(plan.layout, topology))
     except (MeshError, ParallelDimsError):
@@ -288,17 +281,15 @@ def build_mesh(
     return ParallelMesh(dims, plan.layout, views, created, topology)
 
 
-def _folds(full: DeviceMesh, place: Sequence[int], ranks: list[int]) -> bool:
-    """Return whether these are the ranks along several axes of a mesh, from one position on."""
-    shape = tuple(full.shape)
-    axes = [axis for axis, size in enumerate(shape) if size > 1]
-    for count in range(2, len(axes) + 1):
-        for along in combinations(axes, count):
-            if prod(shape[axis] for axis in along) == len(ranks):
-                index = tuple(slice(None) if a in along else place[a] for a in range(len(shape)))
-                if full.mesh[index].flatten().tolist() == ranks:
-                    return True
-    return False
+def _is_fold(full: DeviceMesh, ranks: list[int]) -> bool:
+    """Return whether a group has all ranks along several axes of a mesh, in row-major order."""
+    here = full.get_coordinate() or ()
+    index = tuple(
+        slice(None) if {*dist.get_process_group_ranks(group)} <= {*ranks} else coordinate
+        for group, coordinate in zip(full.get_all_groups(), here, strict=True)
+    )
+    folded = full.mesh[index]
+    return sum(size > 1 for size in folded.shape) > 1 and folded.flatten().tolist() == ranks
 
 
 def _check_types(topology: object, timeout: object) -> None:
@@ -321,7 +312,7 @@ def _as_names(names: object) -> tuple[str, ...]:
 
 
 def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
-    """Return the same mesh over the same groups, one of its axes under another name."""
+    """Return a mesh over the same groups in which one axis has another name."""
     axes = full.mesh_dim_names or ()
     renamed = DeviceMesh.from_group(
         [full.get_group(each) for each in axes],
@@ -329,5 +320,5 @@ def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
         mesh=full.mesh,
         mesh_dim_names=tuple(name if each == axis else each for each in axes),
     )
-    share_ranks(renamed, full)
+    share_rank_map(renamed, full)
     return renamed
