@@ -130,10 +130,11 @@ class ParallelMesh:
     def _register_folds(self, full: DeviceMesh) -> None:
         """Register the groups of axes that fold several axes of a mesh of the whole world."""
         layout, axes = self.layout, full.mesh_dim_names or ()
+        along = [{*dist.get_process_group_ranks(group)} for group in full.get_all_groups()]
         for axis in dict.fromkeys(axis for view in layout.views.values() for axis in view.axes):
             if axis not in axes and layout.size(axis) > 1:
                 ranks = dist.get_process_group_ranks(self[axis].get_group())
-                if _is_fold(full, ranks):
+                if _is_fold(full, along, ranks):
                     register_fold(full, self[axis])
 
     @property
@@ -281,15 +282,21 @@ def build_mesh(
     return ParallelMesh(dims, plan.layout, views, created, topology)
 
 
-def _is_fold(full: DeviceMesh, ranks: list[int]) -> bool:
-    """Return whether a group has all ranks along several axes of a mesh, in row-major order."""
+def _is_fold(full: DeviceMesh, along: Sequence[set[int]], ranks: Sequence[int]) -> bool:
+    """Return whether ``ranks`` are all ranks along several axes of a mesh, in row-major order.
+
+    Args:
+        full: Mesh of the whole world.
+        along: Ranks of this rank's group on each axis of the mesh.
+        ranks: Ranks of one group that contains this rank.
+    """
+    members = {*ranks}
+    folded = [len(group) > 1 and group <= members for group in along]
+    if sum(folded) < 2:
+        return False
     here = full.get_coordinate() or ()
-    index = tuple(
-        slice(None) if {*dist.get_process_group_ranks(group)} <= {*ranks} else coordinate
-        for group, coordinate in zip(full.get_all_groups(), here, strict=True)
-    )
-    folded = full.mesh[index]
-    return sum(size > 1 for size in folded.shape) > 1 and folded.flatten().tolist() == ranks
+    index = tuple(slice(None) if fold else i for fold, i in zip(folded, here, strict=True))
+    return full.mesh[index].flatten().tolist() == [*ranks]
 
 
 def _check_types(topology: object, timeout: object) -> None:
