@@ -1,10 +1,12 @@
-"""One mesh of all ranks for the whole process, and functions that return its parts.
+"""One mesh of all ranks for the whole process, and functions that return slices of it.
 
-`build_world_mesh` builds the mesh and stores it. `get_dp_mesh`, `get_tp_mesh` and the other getters
-return parts of it. The model mesh (`get_dp_model_mesh`) includes the ranks of ``cp``; the data mesh
+`build_world_mesh` builds the mesh and stores it. The getters (`get_dp_mesh`, `get_tp_mesh` and the
+other functions ``get_..._mesh``) return slices of a given mesh. To fold axes is to flatten them
+into one. The model mesh (`get_dp_model_mesh`) includes the ranks of ``cp``; the data mesh
 (`get_dp_mesh`) does not. Both include the ranks of ``ep``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
@@ -27,7 +29,7 @@ from ._errors import (
 )
 from ._groups import join_as_refusing
 from ._mesh import ParallelMesh
-from ._torch import flatten
+from ._torch import default_group, flatten
 
 __all__ = [
     "HybridShard",
@@ -87,8 +89,8 @@ _EXPERTS = ("ep_replicate", "ep_shard")
 
 Folds: TypeAlias = tuple[tuple[str, ...], ...]
 # The possible results of each getter. A key has one tuple for each axis of the result: the axes of
-# the mesh that are folded into it. The mesh must have the first of them; the others are folded in
-# if the mesh has them. The value has the names that a `ParallelMesh` has for the folded axes.
+# a torch mesh that are folded into it. The mesh must have the first of them; the others are folded
+# in if the mesh has them. The value has the names of the folded axes in a `ParallelMesh`.
 RESULTS: dict[str, dict[Folds, tuple[str, ...]]] = {
     "get_dp_model_mesh": {
         (("dp_replicate",), _SHARD): ("replicate", "fsdp"),
@@ -142,7 +144,7 @@ class HybridShard:
             object.__setattr__(self, name, value)
         given, ranks = self._given(), self.ranks_per_node
         if given and ranks is not None:
-            named = join_words((f"{name}={degree}" for name, degree in given.items()), "and")
+            named = join_words(_equations(given), "and")
             reason = f"ranks_per_node={ranks} has no effect with {named}; leave it out"
             raise refusal("nodes", reason, {"ranks_per_node": ranks, **given})
 
@@ -170,10 +172,9 @@ class HybridShard:
         if product == dp_size or (dp_size % product == 0 and not both):
             replicas = given.get("replicas", dp_size // product)
             return replicas, dp_size // replicas
-        factors = " * ".join(f"{name}={degree}" for name, degree in given.items())
         relation = f" = {product} is not" if both else f"{source} does not divide"
-        reason = f"{factors}{relation} dp_size={dp_size}, the data-parallel ranks of "
-        reason += f"world_size={world_size}"
+        reason = f"{' * '.join(_equations(given))}{relation} dp_size={dp_size}, "
+        reason += f"the data-parallel ranks of world_size={world_size}"
         legal = {
             name: tuple(n for n in divisors(dp_size) if not both or n * product == dp_size * degree)
             for name, degree in given.items()
@@ -185,13 +186,13 @@ class HybridShard:
         return {name: degree for name, degree in degrees.items() if degree is not None}
 
     def _ranks_per_node(self, world_size: int) -> int:
-        name, ranks = "ranks_per_node", self.ranks_per_node
-        if ranks is None and LOCAL_RANKS in environ:
-            name = LOCAL_RANKS
-            ranks = as_degree(name, environ[name], inferable=False, optional=False)
-        if ranks is None:
+        name, given = "ranks_per_node", self.ranks_per_node or environ.get(LOCAL_RANKS)
+        if given is None:
             reason = f"{LOCAL_RANKS} is not set; give replicas, shard_degree or ranks_per_node"
             raise refusal("nodes", reason, {name: None})
+        if self.ranks_per_node is None:
+            name = LOCAL_RANKS
+        ranks = _degree(name, given, inferable=False)
         if world_size % ranks:
             reason = f"{name}={ranks} does not divide world_size={world_size} into nodes"
             values = {name: ranks, "world_size": world_size}
@@ -235,7 +236,7 @@ class WorldMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """All axes except ``ep`` as one torch mesh of the whole world, outermost first."""
-        return _slice(self.mesh, _own_axes(self.mesh, self.axes))
+        return _slice(self.mesh, _world_axes(self.mesh, self.axes))
 
 
 _world_mesh: WorldMesh | None = None
@@ -291,7 +292,7 @@ def build_world_mesh(
             raise MeshError(f"there is a world mesh already ({info}); call reset_world_mesh first")
         given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
         degrees = {n: _degree(n, degree) for n, degree in given.items() if degree is not None}
-        dims = _dims(dp, degrees, _world_size())
+        dims = _choose_dims(dp, degrees, default_group().size())
     except (MeshError, ParallelDimsError):
         # Ranks may disagree about the node size, so the other ranks may be building already.
         join_as_refusing()
@@ -354,21 +355,21 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
         >>> experts.mesh.close()
     """
     try:
-        given: object = _given(degree)
+        given: object = degree.degree if isinstance(degree, HasDegree) else degree
         # -1 is the only negative number that `as_degree` accepts.
         ep = _degree("ep", max(given, INFERRED) if isinstance(given, int) else degree)
-        dims = ParallelDims(ep=_world_size() if ep == INFERRED else ep)
+        dims = ParallelDims(ep=default_group().size() if ep == INFERRED else ep)
     except ParallelDimsError:
         join_as_refusing()
         raise
     return WorldMesh(mesh=dims.build_mesh(device_type), axes=("ep_replicate", "ep_shard"))
 
 
-def _dims(
+def _choose_dims(
     dp: DegreeLike | HybridShard | None, degrees: dict[str, int], world_size: int
 ) -> ParallelDims:
     if dp is None and degrees:
-        others = join_words((f"{name}={degree}" for name, degree in degrees.items()), "and")
+        others = join_words(_equations(degrees), "and")
         reason = f"{others} given without dp; give dp too: a degree, -1 or a HybridShard"
         raise refusal("dp", reason, {**degrees, "dp": None})
     cp, tp, pp = (degrees.get(name, 1) for name in ("cp", "tp", "pp"))
@@ -383,19 +384,14 @@ def _dims(
     return replace(dims, ep=ep, etp=dims.tp)
 
 
-def _degree(name: str, value: DegreeLike) -> int:
+def _degree(name: str, value: DegreeLike | str, *, inferable: bool = True) -> int:
     # The degree of a configuration may be None, which is an error: it does not mean -1.
-    return cast(int, as_degree(name, _given(value), inferable=True, optional=False))
+    degree = value.degree if isinstance(value, HasDegree) else value
+    return cast(int, as_degree(name, degree, inferable=inferable, optional=False))
 
 
-def _given(value: DegreeLike) -> int:
-    return value.degree if isinstance(value, HasDegree) else value
-
-
-def _world_size() -> int:
-    if not dist.is_initialized():
-        raise MeshError("no default process group; call torch.distributed.init_process_group first")
-    return dist.get_world_size()
+def _equations(degrees: Mapping[str, int]) -> list[str]:
+    return [f"{name}={degree}" for name, degree in degrees.items()]
 
 
 AnyMesh: TypeAlias = WorldMesh | ParallelMesh | DeviceMesh
@@ -428,7 +424,7 @@ def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
         4
         >>> reset_world_mesh()
     """
-    return _look_up("get_dp_model_mesh", mesh)
+    return _get_mesh("get_dp_model_mesh", mesh)
 
 
 def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -455,7 +451,7 @@ def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
         2
         >>> reset_world_mesh()
     """
-    return _look_up("get_dp_mesh", mesh)
+    return _get_mesh("get_dp_mesh", mesh)
 
 
 def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -479,7 +475,7 @@ def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
         2
         >>> reset_world_mesh()
     """
-    return _look_up("get_dp_shard_mesh", mesh)
+    return _get_mesh("get_dp_shard_mesh", mesh)
 
 
 def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -502,7 +498,7 @@ def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
         4
         >>> reset_world_mesh()
     """
-    return _look_up("get_dp_replicate_mesh", mesh)
+    return _get_mesh("get_dp_replicate_mesh", mesh)
 
 
 def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
@@ -548,7 +544,7 @@ def get_ep_mesh(mesh: AnyMesh) -> DeviceMesh:
         2
         >>> reset_world_mesh()
     """
-    return _look_up("get_ep_mesh", mesh)
+    return _get_mesh("get_ep_mesh", mesh)
 
 
 def get_tp_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -571,7 +567,7 @@ def get_tp_mesh(mesh: AnyMesh) -> DeviceMesh:
         2
         >>> reset_world_mesh()
     """
-    return _look_up("get_tp_mesh", mesh)
+    return _get_mesh("get_tp_mesh", mesh)
 
 
 def get_cp_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -594,7 +590,7 @@ def get_cp_mesh(mesh: AnyMesh) -> DeviceMesh:
         4
         >>> reset_world_mesh()
     """
-    return _look_up("get_cp_mesh", mesh)
+    return _get_mesh("get_cp_mesh", mesh)
 
 
 def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -617,7 +613,7 @@ def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
         4
         >>> reset_world_mesh()
     """
-    return _look_up("get_pp_mesh", mesh)
+    return _get_mesh("get_pp_mesh", mesh)
 
 
 def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -640,12 +636,12 @@ def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
         2
         >>> reset_world_mesh()
     """
-    source, present = _open(mesh)
+    source, present = _source_and_axes(mesh)
     _choose_result("get_pp_stage_mesh", present)
-    rest = tuple(name for name in _own_axes(source, present) if name != "pp")
-    if not rest:
+    others = tuple(name for name in _world_axes(source, present) if name != "pp")
+    if not others:
         raise LayoutError("get_pp_stage_mesh needs another axis than pp; this mesh has pp alone")
-    return _slice(source, rest)
+    return _slice(source, others)
 
 
 def get_device_mesh_info(mesh: AnyMesh) -> str:
@@ -672,11 +668,11 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
         whole, inside = mesh, ""
         names = mesh.mesh_dim_names or tuple(f"axis {index}" for index in range(mesh.ndim))
     else:
-        source, present = _open(mesh)
-        names = _own_axes(source, present)
+        source, present = _source_and_axes(mesh)
+        names = _world_axes(source, present)
         whole = _slice(source, names)
         inside = "" if names == present else f"; ep={source['ep'].size()} on the same ranks"
-    axes = ", ".join(f"{name}={size}" for name, size in zip(names, whole.shape, strict=True))
+    axes = ", ".join(_equations(dict(zip(names, whole.shape, strict=True))))
     return f"mesh of {whole.size()} ranks on {whole.device_type}: {axes}{inside}"
 
 
@@ -705,7 +701,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
         ('dp_shard_cp',)
     """
     _check_flattened(mesh, name)
-    _, names = _open(mesh)
+    _, names = _source_and_axes(mesh)
     try:
         return flatten(mesh, name)
     except ValueError as error:
@@ -717,24 +713,31 @@ def _check_flattened(mesh: object, name: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         is_built = isinstance(mesh, WorldMesh | ParallelMesh)
         advice = ", and this one has all its folds already: use the getters" if is_built else ""
-        raise LayoutError(f"flatten_mesh takes a torch DeviceMesh, not {_kind(mesh)}{advice}")
+        raise LayoutError(f"flatten_mesh takes a torch DeviceMesh, not {_describe(mesh)}{advice}")
     if not isinstance(name, str | None):
         raise LayoutError(f"name={name!r} is no name; use a string or None")
 
 
-def _look_up(getter: str, mesh: AnyMesh) -> DeviceMesh:
-    source, present = _open(mesh)
+def _get_mesh(getter: str, mesh: AnyMesh) -> DeviceMesh:
+    source, present = _source_and_axes(mesh)
     folds, names = _choose_result(getter, present)
     if isinstance(source, ParallelMesh):
         return _slice(source, names)
     parts = [tuple(name for name in present if name in fold) for fold in folds]
-    for part in parts:
-        if len(part) > 1:  # folding would create a process group
-            raise LayoutError(
-                f"{getter} needs {' x '.join(part)} as one axis, but this mesh has separate axes "
-                f"({get_device_mesh_info(mesh)}); {_advice(part, alone=len(parts) == 1)}"
-            )
-    return _slice(source, tuple(part[0] for part in parts))
+    separate = next((part for part in parts if len(part) > 1), None)
+    if separate is None:
+        return _slice(source, tuple(part[0] for part in parts))
+    # Folding the separate axes would create a process group. Only private functions of torch put a
+    # flattened axis and another axis into one mesh.
+    call = f"flatten_mesh(mesh[{', '.join(map(repr, separate))}])"
+    if len(parts) == 1:
+        advice = f"keep the result of {call} and use it instead, or use build_world_mesh"
+    else:
+        advice = f"use build_world_mesh, which has all folds; {call} returns this axis alone"
+    raise LayoutError(
+        f"{getter} needs {' x '.join(separate)} as one axis, but this mesh has separate axes "
+        f"({get_device_mesh_info(mesh)}); {advice}"
+    )
 
 
 def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[Folds, tuple[str, ...]]:
@@ -745,16 +748,8 @@ def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[Folds, tuple[
     raise LayoutError(f"{getter} needs {needs}; this mesh has {join_words(present, 'and')}")
 
 
-def _advice(part: tuple[str, ...], *, alone: bool) -> str:
-    call = f"flatten_mesh(mesh[{', '.join(map(repr, part))}])"
-    if alone:
-        return f"keep the result of {call} and use it instead, or use build_world_mesh"
-    # Only private functions of torch put a flattened axis and another axis into one mesh.
-    return f"use build_world_mesh, which has all folds; {call} returns this axis alone"
-
-
-def _open(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
-    """Return the mesh from which the ``get_*_mesh`` functions take slices, and its axis names."""
+def _source_and_axes(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
+    """Return the mesh that a getter slices, and the names of its axes, outermost first."""
     if isinstance(mesh, WorldMesh):
         return mesh.mesh, mesh.axes
     if isinstance(mesh, DeviceMesh):
@@ -767,16 +762,16 @@ def _open(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
         several = tuple(name for name in ("pp", "ep", "cp", "tp") if size(name) > 1)
         return mesh, tuple(name for name in AXES if name in (*data, *several))
     raise LayoutError(
-        f"{_kind(mesh)} given for a mesh; use a WorldMesh, a ParallelMesh or a torch DeviceMesh"
+        f"{_describe(mesh)} given for a mesh; use a WorldMesh, a ParallelMesh or a torch DeviceMesh"
     )
 
 
-def _kind(value: object) -> str:
+def _describe(value: object) -> str:
     return repr(value) if isinstance(value, str | int | None) else f"a {type(value).__name__}"
 
 
-def _own_axes(source: ParallelMesh | DeviceMesh, present: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes that multiply to the number of ranks. A folded ``ep`` does not."""
+def _world_axes(source: ParallelMesh | DeviceMesh, present: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes whose sizes multiply to the number of ranks: all but a folded ``ep``."""
     if isinstance(source, DeviceMesh) or ("dp" not in present and source.dims.ep_mode == "peer"):
         return present
     return tuple(name for name in present if name != "ep")
