@@ -19,7 +19,7 @@ from hp_mesh import (
     ParallelMesh,
     Topology,
 )
-from hp_mesh import world as slot
+from hp_mesh import world as world_module
 from hp_mesh.world import build_expert_parallel_mesh, build_world_mesh, reset_world_mesh
 
 Pool = Callable[[int], RankPool]
@@ -315,7 +315,7 @@ def build_where_one_rank_has_a_world_mesh(rank: int) -> str:
     build_world_mesh(dp=4)
     with pytest.MonkeyPatch.context() as patch:
         if rank != 0:
-            patch.setattr(slot, "_world_mesh", None)
+            patch.setattr(world_module, "_world_mesh", None)
         try:
             build_world_mesh(dp=4)
             message = "built"

@@ -1,4 +1,4 @@
-"""The world mesh: its slot, and how its degrees are given."""
+"""The world mesh: how it is stored, and how its degrees are given."""
 
 from dataclasses import dataclass
 from typing import Any

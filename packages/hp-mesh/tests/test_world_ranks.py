@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hp_mesh import MeshError, ParallelDimsError
-from hp_mesh import world as slot
+from hp_mesh import world as world_module
 from hp_mesh.world import (
     HybridShard,
     WorldMesh,
@@ -124,9 +124,9 @@ def samples() -> Tensor:
 
 
 def keep_a_world(data: int | HybridShard, tp: int) -> WorldMesh:
-    """Build a world mesh that outlives the slot: DTensor remembers the groups of equal meshes."""
+    """Build a world mesh that stays after the stored one is forgotten: DTensor remembers the groups of equal meshes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot, "_world_mesh", None)
+        patch.setattr(world_module, "_world_mesh", None)
         return build_world_mesh(dp=data, tp=tp)
 
 

@@ -1,8 +1,8 @@
 """Creation of process groups and device meshes on all ranks or on none.
 
 `create_meshes` is the entry. It is collective: all ranks compare their arguments in one all-reduce,
-create their groups in the same order, and compare in a second all-reduce whether all succeeded. A
-rank whose arguments are invalid refuses: it takes part in the first comparison, so that all raise.
+create their groups in the same order, and compare in a second all-reduce whether all succeeded. To
+refuse is to take part in the first comparison with invalid arguments, so that all ranks raise.
 """
 
 import time
@@ -40,9 +40,9 @@ LATEST = 2**62  # milliseconds times ranks, longer than any build
 # "local": Only the members of a group take part. A rank makes a dozen calls, however large the
 #     world is.
 # "joint": All ranks create all groups of an axis, as torch does by default.
-# "split": All ranks split the world's communicator into the groups of an axis, in one call. If NCCL
-#     was initialized eagerly, every new group comes from ``ncclCommSplit``, a collective of the
-#     whole world, and local creation would wait for ranks that never call.
+# "split": All ranks split the world's communicator into the groups of an axis, in one call. It is
+#     needed if NCCL was initialized eagerly: torch then creates every group with ``ncclCommSplit``,
+#     a collective of the whole world, and local creation would wait for ranks that never call.
 Creation: TypeAlias = Literal["local", "joint", "split"]
 
 
@@ -51,9 +51,9 @@ class Agreement:
     """Values that all ranks share before they create groups.
 
     Attributes:
-        equally_many: All ranks are in the same number of groups.
-        count: First number in the names of the new groups.
-        serial: Number of this call of `create_meshes`, unique among all that use the same store.
+        equally_many: Whether every rank is in the same number of groups.
+        count: Number of groups from which torch derives the name of the first new group.
+        serial: Number of this call of `create_meshes`, unique in the store of the world.
     """
 
     equally_many: bool
@@ -74,11 +74,11 @@ def create_meshes(
     raise.
 
     Args:
-        plan: Groups and views of this rank.
+        plan: The groups that contain this rank, and the views.
         device_type: Device type of the meshes, or None for the default.
         timeout: Timeout of the groups.
         compared: Values that must be equal on all ranks.
-        created: List to which the new groups are added.
+        created: List to which this function adds the new groups, for `destroy_groups`.
 
     Returns:
         The mesh of each view by its name.
@@ -118,10 +118,10 @@ def _create_groups(
     agreement: Agreement,
     created: list[dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
-    """Create this rank's groups in order and return the group of each axis.
+    """Create the groups that contain this rank, in order, and return the group of each axis.
 
-    If a group cannot be created, the error has a note that names it, and ``created`` has the groups
-    before it.
+    If a group cannot be created, a note of the error names the group, and ``created`` has the
+    groups before it.
     """
     world = default_group()
     way = _choose_creation(world, agreement)
@@ -143,7 +143,8 @@ def _create_groups(
 def _choose_creation(world: dist.ProcessGroup, agreement: Agreement) -> Creation:
     if splits_world(world):
         return "split"
-    # Members with different numbers of groups would meet under different names.
+    # If members are in different numbers of groups, torch gives the group different names on them,
+    # and they wait for each other.
     return "local" if agreement.equally_many else "joint"
 
 
@@ -154,7 +155,7 @@ def _create_group(
     way: Creation,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
-    """Create one group of this rank, add it to ``created`` and return it."""
+    """Create one group that contains this rank, add it to ``created`` and return it."""
     settings: dict[str, Any] = {"timeout": timeout, "group_desc": ",".join(planned.axes)}
     if way == "local":
         ranks = list(planned.ranks)
@@ -176,12 +177,12 @@ def _create_group(
 
 @contextmanager
 def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
-    """Destroy the groups in ``created`` if the block raises on this rank or on another one.
+    """Destroy the groups in ``created`` if the ``with`` body raises on this rank or another one.
 
-    Collective over the world: one all-reduce after the block compares success. A rank that failed
-    raises its own error, with a note if another rank failed first, since this rank may have waited
-    for it. All other ranks raise `MeshError`. An interrupted rank (``KeyboardInterrupt``) leaves at
-    once without telling the others.
+    Collective over the world: one all-reduce after the body compares whether it succeeded. A rank
+    that failed raises its own error. If another rank failed first, a note says so, because this
+    rank may have failed while it waited for the other one. All other ranks raise `MeshError`. A
+    rank that is interrupted (``KeyboardInterrupt``) does not take part in the all-reduce.
     """
     start = time.monotonic()
     try:
@@ -236,7 +237,7 @@ def _compare(
 
     Args:
         world: The default process group.
-        fields: Values that must be equal on all ranks, by name. None if this rank refuses.
+        fields: Values that must be equal on all ranks, by name. To refuse, pass None.
         groups: The groups that this rank will create.
 
     Returns:
@@ -258,19 +259,15 @@ def _compare(
     digests += [0] * (MOST_FIELDS - len(digests))
     compared = [refusal, serial, registered_groups(), unused_count(planned), *digests]
     largest, smallest = _extremes(world, compared)
-    if largest[0]:
-        raise MeshError(
-            f"ranks build different meshes: rank {world.size() - largest[0]} refuses its arguments "
-            f"and builds none, its own error says why; this rank has {dict(fields)}"
-        )
     ends = zip(fields, largest[4:], smallest[4:], strict=False)
     differ = [name for name, most, least in ends if most != least]
-    if differ:
-        raise MeshError(
-            f"ranks build different meshes: {join_words(differ, 'and')} "
-            f"{'differs' if len(differ) == 1 else 'differ'} between ranks; "
-            f"this rank has {dict(fields)}"
-        )
+    if largest[0] or differ:
+        verb = "differs" if len(differ) == 1 else "differ"
+        problem = f"{join_words(differ, 'and')} {verb} between ranks"
+        if largest[0]:
+            problem = f"rank {world.size() - largest[0]} refuses its arguments and builds none, "
+            problem += "its own error says why"
+        raise MeshError(f"ranks build different meshes: {problem}; this rank has {dict(fields)}")
     most, least = largest[3], smallest[3]
     while most != least:  # a name that is unused on one rank may be in use on another
         (most,), (least,) = _extremes(world, [unused_count(planned, most)])
@@ -314,9 +311,9 @@ def _first_failed_rank(after: float | None) -> int | None:
 
 
 def default_device_type() -> str:
-    """Return the accelerator's type if this world has a backend for it, else ``"cpu"``.
+    """Return the accelerator's type if the default group has a backend for it, else ``"cpu"``.
 
-    A world with gloo only uses the CPU, although gloo accepts CUDA tensors.
+    If gloo is the only backend, the result is ``"cpu"``, although gloo accepts CUDA tensors.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == "gloo":
@@ -325,10 +322,10 @@ def default_device_type() -> str:
 
 
 def comparison_device_type() -> str:
-    """Return the device type of tensors that the default group can reduce.
+    """Return the device type of tensors with which ranks compare their arguments.
 
-    With gloo it is the CPU: no device is needed, and no NCCL communicator is created early. It does
-    not depend on arguments, which may differ between ranks.
+    If there is a gloo backend, it is the CPU: no device is needed, and no NCCL communicator is
+    created early. The result does not depend on arguments, which may differ between ranks.
     """
     return "cpu" if "gloo" in dist.get_backend_config() else default_device_type()
 
@@ -337,7 +334,7 @@ def checked_device_type(device_type: object) -> str:
     """Return the device type, or the default for None.
 
     Raises:
-        MeshError: This world has no backend for it, or it has an index. ``"meta"`` needs no
+        MeshError: The default group has no backend for it, or it has an index. ``"meta"`` needs no
             backend, because its tensors have no data.
     """
     if device_type is None:

@@ -9,7 +9,7 @@ Terms:
 - An alias is a second name of an axis.
 - A group is a set of ranks that differ in the coordinate of one axis only.
 - The levels of an axis are (size, stride) pairs like the dimensions of a strided tensor. With the
-  levels ``((2, 1), (4, 16))``, a group has 4 pairs of neighbouring ranks. The pairs are 16 apart.
+  levels ``((2, 1), (4, 16))``, a group has 4 pairs of neighbouring ranks, at a distance of 16.
 
 `view_axes` and `axis_parts` are the tables of all axes. Levels follow from them, and coordinates
 and groups follow from the levels. Nothing here communicates or needs torch.
@@ -136,8 +136,8 @@ class View:
         name: Name of the view.
         axes: Names of the axes, outermost first.
         shape: Sizes of the axes.
-        levels: Levels of all axes, the innermost first. Empty if an axis has no levels.
-        listed: If an axis has no levels, all ranks in row-major order of the axes; else empty.
+        levels: Levels of all axes together, the innermost first. Empty if ``listed`` is not.
+        listed: All ranks in row-major order of the axes, if an axis has no levels. Else empty.
     """
 
     name: str
@@ -188,7 +188,7 @@ def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
 
 
 def _fold(parts: Iterable[Levels | None]) -> Levels | None:
-    """Return the levels of the axis that folds others; None if one of them has no levels."""
+    """Return the levels of the axis that folds some axes, or None if one of these has none."""
     levels: list[tuple[int, int]] = []
     for part in parts:
         if part is None:
@@ -231,7 +231,7 @@ class AxisGroup(NamedTuple):
     Attributes:
         size: Number of ranks per group.
         levels: Levels of the axis. A group has one rank for each combination.
-        listed: If the axis has no levels, the ranks of all its groups; else empty.
+        listed: The ranks of all groups, if the axis has no levels. Else empty.
     """
 
     size: int
@@ -273,7 +273,7 @@ class PlannedGroup:
 
     Attributes:
         axes: All axes that have these ranks.
-        ranks: Global ranks, ascending. Empty for the whole world, whose group exists already.
+        ranks: Global ranks, ascending. Empty if the group is the default group, which exists.
     """
 
     axes: tuple[str, ...]
@@ -301,8 +301,8 @@ def plan_mesh(
 ) -> MeshPlan:
     """Return the layout, and the groups and views of one rank.
 
-    Axes of size 1 share one group of the rank alone. Two axes have equal groups on every rank or on
-    none, so the order of the groups is the same on all ranks.
+    Axes with equal groups share one process group, such as all axes of size 1. Two axes have equal
+    groups on every rank or on no rank, so the order of the groups is the same on all ranks.
     """
     layout = RankLayout(degrees, folds, order)
     axes_of: dict[tuple[int, ...], list[str]] = {}
@@ -344,7 +344,7 @@ class RankLayout:
 
     @cached_property
     def _levels(self) -> Mapping[str, Levels | None]:
-        """Levels of each axis; None if the groups of the axis have no common strides."""
+        """Levels of each axis, or None for an axis without common strides of its groups."""
         levels: dict[str, Levels | None] = {}
         stride = 1
         for name in reversed(self._order):
@@ -483,15 +483,15 @@ class RankLayout:
         return rank
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from a rank along one axis only.
+        """Return the group of an axis that contains a rank.
 
         Args:
             name: Axis or alias.
-            rank: Global rank, which is one of the result.
+            rank: Global rank.
 
         Returns:
-            Global ranks in the order of the axis. The order is ascending, as in torch process
-            groups.
+            Global ranks that differ from ``rank`` along this axis only, and ``rank``. They ascend,
+            as in torch process groups.
 
         Raises:
             LayoutError: The name or the rank does not exist.
@@ -520,14 +520,13 @@ class RankLayout:
         return sorted(tuple(ranks[group]) for group in _slices(view.shape, view.axes.index(axis)))
 
     def axis_group(self, name: str) -> AxisGroup:
-        """Return the common structure of all groups of an axis, without listing ranks.
+        """Return the size and the strides of all groups of an axis.
 
         Args:
             name: Axis or alias.
 
         Returns:
-            The size and the levels of the groups. If the axis has no levels, ``listed`` has all of
-            the groups.
+            The size and the levels of the axis. If the axis has no levels, the groups are listed.
 
         Raises:
             LayoutError: The name does not exist.

@@ -210,8 +210,8 @@ class ParallelMesh:
         """
         if not isinstance(name, str):
             raise LayoutError(
-                f"group({name!r}) is not of one axis; give one name, such as that of an alias "
-                f"that folds several: {join_words(self.names)}"
+                f"group({name!r}) is not of one axis; give one name, such as an alias that folds "
+                f"several axes: {join_words(self.names)}"
             )
         return self[name].get_group()
 

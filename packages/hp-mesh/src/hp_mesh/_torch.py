@@ -39,8 +39,8 @@ def registered_groups() -> int:
     """Return the number of process groups of this rank.
 
     ``new_group(use_local_synchronization=True)`` hashes ``len(_world.pg_names)`` into the name of
-    the group. Members with different numbers would wait for each other forever. A public
-    replacement would be a group name as an argument.
+    the group. Members with different numbers would wait for each other forever. A group name as an
+    argument of ``new_group`` would be a public replacement.
     """
     return len(distributed_c10d._world.pg_names)
 
@@ -54,7 +54,10 @@ def unused_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
 
     Args:
         groups: Ranks of the next groups, in the order of their creation.
-        at_least: Lower bound of the result. `registered_groups` is another one.
+        at_least: Lower bound of the result. The number of existing groups is another one.
+
+    Returns:
+        A group count for `group_count`.
     """
     used = {*distributed_c10d._world.pg_names.values()}
     count = max(at_least, registered_groups())
@@ -73,7 +76,7 @@ def _local_name(ranks: list[int], count: int) -> str:
 
 @contextmanager
 def group_count(count: int) -> Iterator[None]:
-    """Raise `registered_groups` to ``count`` during the block, if it is lower.
+    """Raise `registered_groups` to ``count`` inside the ``with`` statement, if it is lower.
 
     Placeholder entries in ``_world.pg_names`` raise the number. Skipped numbers do no harm.
     """
@@ -135,7 +138,7 @@ _pairs_lock = Lock()  # of changes of ``_world.pg_map``, not of its readers
 
 @contextmanager
 def store_prefix(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
-    """Use a prefix of the world's store for the groups that this thread creates in the block.
+    """Use a prefix of the world's store for groups that this thread creates inside ``with``.
 
     ``new_group(use_local_synchronization=True)`` names a group after its ranks and the number of
     groups. After a group is destroyed, a new group can get the same name, and its members would

@@ -218,8 +218,8 @@ class WorldMesh:
 
     Args:
         mesh: Meshes of all axes and aliases.
-        axes: Axes that the getters know, outermost first. An axis of one rank is included if its
-            degree was given. ``ep`` shares the ranks of the data-parallel axes.
+        axes: Names of the axes that the getters can return, outermost first. An axis of one rank is
+            included if its degree was given. ``ep`` shares the ranks of the data-parallel axes.
 
     Examples:
         On 4 ranks:
@@ -294,7 +294,7 @@ def build_world_mesh(
         degrees = {n: _degree(n, degree) for n, degree in given.items() if degree is not None}
         dims = _choose_dims(dp, degrees, default_group().size())
     except (MeshError, ParallelDimsError):
-        # Ranks may disagree about the node size, so the other ranks may be building already.
+        # The number of ranks per node may differ between ranks, and valid ranks wait in the build.
         join_as_refusing()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
@@ -511,7 +511,8 @@ def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
         The process group.
 
     Raises:
-        LayoutError: As in `get_dp_mesh`.
+        LayoutError: ``mesh`` has no data-parallel axis, or it is a torch mesh with axes that have
+            to be folded into one first.
 
     Examples:
         On 4 ranks:
