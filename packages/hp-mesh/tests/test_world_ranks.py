@@ -124,7 +124,7 @@ def samples() -> Tensor:
 
 
 def keep_a_world(data: int | HybridShard, tp: int) -> WorldMesh:
-    """Build a world mesh that stays after the stored one is forgotten: DTensor remembers the groups of equal meshes."""
+    """Build a world mesh without storing it. DTensor caches the groups of equal meshes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world_module, "_world_mesh", None)
         return build_world_mesh(dp=data, tp=tp)
