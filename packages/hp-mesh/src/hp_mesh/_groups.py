@@ -233,7 +233,7 @@ def _compare(
 ) -> Agreement:
     """Compare values over all ranks in one all-reduce.
 
-    Another all-reduce follows if a group of that name exists already on one of the ranks.
+    More all-reduces follow if a group name that is unused on one rank is in use on another.
 
     Args:
         world: The default process group.
@@ -244,7 +244,7 @@ def _compare(
         The values that all ranks share.
 
     Raises:
-        MeshError: The values differ, or a rank refuses. Raised on all ranks.
+        MeshError: The values differ, or a rank refuses. All ranks raise it.
     """
     fields = fields or {}
     planned = [group.ranks for group in groups if group.ranks]

@@ -566,18 +566,18 @@ class RankLayout:
             axes = names[name]
             shape = tuple(self._sizes[axis] for axis in axes)
             parts = [self._levels[axis] for axis in reversed(axes)]
-            listed = self._list_by_experts(shape) if None in parts else ()
+            listed = self._list_expert_view(shape) if None in parts else ()
             levels = () if listed else _merge(chain.from_iterable(part or () for part in parts))
             self._views[name] = View(
                 name=name, axes=axes, shape=shape, levels=levels, listed=listed
             )
         return self._views[name]
 
-    def _list_by_experts(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """List all ranks in row-major order of the sparse or the expert view.
+    def _list_expert_view(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return all ranks in row-major order of the sparse or the expert view.
 
-        Used if an axis of experts has no levels. Both views list the ranks in the same order before
-        the ranks of each group are sorted, as torch sorts them.
+        Used if an axis of experts has no levels. The order is that of the folded axes before they
+        are split. The ranks of each group are then sorted, as in torch process groups.
         """
         experts = [
             parts for axes, parts in axis_parts(self._folds).items() if axes[-1] in ("ep", "etp")
