@@ -17,8 +17,8 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from hp_mesh import LayoutError, ParallelDims
+from hp_mesh.cli._answers import GIB, map_ranks, plan_rows
 from hp_mesh.cli._pictures import MEMORY_COLOURS, TIME_COLOURS, draw_plan, draw_ranks
-from hp_mesh.cli._reports import GIB, map_ranks, plan_rows
 from hp_mesh.planner import MODELS, Candidate, Cluster, Plan, TrainSpec, plan
 
 from .strategies import dims

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from .._config import DIALECTS
 from ..planner import Candidate, TrainSpec
-from ._reports import constructor_line
+from ._answers import constructor_line
 
 PACKAGE = __name__.partition(".cli")[0]
 # Fields of a run that need no translation, or that only the estimate reads.

@@ -5,13 +5,13 @@ that is wrong with a command line.
 """
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from itertools import islice
 from os.path import exists
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._config import FIELDS, arguments_from_config, is_of_framework, read_file
 from .._degrees import PEER_AXES, world_axes
@@ -30,7 +30,7 @@ from .._errors import (
 )
 from .._model import read_numbers
 from .._rules import Subject, Topology, check_rules, topology_violations
-from ..planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
+from ..planner import MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 
 NODE = 8  # ranks of a node, if neither the user nor a file says otherwise
 MOST_RANKS = 2**18  # more would take too long to list
@@ -58,76 +58,64 @@ class Reader:
         """Raise one error with all violations, if there are any."""
         raise_errors(self.violations)
 
-
-def add_degrees(parser: ArgumentParser) -> None:
-    """Add ``NAME=VALUE``, ``--config``, ``--world`` and ``--ranks-per-node``."""
-    text = "degrees and order: tp=8 pp=2 dp_shard=-1"
-    parser.add_argument("words", nargs="*", metavar="NAME=VALUE", help=text)
-    text = "degrees from a .toml, .yaml or .json file, with the names of hp-mesh or of another "
-    text += "framework; NAME=VALUE replaces them"
-    parser.add_argument("--config", metavar="FILE[:TABLE]", help=text)
-    add_world(parser, default="the product of the given degrees")
+    def checked(self, value: Value | None) -> Value:
+        """Return ``value``, or raise one error with all violations, if there are any."""
+        if value is None or self.violations:
+            raise ParallelDimsError(self.violations)
+        return value
 
 
-def add_world(parser: ArgumentParser, default: str | None = None) -> None:
-    """Add ``--world`` and ``--ranks-per-node``. Without a default, the world is required."""
-    text = "number of ranks" + (f" (default: {default})" if default else "")
-    names, required = ("--world", "--gpus"), default is None
-    parser.add_argument(*names, dest="world", metavar="N", required=required, help=text)
-    text = f"ranks of one node (default: {NODE}, if the ranks fill such nodes)"
-    parser.add_argument("--ranks-per-node", metavar="N", help=text)
+class Option(NamedTuple):
+    """An option of a command: arguments of argparse's ``add_argument``, and a heading for help."""
+
+    names: Sequence[str]
+    settings: Mapping[str, Any]
+    heading: str = ""
 
 
-def add_model(parser: ArgumentParser, *, required: bool = False) -> None:
-    """Add ``--model``, ``--seq-len`` and ``--global-batch``."""
-    text = f"path of a config.json or its folder, or one of {', '.join(MODELS)}"
-    parser.add_argument("--model", metavar="NAME|FILE", required=required, help=text)
-    add_fields(parser, TrainSpec, required=required)
+def option(help: str, *names: str, heading: str = "", **settings: Any) -> Option:
+    """Return an option with its description, its names and its settings for argparse."""
+    return Option(names, {"help": help, **settings}, heading)
 
 
-def add_sequence(parser: ArgumentParser) -> None:
-    """Add ``--causal-balance`` and ``--no-sequence-parallel``."""
-    text = "each rank of cp gets two parts of a sequence, which balances causal attention"
-    parser.add_argument("--causal-balance", action="store_true", help=text)
-    text = "between layers, all ranks of tp hold the whole sequence, so tp need not divide it"
-    option = "--no-sequence-parallel"
-    parser.add_argument(option, dest="sequence_parallel", action="store_false", help=text)
-
-
-def add_run(parser: ArgumentParser) -> None:
-    """Add the options of cluster and training run."""
-    machines = parser.add_argument_group("machines")
-    text = f"TOML file with the fields of an Accelerator, or one of {', '.join(ACCELERATORS)} "
-    text += "(default: H100)"
-    machines.add_argument("--gpu", metavar="NAME|FILE[:TABLE]", default="H100", help=text)
-    add_fields(machines, Cluster)
-    add_fields(parser.add_argument_group("training"), TrainSpec)
-
-
-def add_fields(
-    parser: ArgumentParser | _ArgumentGroup, spec: type, *, required: bool | None = None
-) -> None:
-    """Add an option for each field of a dataclass that has a description.
+def field_options(spec: type, heading: str = "", *, required: bool | None = None) -> list[Option]:
+    """Return an option for each field of a dataclass that has a description.
 
     Args:
-        parser: Parser or group that gets the options.
         spec: `TrainSpec` or `Cluster`.
-        required: None adds the fields that have a default. True and False add the others, as
+        heading: Heading of these options in the help.
+        required: None selects the fields that have a default. True and False select the others, as
             options that must or may be given.
     """
+    options = []
     for each in fields(spec):
         if "help" not in each.metadata or (each.default is MISSING) == (required is None):
             continue
-        option, choices = f"--{each.name.replace('_', '-')}", each.metadata["choices"]
-        text = each.metadata["help"]
+        text, choices = each.metadata["help"], each.metadata["choices"]
+        settings: dict[str, Any] = {"required": bool(required)}
         if each.default is False:
-            parser.add_argument(option, action="store_true", default=None, help=text)
-            continue
-        metavar = (
-            f"{{{','.join(map(_word, choices))}}}" if choices else each.metadata["unit"].upper()
-        )
-        text += "" if each.default in (None, MISSING) else f" (default: {_word(each.default)})"
-        parser.add_argument(option, metavar=metavar, required=bool(required), help=text)
+            settings = {"action": "store_true", "default": None}
+        elif choices:
+            settings["metavar"] = f"{{{','.join(map(_word, choices))}}}"
+        else:
+            settings["metavar"] = each.metadata["unit"].upper()
+        if each.default not in (None, False, MISSING):
+            text += f" (default: {_word(each.default)})"
+        options.append(option(text, _flag(each.name), heading=heading, **settings))
+    return options
+
+
+def add_options(parser: ArgumentParser, options: Iterable[Option]) -> None:
+    """Add options to a parser. Options with a heading are grouped under it in the help."""
+    groups: dict[str, ArgumentParser | _ArgumentGroup] = {"": parser}
+    for names, settings, heading in options:
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        groups[heading].add_argument(*names, **settings)
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def _word(value: object) -> str:
@@ -247,9 +235,7 @@ def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | Non
     """Return the resolved degrees and the ranks of a node, or raise everything that is wrong."""
     _, dims = read_dims(args, reader)
     node = _read_node(args, reader, dims.layout().world_size if dims else None)
-    if dims is None or reader.violations:
-        raise ParallelDimsError(reader.violations)
-    return dims, node
+    return reader.checked(dims), node
 
 
 def _read_node(

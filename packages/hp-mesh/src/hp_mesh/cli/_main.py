@@ -1,49 +1,37 @@
-"""The command ``hp-mesh``: its commands, their answers and how they are printed."""
+"""The command ``hp-mesh``: its commands and their options, and how answers are printed."""
 
 import json
 import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from typing import Any, Literal
 
 from .._errors import ParallelDimsError, join_words, refusal
-from ..planner import estimate, hints, plan, smallest_world
-from ._code import as_code
-from ._inputs import (
-    MOST_RANKS,
-    Reader,
-    add_degrees,
-    add_model,
-    add_run,
-    add_sequence,
-    add_world,
-    read_count,
-    read_dims,
-    read_question,
-    read_ranks,
-    read_run,
-    read_words,
-)
-from ._reports import (
+from ..planner import ACCELERATORS, MODELS, Cluster, Plan, TrainSpec
+from ._answers import (
     NOTHING,
+    TITLE,
     Answer,
-    Checked,
-    Estimated,
-    Explained,
-    Groups,
-    Planned,
-    map_ranks,
-    violation_document,
+    Block,
+    Line,
+    answer_check,
+    answer_estimate,
+    answer_explain,
+    answer_groups,
+    answer_plan,
+    answer_show,
+    violation_json,
 )
+from ._code import as_code
+from ._inputs import NODE, Option, Reader, add_options, field_options, option
 
 REFUSED = 2
 SUFFIXES = (".svg", ".png", ".pdf")  # of pictures
-SILENT = 1.0  # seconds of a search before it shows its progress
+WIDE = 10_000  # columns of an output that is no terminal, so that no line is wrapped
 EXTRA = "pip install 'hp-mesh[cli]'"
 EXIT_CODES = """exit code:
   0  answered
@@ -56,6 +44,62 @@ NOTES = """words of the answer:
   borderline  above the memory limit by at most 15%, which is the error of the estimate"""
 
 
+def _world(text: str, *, required: bool) -> tuple[Option, Option]:
+    node = f"ranks of one node (default: {NODE}, if the ranks fill such nodes)"
+    return (
+        option(text, "--world", "--gpus", dest="world", metavar="N", required=required),
+        option(node, "--ranks-per-node", metavar="N"),
+    )
+
+
+def _model(*, required: bool) -> tuple[Option, ...]:
+    text = f"path of a config.json or its folder, or one of {', '.join(MODELS)}"
+    model = option(text, "--model", metavar="NAME|FILE", required=required)
+    return (model, *field_options(TrainSpec, required=required))
+
+
+DEGREES = (
+    option("degrees and order: tp=8 pp=2 dp_shard=-1", "words", nargs="*", metavar="NAME=VALUE"),
+    option(
+        "degrees from a .toml, .yaml or .json file, with the names of hp-mesh or of another "
+        "framework; NAME=VALUE replaces them",
+        "--config",
+        metavar="FILE[:TABLE]",
+    ),
+    *_world("number of ranks (default: the product of the given degrees)", required=False),
+)
+SEQUENCE = (
+    option(
+        "each rank of cp gets two parts of a sequence, which balances causal attention",
+        "--causal-balance",
+        action="store_true",
+    ),
+    option(
+        "between layers, all ranks of tp hold the whole sequence, so tp need not divide it",
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+    ),
+)
+RUN = (
+    option(
+        f"TOML file with the fields of an Accelerator, or one of {', '.join(ACCELERATORS)} "
+        "(default: H100)",
+        "--gpu",
+        heading="machines",
+        metavar="NAME|FILE[:TABLE]",
+        default="H100",
+    ),
+    *field_options(Cluster, "machines"),
+    *field_options(TrainSpec, "training"),
+)
+AXIS_TEXT = "axis or alias whose groups get colours (default: the innermost axis)"
+FIX_TEXT = "try only configurations with this degree; may be given several times: --fix pp=1"
+TOP_TEXT = "number of candidates to print; --json does not fold splits of dp (default: 10)"
+PICTURE_TEXT = f"write a picture to this file: {', '.join(SUFFIXES)}"
+PICTURE = option(PICTURE_TEXT, "--picture", "--svg", dest="picture", metavar="FILE")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """One command.
@@ -64,7 +108,7 @@ class Command:
         name: Name on the command line.
         summary: Its purpose, in one line.
         example: Arguments of an example.
-        add_options: Adds its options to a parser.
+        options: Its options, besides ``--json`` and ``--as-code``.
         answer: Computes its answer.
         notes: Explanation of words in the answer.
     """
@@ -72,9 +116,69 @@ class Command:
     name: str
     summary: str
     example: str
-    add_options: Callable[[ArgumentParser], None]
+    options: Sequence[Option]
     answer: Callable[[Namespace, Reader], Answer]
     notes: str = ""
+
+
+COMMANDS = (
+    Command(
+        name="plan",
+        summary="find the best configuration, and rank the other valid ones",
+        example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
+        options=(
+            *_model(required=True),
+            *_world("number of ranks", required=True),
+            *RUN,
+            option(FIX_TEXT, "--fix", metavar="NAME=N", action="append", default=[]),
+            option(TOP_TEXT, "--top", metavar="N", default="10"),
+            PICTURE,
+        ),
+        answer=answer_plan,
+        notes=NOTES,
+    ),
+    Command(
+        name="estimate",
+        summary="estimate one configuration, and compare it with the best",
+        example="dp_shard=8 tp=4 pp=16 --model llama3-405b --gpu h100 --seq-len 8192 "
+        "--global-batch 512",
+        options=(*DEGREES, *_model(required=True), *RUN),
+        answer=answer_estimate,
+        notes=NOTES,
+    ),
+    Command(
+        name="check",
+        summary="list the rules that degrees break for a model",
+        example="tp=16 pp=4 --world 512 --model llama3-70b --seq-len 8192 --global-batch 256",
+        options=(*DEGREES, *_model(required=False), *SEQUENCE),
+        answer=answer_check,
+    ),
+    Command(
+        name="show",
+        summary="show the position of every rank",
+        example="tp=8 pp=2 --world 64 --axis pp --picture ranks.svg",
+        options=(*DEGREES, option(AXIS_TEXT, "--axis", metavar="AXIS"), PICTURE),
+        answer=answer_show,
+    ),
+    Command(
+        name="explain",
+        summary="print every rule with its numbers and its verdict",
+        example="tp=16 --model llama3-70b --seq-len 8192",
+        options=(*DEGREES, *_model(required=False), *SEQUENCE),
+        answer=answer_explain,
+    ),
+    Command(
+        name="groups",
+        summary="list the groups of an axis or alias",
+        example="fsdp tp=8 cp=2 --world 64 --rank 5",
+        options=(
+            option("an axis or alias: tp, fsdp, dp, ep, ...", "name", metavar="AXIS"),
+            *DEGREES,
+            option("print only the group of this rank", "--rank", metavar="R"),
+        ),
+        answer=answer_groups,
+    ),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,12 +221,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser, commands = _parsers()
     try:
-        args = _parse(parser, commands, argv)
+        args = _parse(argv)
     except SystemExit as stop:  # argparse has printed its help or an error
         return stop.code if isinstance(stop.code, int) else REFUSED
     command: Command = args.command
+    place = f"hp-mesh {command.name}"
     try:
         if not (args.json or args.as_code):
             _require("rich", "tables")
@@ -133,28 +237,58 @@ def _run(argv: Sequence[str] | None) -> int:
         answer = command.answer(args, reader)
     except ParallelDimsError as error:
         if args.json:
-            found = [violation_document(violation) for violation in error.violations]
-            print(json.dumps({"violations": found}, indent=1, default=str))
-        print(f"{parser.prog} {command.name}: {error}", file=sys.stderr)
+            _print_json({"violations": [violation_json(each) for each in error.violations]})
+        print(f"{place}: {error}", file=sys.stderr)
         return REFUSED
     if args.json:
-        print(json.dumps(answer.document(), indent=1, default=str))
-    elif args.as_code and isinstance(answer, Planned):  # only `plan` has this option
-        _print_code(answer)
+        _print_json(answer.json())
+    elif args.as_code and isinstance(answer.subject, Plan):  # only `plan` has this option
+        _print_code(answer.subject)
     else:
-        from ._tables import print_answer
+        _print_blocks(answer.blocks)
+    if args.picture and answer.subject is not None:
+        from ._pictures import draw, save
 
-        print_answer(answer, sys.stdout)
-    if args.picture:
         try:
-            _draw(answer, args.picture)
+            save(draw(answer.subject), args.picture)
         except OSError as error:
             reason = error.strerror or error
-            place = f"{parser.prog} {command.name}"
             print(f"{place}: cannot write {args.picture}: {reason}", file=sys.stderr)
             return REFUSED
         print(f"wrote {args.picture}", file=sys.stderr)
     return answer.exit_code
+
+
+def _parse(argv: Sequence[str] | None) -> Namespace:
+    """Return the parsed command line. Its attribute ``command`` is the `Command`."""
+    style: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+    purpose = "Plan, check and show parallel degrees."
+    parser = ArgumentParser(prog="hp-mesh", description=purpose, epilog=EXIT_CODES, **style)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        example = f"example:\n  {parser.prog} {command.name} {command.example}"
+        added = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog="\n\n".join(filter(None, (command.notes, EXIT_CODES, example))),
+            **style,
+        )
+        add_options(added, command.options)
+        forms = added.add_mutually_exclusive_group()
+        forms.add_argument("--json", action="store_true", help="print one JSON document")
+        if command.name == "plan":
+            text = "print the best configuration for hp, torchtitan and Megatron-LM"
+            forms.add_argument("--as-code", action="store_true", help=text)
+        added.set_defaults(command=command)
+    parser.set_defaults(picture=None, as_code=False)
+    args, rest = parser.parse_known_args(argv)
+    # argparse stops reading degrees at the first option. Degrees may also follow options.
+    if rest and ("words" not in args or any(word.startswith("-") for word in rest)):
+        subparsers.choices[args.command.name].error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.words = [*args.words, *rest]
+    return args
 
 
 def _require(package: str, purpose: str) -> None:
@@ -163,16 +297,6 @@ def _require(package: str, purpose: str) -> None:
     except ImportError:
         reason = f"{purpose} need {package}: {EXTRA}"
         raise refusal("package", reason, {"package": package}) from None
-
-
-def _print_code(answer: Planned) -> None:
-    best = answer.plan.best
-    if best is None:
-        print(NOTHING, file=sys.stderr)
-        return
-    if best.fit != "fits":
-        print(f"# {best.fit}: {best.violations[0]}")
-    print(as_code(best, answer.plan.train, answer.plan.model.layers))
 
 
 def _check_picture(path: str) -> None:
@@ -185,217 +309,48 @@ def _check_picture(path: str) -> None:
         raise refusal("file", f"cannot write {path}: {reason}", {"path": path})
 
 
-def _draw(answer: Answer, path: str) -> None:
-    from ._pictures import draw, save
-
-    save(draw(answer), path)
+def _print_json(content: Mapping[str, object]) -> None:
+    print(json.dumps(content, indent=1, default=str))
 
 
-def _parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    parser = ArgumentParser(
-        prog="hp-mesh",
-        description="Plan, check and show parallel degrees.",
-        epilog=EXIT_CODES,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    commands = {}
-    for command in COMMANDS:
-        example = f"example:\n  {parser.prog} {command.name} {command.example}"
-        added = subparsers.add_parser(
-            command.name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog="\n\n".join(filter(None, (command.notes, EXIT_CODES, example))),
-            formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        command.add_options(added)
-        forms = added.add_mutually_exclusive_group()
-        forms.add_argument("--json", action="store_true", help="print one JSON document")
-        if command.name == "plan":
-            text = "print the best configuration for hp, torchtitan and Megatron-LM"
-            forms.add_argument("--as-code", action="store_true", help=text)
-        added.set_defaults(command=command)
-        commands[command.name] = added
-    parser.set_defaults(picture=None, as_code=False)
-    return parser, commands
+def _print_code(found: Plan) -> None:
+    best = found.best
+    if best is None:
+        print(NOTHING, file=sys.stderr)
+        return
+    if best.fit != "fits":
+        print(f"# {best.fit}: {best.violations[0]}")
+    print(as_code(best, found.train, found.model.layers))
 
 
-def _parse(
-    parser: ArgumentParser, commands: dict[str, ArgumentParser], argv: Sequence[str] | None
-) -> Namespace:
-    args, rest = parser.parse_known_args(argv)
-    # argparse stops reading degrees at the first option. Degrees may also follow options.
-    if rest and ("words" not in args or any(word.startswith("-") for word in rest)):
-        commands[args.command.name].error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.words = [*args.words, *rest]
-    return args
+def _print_blocks(blocks: Iterable[Block]) -> None:
+    """Print lines and tables with rich.
 
+    If the standard output is not a terminal, the text is ASCII without colours, and long lines are
+    not wrapped.
+    """
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows progress on a terminal's standard error after a second."""
-    begin = monotonic()
-
-    def is_shown() -> bool:
-        return sys.stderr.isatty() and monotonic() - begin > SILENT
-
-    def show(done: int, total: int) -> None:
-        if is_shown():
-            print(f"\r{title}: {done} of {total}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        if is_shown():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _check_options(parser: ArgumentParser) -> None:
-    add_degrees(parser)
-    add_model(parser)
-    add_sequence(parser)
-
-
-def _show_options(parser: ArgumentParser) -> None:
-    add_degrees(parser)
-    text = "axis or alias whose groups get colours (default: the innermost axis)"
-    parser.add_argument("--axis", metavar="AXIS", help=text)
-    _picture_option(parser)
-
-
-def _groups_options(parser: ArgumentParser) -> None:
-    parser.add_argument("name", metavar="AXIS", help="an axis or alias: tp, fsdp, dp, ep, ...")
-    add_degrees(parser)
-    parser.add_argument("--rank", metavar="R", help="print only the group of this rank")
-
-
-def _plan_options(parser: ArgumentParser) -> None:
-    add_model(parser, required=True)
-    add_world(parser)
-    add_run(parser)
-    text = "try only configurations with this degree; may be given several times: --fix pp=1"
-    parser.add_argument("--fix", metavar="NAME=N", action="append", default=[], help=text)
-    text = "number of candidates to print; --json does not fold splits of dp (default: 10)"
-    parser.add_argument("--top", metavar="N", default="10", help=text)
-    _picture_option(parser)
-
-
-def _estimate_options(parser: ArgumentParser) -> None:
-    add_degrees(parser)
-    add_model(parser, required=True)
-    add_run(parser)
-
-
-def _picture_option(parser: ArgumentParser) -> None:
-    text = f"write a picture to this file: {', '.join(SUFFIXES)}"
-    parser.add_argument("--picture", "--svg", dest="picture", metavar="FILE", help=text)
-
-
-def _check(args: Namespace, reader: Reader) -> Answer:
-    dims, question = read_question(args, reader)
-    return Checked(dims=dims, report=dims.check(**question))
-
-
-def _explain(args: Namespace, reader: Reader) -> Answer:
-    dims, question = read_question(args, reader)
-    return Explained(dims=dims, rules=tuple(dims.explain(**question)))
-
-
-def _show(args: Namespace, reader: Reader) -> Answer:
-    dims, node = read_ranks(args, reader)
-    found = reader(map_ranks, dims, node, args.axis)
-    if found is None or reader.violations:
-        raise ParallelDimsError(reader.violations)
-    return found
-
-
-def _groups(args: Namespace, reader: Reader) -> Answer:
-    dims, node = read_ranks(args, reader)
-    rank = reader(read_count, "--rank", args.rank, least=0)
-    reader(dims.layout().size, args.name)
-    reader(dims.layout().coordinates, rank or 0)
-    reader.finish()
-    return Groups(dims=dims, ranks_per_node=node, axis=args.name, rank=rank)
-
-
-def _plan(args: Namespace, reader: Reader) -> Answer:
-    world = reader(read_count, "--gpus/--world", args.world, most=MOST_RANKS)
-    top = reader(read_count, "--top", args.top)
-    model, cluster, train = read_run(args, reader, world)
-    fix = reader(read_words, args.fix)
-    reader.finish()
-    with _progress("planning") as progress:
-        found = plan(model, cluster, train, fix=fix, progress=progress)
-        tables = not (args.json or args.as_code)
-        # Hints take several searches, and only tables show them.
-        hint = next(iter(hints(found)), None) if tables else None
-    smallest = None
-    if not (found.fits or fix):
-        with _progress("looking for the smallest world that fits") as progress:
-            smallest = smallest_world(model, cluster, train, largest=MOST_RANKS, progress=progress)
-    return Planned(plan=found, top=top or 0, smallest=smallest, hint=hint)
-
-
-def _estimate(args: Namespace, reader: Reader) -> Answer:
-    _, dims = read_dims(args, reader)
-    world = dims.layout().world_size if dims else None
-    model, cluster, train = read_run(args, reader, world)
-    if dims is None or reader.violations:
-        raise ParallelDimsError(reader.violations)
-    own = estimate(model, cluster, train, dims)
-    with _progress("planning") as progress:
-        found = plan(model, cluster, train, progress=progress)
-    return Estimated(plan=found, comparison=found.compare(own))
-
-
-COMMANDS = (
-    Command(
-        name="plan",
-        summary="find the best configuration, and rank the other valid ones",
-        example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
-        add_options=_plan_options,
-        answer=_plan,
-        notes=NOTES,
-    ),
-    Command(
-        name="estimate",
-        summary="estimate one configuration, and compare it with the best",
-        example="dp_shard=8 tp=4 pp=16 --model llama3-405b --gpu h100 --seq-len 8192 "
-        "--global-batch 512",
-        add_options=_estimate_options,
-        answer=_estimate,
-        notes=NOTES,
-    ),
-    Command(
-        name="check",
-        summary="list the rules that degrees break for a model",
-        example="tp=16 pp=4 --world 512 --model llama3-70b --seq-len 8192 --global-batch 256",
-        add_options=_check_options,
-        answer=_check,
-    ),
-    Command(
-        name="show",
-        summary="show the position of every rank",
-        example="tp=8 pp=2 --world 64 --axis pp --picture ranks.svg",
-        add_options=_show_options,
-        answer=_show,
-    ),
-    Command(
-        name="explain",
-        summary="print every rule with its numbers and its verdict",
-        example="tp=16 --model llama3-70b --seq-len 8192",
-        add_options=_check_options,
-        answer=_explain,
-    ),
-    Command(
-        name="groups",
-        summary="list the groups of an axis or alias",
-        example="fsdp tp=8 cp=2 --world 64 --rank 5",
-        add_options=_groups_options,
-        answer=_groups,
-    ),
-)
+    dashes = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    with console.capture() as captured:
+        for block in blocks:
+            if isinstance(block, Line):
+                console.print(Text(*block), soft_wrap=True)
+                continue
+            console.print()
+            if block.title:
+                console.print(Text(block.title, TITLE), soft_wrap=True)
+            table = Table(box=dashes, show_edge=False, pad_edge=False, collapse_padding=True)
+            for column in block.columns:
+                justify: Literal["right", "left"] = "right" if column in block.numbers else "left"
+                table.add_column(column, justify=justify)
+            for row in block.rows:
+                cells = (cell if isinstance(cell, Line) else Line(str(cell)) for cell in row)
+                table.add_row(*(Text(*cell) for cell in cells))
+            console.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip())

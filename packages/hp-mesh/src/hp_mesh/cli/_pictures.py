@@ -16,12 +16,10 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
 from ..planner import Plan
-from ._reports import (
+from ._answers import (
     GIB,
     GROUP_COLOURS,
     NOTHING,
-    Answer,
-    Planned,
     RankMap,
     ends,
     format_seconds,
@@ -67,12 +65,9 @@ COLUMNS = 4  # of a legend
 MOST_OVER = 1.5  # a bar of memory ends at so many times the limit
 
 
-def draw(answer: Answer) -> Figure:
-    """Draw the answer of ``show`` or ``plan``."""
-    if isinstance(answer, RankMap):
-        return draw_ranks(answer)
-    assert isinstance(answer, Planned)
-    return draw_plan(answer.plan)
+def draw(subject: RankMap | Plan) -> Figure:
+    """Draw the ranks of ``show`` or the candidates of ``plan``."""
+    return draw_plan(subject) if isinstance(subject, Plan) else draw_ranks(subject)
 
 
 def save(figure: Figure, path: str) -> None:
@@ -100,7 +95,7 @@ def draw_ranks(found: RankMap) -> Figure:
         HEAD + ceil(drawn / across) * (cells[1] + 4) - 4 + PAD,
     )
     columns = _columns(len(boxes), sqrt(len(boxes) * node[1] / node[0] * 2.2))
-    lines = (found.dims.summary(), found.place, _grouping(found))
+    lines = (found.dims.summary(), found.description, _grouping(found))
     widest = max(columns * (node[0] + GAP) - GAP, _width(lines[0], 17), _width(lines[2], 13), 420)
     legend = found.groups[: len(GROUP_COLOURS)]
     per_row = max(1, int(widest // LEGEND_WIDTH))
