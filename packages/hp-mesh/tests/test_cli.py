@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, RankLayout, Topology
 from hp_mesh.cli import main
-from hp_mesh.cli._answers import constructor_line, ends, rank_list, word_line
+from hp_mesh.cli._answers import ends, rank_list
 from hp_mesh.cli._main import COMMANDS
+from hp_mesh.cli._plans import constructor_line, word_line
 from hp_mesh.planner import MODELS
 
 from .strategies import dims, divisors

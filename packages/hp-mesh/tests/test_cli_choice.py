@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
-from hp_mesh.cli import _answers
-from hp_mesh.cli._answers import GIB, plan_rows, why_chosen
+from hp_mesh.cli import _plans
+from hp_mesh.cli._plans import GIB, plan_rows, why_chosen
 from hp_mesh.planner import (
     MODELS,
     Candidate,
@@ -170,7 +170,7 @@ def test_one_row_stands_for_the_splits_of_dp_near_it() -> None:
 def test_plan_runs_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest, split = candidate(1000, 98), candidate(1002, 83, replicate=2)
     found = planned([fastest, split, candidate(1003, 84, replicate=4)])
-    monkeypatch.setattr(_answers, "plan", lambda *_, **__: found)
+    monkeypatch.setattr(_plans, "plan", lambda *_, **__: found)
     _, out, _ = run(*ARGV)
     assert "ParallelDims(dp_replicate=2, dp_shard=8, world_size=16)" in out
     assert why_chosen(split, fastest) in out

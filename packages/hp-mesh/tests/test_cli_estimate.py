@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hp_mesh import ParallelDims
-from hp_mesh.cli import _answers, main
-from hp_mesh.cli._answers import GIB
+from hp_mesh.cli import _plans, main
+from hp_mesh.cli._plans import GIB
 from hp_mesh.planner import (
     ACCELERATORS,
     MODELS,
@@ -253,11 +253,11 @@ def test_a_plan_that_takes_long_shows_how_far_it_is_on_a_terminal_and_wipes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = ["plan", "--gpus", "64", *RUN]
-    monkeypatch.setattr(_answers, "SILENT", 1e9)
+    monkeypatch.setattr(_plans, "SILENT", 1e9)
     with redirect_stderr(Terminal()) as quick, redirect_stdout(io.StringIO()):
         assert main(argv) == 0
     assert quick.getvalue() == ""
-    monkeypatch.setattr(_answers, "SILENT", -1.0)
+    monkeypatch.setattr(_plans, "SILENT", -1.0)
     with redirect_stderr(Terminal()) as shown, redirect_stdout(io.StringIO()):
         assert main(argv) == 0
     lines = shown.getvalue().split("\r")
@@ -274,8 +274,8 @@ def test_an_error_during_a_plan_wipes_its_progress(monkeypatch: pytest.MonkeyPat
         progress(0, 2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_answers, "SILENT", -1.0)
-    monkeypatch.setattr(_answers, "plan", fails)
+    monkeypatch.setattr(_plans, "SILENT", -1.0)
+    monkeypatch.setattr(_plans, "plan", fails)
     with redirect_stderr(Terminal()) as shown:
         assert main(["plan", "--gpus", "64", *RUN]) == 130
     assert shown.getvalue() == "\rplanning: 0 of 2\r\x1b[K"

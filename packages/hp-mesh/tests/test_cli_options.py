@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hp_mesh.cli import _answers
+from hp_mesh.cli import _plans
 from hp_mesh.planner import MODELS, Cluster, ModelShape, Plan, TrainSpec, plan
 
 from .test_cli import run
@@ -48,8 +48,8 @@ def test_every_described_field_is_an_option_with_all_its_values(
         Cluster(world_size=8, accelerator="H100"),
         TrainSpec(seq_len=512, global_batch=8),
     )
-    monkeypatch.setattr(_answers, "plan", record)
-    monkeypatch.setattr(_answers, "estimate", lambda *_: small.best)
+    monkeypatch.setattr(_plans, "plan", record)
+    monkeypatch.setattr(_plans, "estimate", lambda *_: small.best)
     for argv, value in texts(field):
         words = [] if field.default is MISSING else NEEDED.get(field.name, [])
         code, _, err = run(command, *RUN, *words, *argv, "--json")

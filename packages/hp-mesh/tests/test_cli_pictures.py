@@ -17,8 +17,9 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from hp_mesh import LayoutError, ParallelDims
-from hp_mesh.cli._answers import GIB, map_ranks, plan_rows
+from hp_mesh.cli._answers import map_ranks
 from hp_mesh.cli._pictures import MEMORY_COLOURS, TIME_COLOURS, draw_plan, draw_ranks
+from hp_mesh.cli._plans import GIB, plan_rows
 from hp_mesh.planner import MODELS, Candidate, Cluster, Plan, TrainSpec, plan
 
 from .strategies import dims
@@ -44,7 +45,8 @@ def named(figure: Figure, start: str) -> dict[str, Patch]:
 
 
 def texts(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+    """Give the lines of all texts."""
+    return [line for text in figure.findobj(Text) for line in text.get_text().splitlines()]
 
 
 def fill(box: Patch) -> str:
@@ -120,9 +122,10 @@ def test_the_texts_of_a_cell_tell_its_place_and_stay_inside_it() -> None:
     for rank, cell in enumerate(named(figure, "rank ").values()):
         box = extent(figure, cell)
         inside = {
-            t
+            line
             for t, b in words
-            if t and box.x0 < b.x0 and b.x1 < box.x1 and box.y0 < b.y0 and b.y1 < box.y1
+            for line in t.splitlines()
+            if box.x0 < b.x0 and b.x1 < box.x1 and box.y0 < b.y0 and b.y1 < box.y1
         }
         place = {f"{axis} {index}" for axis, index in found.coordinates(rank).items()}
         assert inside == {str(rank), f"#{found.group_of[rank]}"} | place

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hp_mesh import ParallelDims
-from hp_mesh.cli import _answers
-from hp_mesh.cli._answers import (
+from hp_mesh.cli import _plans
+from hp_mesh.cli._plans import (
     GIB,
     group_rejections,
     why_it_loses,
@@ -269,15 +269,15 @@ def test_one_line_names_the_option_that_helps_most(planned: Plan) -> None:
 
 def test_a_hint_with_a_value_and_one_that_makes_a_plan_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     hint = Hint(field="zero", value=1, step_seconds=2.5)
-    monkeypatch.setattr(_answers, "hints", lambda _: (hint,))
+    monkeypatch.setattr(_plans, "hints", lambda _: (hint,))
     assert "with --zero 1 the best plan takes 2.5 s instead of " in run(*ARGV)[1]
     assert "with --zero 1 a configuration fits, and takes 2.5 s" in run(*HUGE)[1]
-    monkeypatch.setattr(_answers, "hints", lambda _: ())
+    monkeypatch.setattr(_plans, "hints", lambda _: ())
     assert "with --" not in run(*ARGV)[1]
 
 
 def test_programs_do_not_wait_for_hints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_answers, "hints")
+    monkeypatch.delattr(_plans, "hints")
     assert run(*ARGV, "--json")[0] == 0
     assert run(*ARGV, "--as-code")[0] == 0
 

@@ -1,11 +1,11 @@
 """A candidate of a plan as Python for this package, TOML for torchtitan, flags for Megatron-LM."""
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from .._config import DIALECTS
 from ..planner import Candidate, TrainSpec
-from ._answers import constructor_line
+from ._plans import changed_fields, constructor_line
 
 PACKAGE = __name__.partition(".cli")[0]
 # Fields of a run that need no translation, or that only the estimate reads.
@@ -66,15 +66,11 @@ def chosen_run(best: Candidate, train: TrainSpec) -> TrainSpec:
     )
 
 
-def _given(train: TrainSpec) -> dict[str, object]:
-    """Return the fields of a run that differ from their defaults."""
-    values = {each.name: (getattr(train, each.name), each.default) for each in fields(train)}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
 def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
     """Yield a comment that lists the given fields of a run that are not in ``stated``."""
-    others = [f"{name}={value!r}" for name, value in _given(train).items() if name not in stated]
+    others = [
+        f"{name}={value!r}" for name, value in changed_fields(train).items() if name not in stated
+    ]
     if others:
         yield f"# not translated: {', '.join(others)}"
 
@@ -92,7 +88,7 @@ def _python(best: Candidate, train: TrainSpec) -> Iterator[str]:
     yield f"from {PACKAGE} import ParallelDims, TrainSpec"
     yield ""
     yield f"dims = {constructor_line(best.dims)}"
-    yield f"train = TrainSpec({', '.join(f'{k}={v!r}' for k, v in _given(train).items())})"
+    yield f"train = TrainSpec({', '.join(f'{k}={v!r}' for k, v in changed_fields(train).items())})"
 
 
 def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:

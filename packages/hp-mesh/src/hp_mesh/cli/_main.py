@@ -13,21 +13,19 @@ from typing import Any, Literal
 from .._errors import ParallelDimsError, join_words, refusal
 from ..planner import ACCELERATORS, MODELS, Cluster, Plan, TrainSpec
 from ._answers import (
-    NOTHING,
     TITLE,
     Answer,
     Block,
     Line,
     answer_check,
-    answer_estimate,
     answer_explain,
     answer_groups,
-    answer_plan,
     answer_show,
     violation_json,
 )
 from ._code import as_code
 from ._inputs import NODE, Option, Reader, add_options, field_options, option
+from ._plans import NOTHING, answer_estimate, answer_plan
 
 REFUSED = 2
 SUFFIXES = (".svg", ".png", ".pdf")  # of pictures

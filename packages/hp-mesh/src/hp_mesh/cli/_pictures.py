@@ -16,20 +16,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
 from ..planner import Plan
-from ._answers import (
-    GIB,
-    GROUP_COLOURS,
-    NOTHING,
-    RankMap,
-    ends,
-    format_seconds,
-    plan_rows,
-    plan_title,
-    plural,
-    rank_list,
-    settings,
-    word_line,
-)
+from ._answers import GROUP_COLOURS, RankMap, plural, rank_list, with_gap
+from ._plans import GIB, NOTHING, format_seconds, plan_rows, plan_title, settings, word_line
 
 INK, FAINT, EDGE, GROUND, LIMIT = "#1a1a1a", "#5f6368", "#9aa0a6", "#f4f5f7", "#b00020"
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
@@ -54,14 +42,22 @@ MEMORY_COLOURS = {
     "logits": VERMILION,
     "buffers": GREEN,
 }
-DPI = 100  # pixels of a layout per inch; text has 72 points per inch
-SMALL = 9  # points of text in the picture of a plan
-MARGIN, GAP, PAD, HEAD, LINE = 24, 14, 10, 26, 14
-LEGEND_WIDTH = 230
+POINTS = 72  # per inch
+TITLE, PLAIN, SMALL = 12, 9, 7.5  # points of text
+LINE = 1.3  # height of a line of text, relative to its size
+GAP = 12  # points between nodes
+LEGEND_WIDTH = 170  # points of one entry
+LEGEND: dict[str, Any] = {
+    "alignment": "left",
+    "columnspacing": 1.2,
+    "fontsize": PLAIN,
+    "frameon": False,
+    "handlelength": 1.2,
+}
 MOST_NODES, FEWER_NODES = 64, 31  # the second one if some are left out
 MOST_CELLS, FEWER_CELLS = 72, 63
 MOST_ROWS = 8  # of a plan
-COLUMNS = 4  # of a legend
+COLUMNS = 4  # of the legends of a plan
 MOST_OVER = 1.5  # a bar of memory ends at so many times the limit
 
 
@@ -74,7 +70,7 @@ def save(figure: Figure, path: str) -> None:
     """Write a picture in the format of the path's suffix."""
     metadata = {"Date": None} if path.lower().endswith(".svg") else {}
     with rc_context({"svg.hashsalt": "hp-mesh"}):
-        figure.savefig(path, dpi=2 * DPI, metadata=metadata)
+        figure.savefig(path, dpi=200, metadata=metadata)
 
 
 def draw_ranks(found: RankMap) -> Figure:
@@ -83,41 +79,45 @@ def draw_ranks(found: RankMap) -> Figure:
     The cells of one group of the chosen axis have the same colour and number. If there are many
     nodes, those in the middle are left out.
     """
-    boxes = _with_gap(found.nodes, MOST_NODES, FEWER_NODES)
-    drawn = len(_with_gap(min(found.width, found.world), MOST_CELLS, FEWER_CELLS))
-    across = drawn if drawn < 4 else 4 if drawn <= 8 else 8
+    nodes = with_gap(found.nodes, MOST_NODES, FEWER_NODES)
+    cells = len(with_gap(min(found.width, found.world), MOST_CELLS, FEWER_CELLS))
+    across = min(cells, 4 if cells <= 8 else 8)
+    # Sizes in points. The largest numbers make the widest texts.
     texts = [f"{axis} {found.layout.size(axis) - 1}" for axis in found.axes]
-    head = _width(f"{found.world - 1} ", 13) + _width(f"#{len(found.groups) - 1}", 10)
-    cell = ceil(max(head, *(_width(text, 10.5) for text in texts), 0)) + 14
-    cells = (cell, 28 + LINE * len(texts))
-    node = (
-        max(across * (cell + 4) - 4 + 2 * PAD, 150 if None in boxes else 90),
-        HEAD + ceil(drawn / across) * (cells[1] + 4) - 4 + PAD,
-    )
-    columns = _columns(len(boxes), sqrt(len(boxes) * node[1] / node[0] * 2.2))
+    texts.append(f"{found.world - 1}  #{len(found.groups) - 1}")
+    width = max(across * (max(_width(text, SMALL + 1) for text in texts) + 10), 120) + GAP
+    height = ceil(cells / across) * SMALL * LINE * (len(texts) + 0.8) + PLAIN * LINE + GAP
+    columns = _columns(len(nodes), sqrt(len(nodes) * height / width * 3))
+    rows = ceil(len(nodes) / columns)
     lines = (found.dims.summary(), found.description, _grouping(found))
-    widest = max(columns * (node[0] + GAP) - GAP, _width(lines[0], 17), _width(lines[2], 13), 420)
-    legend = found.groups[: len(GROUP_COLOURS)]
-    per_row = max(1, int(widest // LEGEND_WIDTH))
-    top = MARGIN + 74 + ceil(len(legend) / per_row) * 22
-    height = top + ceil(len(boxes) / columns) * (node[1] + GAP) - GAP + MARGIN
-    figure = Figure(figsize=((widest + 2 * MARGIN) / DPI, height / DPI), dpi=DPI)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, widest + 2 * MARGIN), ylim=(height, 0))
-    axes.axis("off")
-    _text(axes, MARGIN, MARGIN + 16, lines[0], 17, weight="bold")
-    _text(axes, MARGIN, MARGIN + 38, lines[1], 12.5, color=FAINT)
-    _text(axes, MARGIN, MARGIN + 57, lines[2], 12.5, color=FAINT)
-    for i, group in enumerate(legend):
-        x, y = MARGIN + i % per_row * LEGEND_WIDTH, MARGIN + 68 + i // per_row * 22
-        _box(axes, (x, y), (16, 14), f"legend {i}", facecolor=GROUP_COLOURS[i])
-        _text(axes, x + 22, y + 12, f"#{i} {found.axis}: {rank_list(group, 5)}", 12)
-    for i, number in enumerate(boxes):
-        place = (MARGIN + i % columns * (node[0] + GAP), top + i // columns * (node[1] + GAP))
-        if number is None:
-            _draw_gap(axes, found, place, node, boxes)
+    widest = max(columns * width, *(_width(line, TITLE) for line in lines)) + GAP
+    legend_columns = int(widest // LEGEND_WIDTH)
+    colours = GROUP_COLOURS[: len(found.groups)]
+    head = LINE * (TITLE * len(lines) + PLAIN * ceil(len(colours) / legend_columns)) + 2 * GAP
+    figure = Figure(figsize=(widest / POINTS, (rows * height + head) / POINTS))
+    pad = GAP / 2 / POINTS
+    figure.set_layout_engine("constrained", w_pad=pad, h_pad=pad, wspace=0, hspace=0)
+    legend = figure.legend(
+        [Patch(facecolor=colour, edgecolor=EDGE) for colour in colours],
+        [f"#{i} {found.axis}: {rank_list(found.groups[i], 5)}" for i in range(len(colours))],
+        title="\n".join(lines),
+        title_fontproperties={"weight": "bold"},
+        loc="outside upper left",
+        ncols=legend_columns,
+        **LEGEND,
+    )
+    for i, patch in enumerate(legend.get_patches()):
+        patch.set_gid(f"legend {i}")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for i, axes in enumerate(grid):
+        axes.set(xlim=(0, across), ylim=(ceil(cells / across), 0), xticks=(), yticks=())
+        axes.spines[:].set_color(EDGE)
+        if i >= len(nodes):
+            axes.remove()
+        elif (node := nodes[i]) is None:
+            _draw_gap(axes, found, range(i, found.nodes - (len(nodes) - i) + 1))
         else:
-            _draw_node(axes, found, number, place, node, cells, across)
+            _draw_node(axes, found, node, across)
     return figure
 
 
@@ -130,164 +130,122 @@ def _grouping(found: RankMap) -> str:
     return line
 
 
-def _draw_gap(
-    axes: Axes,
-    found: RankMap,
-    place: tuple[float, float],
-    size: tuple[float, float],
-    boxes: Sequence[int | None],
-) -> None:
-    first = boxes.index(None)
-    last = found.nodes - (len(boxes) - first)
-    ranks = found.ranks_of(first)[0], found.ranks_of(last)[-1]
-    _box(axes, place, size, "gap", facecolor="white", linestyle="--")
-    lines = f"{last - first + 1} nodes left out", f"{first} to {last}"
-    for i, text in enumerate((*lines, f"ranks {ranks[0]} to {ranks[1]}")):
-        x, y = place[0] + size[0] / 2, place[1] + size[1] / 2 - 14 + 18 * i
-        _text(axes, x, y, text, 12, ha="center")
+def _draw_gap(axes: Axes, found: RankMap, nodes: range) -> None:
+    axes.patch.set_gid("gap")
+    axes.spines[:].set_linestyle("--")
+    axes.set_title(f"{len(nodes)} nodes left out", size=PLAIN)
+    ranks = f"ranks {found.ranks_of(nodes[0])[0]} to {found.ranks_of(nodes[-1])[-1]}"
+    text = f"{nodes[0]} to {nodes[-1]}\n{ranks}"
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", size=PLAIN)
 
 
-def _draw_node(
-    axes: Axes,
-    found: RankMap,
-    number: int,
-    place: tuple[float, float],
-    size: tuple[float, float],
-    cell: tuple[float, float],
-    across: int,
-) -> None:
-    _box(axes, place, size, f"node {number}", facecolor=GROUND)
-    name = "all ranks" if found.ranks_per_node is None else f"node {number}"
-    _text(axes, place[0] + PAD, place[1] + 17, name, 12, weight="bold")
-    ranks = found.ranks_of(number)
-    drawn = _with_gap(len(ranks), MOST_CELLS, FEWER_CELLS)
+def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
+    """Draw one cell for each rank. A cell is one unit wide and high."""
+    name = "all ranks" if found.ranks_per_node is None else f"node {node}"
+    axes.set_title(name, loc="left", weight="bold", size=PLAIN)
+    axes.patch.set(gid=f"node {node}", facecolor=GROUND)
+    ranks = found.ranks_of(node)
+    drawn = with_gap(len(ranks), MOST_CELLS, FEWER_CELLS)
     for i, index in enumerate(drawn):
-        x = place[0] + PAD + i % across * (cell[0] + 4)
-        y = place[1] + HEAD + i // across * (cell[1] + 4)
+        x, y = i % across, i // across
         if index is None:
-            _text(axes, x + 6, y + 16, f"{len(ranks) - len(drawn) + 1} more", 11)
+            axes.text(x + 0.1, y + 0.5, f"{len(ranks) - len(drawn) + 1} more", size=SMALL)
             continue
         rank, group = ranks[index], found.group_of[ranks[index]]
         colour = GROUP_COLOURS[group % len(GROUP_COLOURS)]
-        _box(axes, (x, y), cell, f"rank {rank}", facecolor=colour)
-        _text(axes, x + 6, y + 16, str(rank), 13, weight="bold")
-        _text(axes, x + cell[0] - 6, y + 16, f"#{group}", 10, ha="right")
-        for line, (axis, coordinate) in enumerate(found.coordinates(rank).items()):
-            _text(axes, x + 6, y + 32 + LINE * line, f"{axis} {coordinate}", 10.5)
+        place = "\n".join(f"{axis} {number}" for axis, number in found.coordinates(rank).items())
+        cell = Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, gid=f"rank {rank}", linewidth=0.7)
+        cell.set(facecolor=colour, edgecolor=EDGE)
+        axes.add_patch(cell)
+        axes.text(x + 0.08, y + 0.07, str(rank), va="top", weight="bold", size=PLAIN)
+        axes.text(x + 0.92, y + 0.07, f"#{group}", va="top", ha="right", size=SMALL)
+        axes.text(x + 0.08, y + 0.93, place, va="bottom", size=SMALL)
 
 
 def draw_plan(found: Plan) -> Figure:
     """Draw the best candidates, each with a bar of time and a bar of memory."""
     rows = [row.candidate for row in plan_rows(found, MOST_ROWS)]
-    figure = Figure(figsize=(15, 2 + 0.46 * len(rows)), dpi=DPI)
+    figure = Figure(figsize=(15, 2 + 0.46 * len(rows)))
     figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.15)
     figure.suptitle(plan_title(found), x=0.01, ha="left", weight="bold", size=13, color=INK)
     if not rows:
         figure.supxlabel(NOTHING, x=0.01, ha="left")
         return figure
     nothing = rows[0].fit == "does not fit"
+    limit, best = rows[0].limit / GIB, rows[0].time.total
+    times = [row.time.parts for row in rows]
+    memories = [{name: part / GIB for name, part in row.memory.parts.items()} for row in rows]
+    needs = [row.memory.total / GIB for row in rows]
+    most = max(needs) if nothing else min(max(*needs, limit), MOST_OVER * limit)
+    paces = [
+        f"{format_seconds(row.time.total)} s"
+        + ("" if nothing else f"  {row.time.total / best:.2f}x")
+        for row in rows
+    ]
+    sizes = [
+        f"{row.memory.total / GIB:.1f} GiB" + ("" if row.fit == "fits" else f" {row.fit}")
+        for row in rows
+    ]
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_bars(left, "time of one step", "s", times, paces, TIME_COLOURS)
+    _draw_bars(right, "memory of one GPU", "GiB", memories, sizes, MEMORY_COLOURS)
+    left.set(xlim=(0, max(row.time.total for row in rows)), xticks=())
+    left.set_yticks(range(len(rows)), [f"{word_line(r.dims)}\n{settings(r)}" for r in rows])
+    right.set(xlim=(0, most))
+    right.axvline(limit, color=LIMIT, gid="limit")
+    right.set_xticks([limit], [f"limit {limit:.1f} GiB"], color=LIMIT)
     note = "nothing fits; the nearest misses" if nothing else "the best"
     note += f" of {len(found.candidates)} candidates, estimated; the name of an axis stands for "
     note += "communication that does not overlap with computation"
     note += "" if nothing else "; splits of dp share a row"
-    limit, best = rows[0].limit / GIB, rows[0].time.total
-    gibibytes = [{name: part / GIB for name, part in row.memory.parts.items()} for row in rows]
-    needs = [sum(parts.values()) for parts in gibibytes]
-    most = max(needs) if nothing else min(max(*needs, limit), MOST_OVER * limit)
     note += f"; bars end at {MOST_OVER} times the memory limit" if max(needs) > most else ""
-    figure.supxlabel(note, x=0.01, ha="left", size=SMALL, color=FAINT)
-    left, right = figure.subplots(1, 2, sharey=True)
-    ratios = [""] * len(rows) if nothing else [f"  {row.time.total / best:.2f}x" for row in rows]
-    paces = [f"{format_seconds(r.time.total)} s{x}" for r, x in zip(rows, ratios, strict=True)]
-    longest = max(row.time.total for row in rows)
-    times = [row.time.parts for row in rows]
-    _bars(left, "time of one step", "s", times, longest, paces, TIME_COLOURS)
-    fits = [f"{x:.1f} GiB{_unless_fits(r.fit)}" for r, x in zip(rows, needs, strict=True)]
-    _bars(right, "memory of one GPU", "GiB", gibibytes, most, fits, MEMORY_COLOURS)
-    left.set_yticks(range(len(rows)), [f"{word_line(r.dims)}\n{settings(r)}" for r in rows])
-    right.axvline(limit, color=LIMIT, gid="limit")
-    right.text(
-        limit,
-        len(rows) - 0.45,
-        f"limit {limit:.1f} GiB",
-        color=LIMIT,
-        size=SMALL,
-        ha="center",
-        va="top",
-    )
+    figure.supxlabel(note, x=0.01, ha="left", size=PLAIN, color=FAINT)
     return figure
 
 
-def _unless_fits(fit: str) -> str:
-    return "" if fit == "fits" else f" {fit}"
-
-
-def _bars(
+def _draw_bars(
     axes: Axes,
     heading: str,
     unit: str,
     rows: Sequence[Mapping[str, float]],
-    longest: float,
     texts: Sequence[str],
     colours: Mapping[str, str],
 ) -> None:
     """Draw a stacked bar and its text for each row, and a legend."""
-    axes.set(xlim=(0, longest), ylim=(len(rows) - 0.4, -0.6), xticks=())
+    axes.set(ylim=(len(rows) - 0.4, -0.6))
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=SMALL)
-    names = [name for name in colours if any(row.get(name, 0) > 0 for row in rows)]
+    axes.tick_params(length=0, labelsize=PLAIN)
+    drawn = []
     starts = [0.0] * len(rows)
-    for name in names:
+    for name in colours:
         lengths = [row.get(name, 0.0) for row in rows]
-        drawn = axes.barh(range(len(rows)), lengths, 0.6, starts, color=colours[name])
-        for bar, length in zip(drawn, lengths, strict=True):
-            bar.set_gid(f"{name}: {length:.3g} {unit}")
-        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+        if any(lengths):
+            bars = axes.barh(range(len(rows)), lengths, 0.6, starts, color=colours[name])
+            bars.set_label(name)
+            drawn.append(bars)
+            for bar, length in zip(bars, lengths, strict=True):
+                bar.set_gid(f"{name}: {length:.3g} {unit}")
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     for i, text in enumerate(texts):
         place: Any = axes.get_yaxis_transform()
-        axes.text(1.01, i, text, transform=place, va="center", size=SMALL, color=INK)
-    # Matplotlib fills a legend by columns. This order makes it readable by rows.
-    listed = [name for column in range(COLUMNS) for name in names[column::COLUMNS]]
+        axes.text(1.01, i, text, transform=place, va="center", size=PLAIN, color=INK)
     axes.legend(
-        handles=[Patch(facecolor=colours[name], label=name) for name in listed],
+        # Matplotlib fills a legend by columns. This order makes it readable by rows.
+        handles=[bars for column in range(COLUMNS) for bars in drawn[column::COLUMNS]],
         title=heading,
+        title_fontproperties={"weight": "bold"},
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=COLUMNS,
-        fontsize=SMALL,
-        title_fontproperties={"weight": "bold"},
-        alignment="left",
-        frameon=False,
         borderaxespad=0,
-        handlelength=1.2,
-        columnspacing=1.2,
+        **LEGEND,
     )
 
 
-def _box(
-    axes: Axes, place: tuple[float, float], size: tuple[float, float], gid: str, **style: Any
-) -> None:
-    axes.add_patch(Rectangle(place, *size, gid=gid, edgecolor=EDGE, linewidth=0.7, **style))
-
-
-def _text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
-    style = {"color": INK, "va": "baseline", "parse_math": False, **style}
-    axes.text(x, y, text, fontsize=size * 72 / DPI, **style)
-
-
 def _width(text: str, size: float) -> float:
-    """Return the width of a bold text in pixels."""
+    """Return the width of a bold text in points."""
     font = FontProperties(weight="bold")
     return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) if text else 0.0
-
-
-def _with_gap(count: int, most: int, fewer: int) -> list[int | None]:
-    """Return the indices of the boxes to draw.
-
-    If there are too many, the middle ones are left out, and one None marks the gap.
-    """
-    head, tail = ends(count, most if count <= most else fewer)
-    return [*head, *([None] if tail else []), *tail]
 
 
 def _columns(count: int, wanted: float) -> int:

@@ -1,0 +1,490 @@
+"""Answers of ``plan`` and ``estimate``: their JSON, their tables, and texts about candidates."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from .._dims import ParallelDims
+from .._errors import Violation
+from ..planner import (
+    Candidate,
+    Comparison,
+    Hint,
+    ModelShape,
+    Plan,
+    Rejection,
+    estimate,
+    hints,
+    plan,
+    smallest_world,
+)
+from ..planner._result import CLOSE, counts_of
+from ._answers import (
+    BAD,
+    DIM,
+    GOOD,
+    STYLES,
+    TITLE,
+    WARN,
+    Answer,
+    Block,
+    Json,
+    Line,
+    Table,
+    plural,
+    violation_json,
+)
+from ._inputs import MOST_RANKS, Reader, read_count, read_dims, read_run, read_words
+
+GIB = 2**30
+WITHOUT_AXIS = ("compute", "bubble", "optimizer")
+SPLIT = ("dp_replicate", "dp_shard")
+NOTHING = "no configuration keeps all rules"
+SILENT = 1.0  # seconds of a search before it shows its progress
+BAR_WIDTH = 30  # characters
+
+
+def answer_plan(args: Namespace, reader: Reader) -> Answer:
+    """Find the best configurations. The exit code is 1 if none fits."""
+    world = reader(read_count, "--gpus/--world", args.world, most=MOST_RANKS)
+    top = reader(read_count, "--top", args.top)
+    run = read_run(args, reader, world)
+    fix = reader(read_words, args.fix)
+    reader.finish()
+    hint = smallest = None
+    with _progress("planning") as progress:
+        found = plan(*run, fix=fix, progress=progress)
+        if not (
+            args.json or args.as_code
+        ):  # hints take several searches, and only tables show them
+            hint = next(iter(hints(found)), None)
+    if not (found.fits or fix):
+        with _progress("looking for the smallest world that fits") as progress:
+            smallest = smallest_world(*run, largest=MOST_RANKS, progress=progress)
+    return Answer(
+        json=partial(_plan_json, found, top or 0, smallest),
+        blocks=_plan_blocks(found, top or 0, smallest, hint),
+        exit_code=0 if found.fits else 1,
+        subject=found,
+    )
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows progress on a terminal's standard error after a second."""
+    begin = monotonic()
+
+    def is_shown() -> bool:
+        return sys.stderr.isatty() and monotonic() - begin > SILENT
+
+    def show(done: int, total: int) -> None:
+        if is_shown():
+            print(f"\r{title}: {done} of {total}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if is_shown():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _plan_json(found: Plan, top: int, smallest: int | None) -> Json:
+    """Return counts, the best candidates and rejections. Memory is in bytes, time in seconds."""
+    counts = {
+        "considered": found.considered,
+        "fits": len(found.fits),
+        "borderline": len(found.borderline),
+        "does not fit": len(found.too_large),
+        "rejected": len(found.rejected),
+    }
+    rejected = [
+        {
+            "rule": each.rule,
+            "count": each.count,
+            "example": {"degrees": dict(each.degrees), "text": str(each.violation)},
+        }
+        for each in group_rejections(found.rejected)
+    ]
+    return {
+        **_model_json(found.model),
+        "world_size": found.cluster.world_size,
+        "accelerator": found.cluster.device.name,
+        "counts": counts,
+        "smallest_world": smallest,
+        "recommended": found.best and _candidate_json(found.best),
+        "candidates": [*map(_candidate_json, found.candidates[:top])],
+        "rejected": rejected,
+    }
+
+
+def _plan_blocks(found: Plan, top: int, smallest: int | None, hint: Hint | None) -> Iterator[Block]:
+    best, world, node = found.best, found.cluster.world_size, found.cluster.ranks_per_node
+    yield from _plan_title_blocks(found)
+    if world > node and world % node:
+        yield Line(f"{world} ranks do not fill nodes of {node}; give --ranks-per-node N", WARN)
+    if best is None:
+        yield Line(NOTHING, BAD)
+    else:
+        yield from _best_blocks(best, found.fastest or best)
+        yield from _part_blocks(best)
+        yield _candidates_table(found, best, plan_rows(found, top))
+    yield Line()
+    if hint is not None:
+        yield Line(hint_line(hint, best), GOOD)
+    if smallest is not None:
+        text = "the smallest number of GPUs on which a configuration fits"
+        yield Line(f"{text}: {smallest}", WARN)
+    yield Line(counts_of(found))
+    if rejections := group_rejections(found.rejected):
+        rows = [(group.rule, group.count, group.violation.reason) for group in rejections]
+        yield Table(("rule", "count", "example"), rows, ("count",), "rejected by rule")
+
+
+def _plan_title_blocks(found: Plan) -> Iterator[Block]:
+    yield Line(plan_title(found), TITLE)
+    model = found.model
+    total = f"{model.parameters / 1e9:.3g}B parameters"
+    active = f", {model.active_parameters / 1e9:.3g}B of them active in one token"
+    yield Line(total + (active if model.experts else ""))
+
+
+def _best_blocks(best: Candidate, fastest: Candidate) -> Iterator[Block]:
+    headings = {
+        "fits": "RUN THIS",
+        "borderline": "NOTHING FITS; this is up to 15% above the memory limit",
+        "does not fit": "NOTHING FITS; this comes nearest",
+    }
+    yield Line()
+    yield Line(headings[best.fit], STYLES[best.fit])
+    yield Line(f"  {constructor_line(best.dims)}", TITLE)
+    yield Line(f"  {word_line(best.dims)}")
+    yield from _cost_blocks(best)
+    if best != fastest:
+        yield Line(f"  {why_chosen(best, fastest)}")
+
+
+def _cost_blocks(one: Candidate) -> Iterator[Block]:
+    yield Line(f"  {settings(one)}")
+    yield Line(
+        f"  estimated {format_seconds(one.time.total)} s per step, "
+        f"{one.tokens_per_second_per_gpu:.0f} tokens/s per GPU, {one.mfu:.0%} MFU; "
+        f"{one.memory.total / GIB:.1f} of {one.limit / GIB:.1f} GiB ({one.fit})"
+    )
+    yield Line(f"  {one.trust}", DIM)
+
+
+def _part_blocks(best: Candidate) -> Iterator[Block]:
+    """Yield a table of the parts of memory, and a table of the parts of the step time."""
+    memory = {name: part / GIB for name, part in best.memory.parts.items()}
+    whole = max(best.limit, best.memory.total) / GIB
+    title = f"memory of one GPU; shares of {whole:.1f} GiB"
+    yield _bar_table(title, memory, whole, "GiB", ".1f")
+    times = {
+        name if name in WITHOUT_AXIS else f"exposed {name}": part
+        for name, part in best.time.parts.items()
+    }
+    title = f"time of one step; shares of {format_seconds(best.time.total)} s"
+    yield _bar_table(title, times, best.time.total, "s", ".3f")
+
+
+def _bar_table(
+    title: str, parts: Mapping[str, float], whole: float, unit: str, digits: str
+) -> Table:
+    """Return a table with a bar for each part. A part above 0 has at least one mark."""
+    rows = []
+    for name, part in parts.items():
+        marks = max(1, round(BAR_WIDTH * part / whole)) if part > 0 else 0
+        rows.append((name, f"{part:{digits}}", percent(part / whole), Line("#" * marks, "cyan")))
+    return Table(("part", unit, "share", ""), rows, (unit, "share"), title)
+
+
+def _candidates_table(found: Plan, best: Candidate, rows: Sequence["Row"]) -> Table:
+    title = f"the best of {len(found.candidates)} candidates; # is the place among all"
+    if any(row.splits for row in rows):
+        title += "; splits of dp within 1% in time share a row"
+    cells = []
+    for row in rows:
+        one, splits = row.candidate, plural(row.splits, "split")
+        cells.append(
+            (
+                row.place,
+                word_line(one.dims) + (f" (+{splits} of dp)" if row.splits else ""),
+                one.micro_batch,
+                one.recompute + variant(one),
+                f"{one.time.total / best.time.total:.3f}x",
+                f"{one.memory.total / GIB:.1f}",
+                Line(one.fit, STYLES[one.fit]),
+                "" if one == best else why_it_loses(one, best, found.cluster.ranks_per_node),
+            )
+        )
+    columns = ("#", "degrees", "micro", "recompute", "time", "GiB", "fit", "why not first")
+    return Table(columns, cells, ("#", "micro", "time", "GiB"), title)
+
+
+@dataclass(kw_only=True)
+class RejectionGroup:
+    """The rejections that one rule caused: their number, and the first one as an example."""
+
+    rule: str
+    degrees: Mapping[str, int]
+    violation: Violation
+    count: int = 0
+
+
+def group_rejections(rejected: Iterable[Rejection]) -> tuple[RejectionGroup, ...]:
+    """Group rejections by rule, most frequent first. One with several rules is in each group."""
+    groups: dict[str, RejectionGroup] = {}
+    for each in rejected:
+        # A rule that is broken several times counts once.
+        for rule, violation in {v.rule: v for v in reversed(each.violations)}.items():
+            first = RejectionGroup(rule=rule, degrees=each.degrees, violation=violation)
+            groups.setdefault(rule, first).count += 1
+    return tuple(sorted(groups.values(), key=lambda group: -group.count))
+
+
+def answer_estimate(args: Namespace, reader: Reader) -> Answer:
+    """Compare a configuration with the best one. The exit code is 1 if it does not fit."""
+    _, dims = read_dims(args, reader)
+    run = read_run(args, reader, dims.layout().world_size if dims else None)
+    own = estimate(*run, reader.checked(dims))
+    with _progress("planning") as progress:
+        found = plan(*run, progress=progress)
+    comparison = found.compare(own)
+    return Answer(
+        json=partial(_estimate_json, found, comparison),
+        blocks=_estimate_blocks(found, comparison),
+        exit_code=1 if own.fit == "does not fit" else 0,
+    )
+
+
+def _estimate_json(found: Plan, comparison: Comparison) -> Json:
+    return {
+        **_model_json(found.model),
+        "configuration": _candidate_json(comparison.own),
+        "best": _candidate_json(comparison.best),
+        "slowdown": comparison.slowdown,
+        "more_time": dict(comparison.time),
+        "more_memory": dict(comparison.memory),
+        "violations": [violation_json(violation) for violation in comparison.violations],
+    }
+
+
+def _estimate_blocks(found: Plan, comparison: Comparison) -> Iterator[Block]:
+    own, best, node = comparison.own, comparison.best, found.cluster.ranks_per_node
+    yield from _plan_title_blocks(found)
+    yield Line()
+    yield Line(f"{word_line(own.dims)}: {own.fit}", STYLES[own.fit])
+    yield from _cost_blocks(own)
+    if own.fit != "fits":
+        yield Line(f"  {why_it_loses(own, best, node)}", STYLES[own.fit])
+    if own == best:
+        yield Line("this is the best configuration", GOOD)
+        yield from _part_blocks(own)
+        return
+    yield Line()
+    yield Line(f"the best: {word_line(best.dims)} ({best.fit})", TITLE)
+    yield from _cost_blocks(best)
+    place = next((i for i, one in enumerate(found.candidates, 1) if one == own), None)
+    of = f"; it is number {place} of {len(found.candidates)}" if place else ""
+    yield Line(f"yours takes {comparison.slowdown:.2f}x the time of the best{of}")
+    if own.fit == "fits" and own.time.total > best.time.total:
+        yield Line(f"main loss: {why_it_loses(own, best, node)}", WARN)
+    yield _difference_table("seconds of one step", own.time.parts, best.time.parts, 1, ".3f")
+    yield _difference_table("GiB of one GPU", own.memory.parts, best.memory.parts, GIB, ".1f")
+
+
+def _difference_table(
+    title: str, own: Mapping[str, float], best: Mapping[str, float], unit: float, digits: str
+) -> Table:
+    parts = {name: (own.get(name, 0.0), best.get(name, 0.0)) for name in (*own, *best)}
+    parts["total"] = (sum(own.values()), sum(best.values()))
+    columns = ("part", "yours", "best", "more")
+    rows = []
+    for name, (mine, its) in parts.items():
+        more = f"{(mine - its) / unit:+{digits}}"
+        rows.append((name, f"{mine / unit:{digits}}", f"{its / unit:{digits}}", more))
+    return Table(columns, rows, columns[1:], title)
+
+
+def _candidate_json(candidate: Candidate) -> Json:
+    names = (
+        *("micro_batch", "microbatches", "recompute", "schedule", "virtual_stages", "zero"),
+        *("fit", "limit", "tokens_per_second_per_gpu", "mfu"),
+    )
+    return {
+        "dims": candidate.dims.to_dict(),
+        **{name: getattr(candidate, name) for name in names},
+        "memory": {**candidate.memory.parts, "total": candidate.memory.total},
+        "time": {**candidate.time.parts, "total": candidate.time.total},
+        "trust": str(candidate.trust),
+    }
+
+
+def _model_json(model: ModelShape) -> Json:
+    sizes = {"parameters": model.parameters, "active_parameters": model.active_parameters}
+    return {"model": model.name, **sizes}
+
+
+@dataclass(kw_only=True)
+class Row:
+    """A candidate of a table, its place from 1 on, and the number of ``splits`` folded into it."""
+
+    place: int
+    candidate: Candidate
+    splits: int = 0
+
+
+def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
+    """Return at most ``most`` rows, best first.
+
+    Candidates that differ only in ``dp_replicate`` and ``dp_shard`` share the row of the fastest
+    one if they take at most 1 % longer. Candidates that do not fit have a row each, because the
+    split decides how much memory they need.
+    """
+    rows: list[Row] = []
+    leaders: dict[object, Row] = {}
+    for place, one in enumerate(found.candidates, start=1):
+        key = (place,) if one.fit == "does not fit" else _all_but_split(one)
+        leader = leaders.get(key)
+        if (
+            leader is not None
+            and _is_near(one, leader.candidate)
+            and leader.candidate.time.total <= one.time.total
+        ):
+            leader.splits += 1
+        elif len(rows) < most or any(_is_near(one, row.candidate) for row in rows[:most]):
+            # Rows past ``most`` are collected too: candidates fold into them, not into shown rows.
+            leaders[key] = Row(place=place, candidate=one)
+            rows.append(leaders[key])
+        else:
+            break
+    return tuple(rows[:most])
+
+
+def _is_near(one: Candidate, first: Candidate) -> bool:
+    return one.fit == first.fit and one.time.total <= CLOSE * first.time.total
+
+
+def _all_but_split(one: Candidate) -> tuple[object, ...]:
+    degrees = (getattr(one.dims, f.name) for f in fields(one.dims) if f.name not in SPLIT)
+    return one.fit, one.micro_batch, one.recompute, one.setting, *degrees
+
+
+def hint_line(hint: Hint, best: Candidate | None) -> str:
+    """Write which option makes the best plan faster, and by how much."""
+    option = f"--{hint.field.replace('_', '-')}"
+    option += "" if hint.value is True else f" {hint.value}"
+    seconds = f"{format_seconds(hint.step_seconds)} s"
+    if best is None or best.fit != "fits":
+        return f"with {option} a configuration fits, and takes {seconds}"
+    now = format_seconds(best.time.total)
+    return f"with {option} the best plan takes {seconds} instead of {now} s"
+
+
+def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
+    """Compare the recommended candidate with the fastest one."""
+    slower = percent(chosen.time.total / fastest.time.total - 1)
+    less = (fastest.memory.total - chosen.memory.total) / GIB
+    free = (fastest.limit - fastest.memory.total) / GIB
+    return (
+        f"{slower} slower than the fastest, {less:.1f} GiB less: "
+        f"the fastest would leave {free:.1f} GiB"
+    )
+
+
+def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> str:
+    """Return the main reason why a candidate ranks below the best one."""
+    if candidate.memory.total > candidate.limit:
+        # Compare with the best if it fits, else name the largest part.
+        others = best.memory.parts if best.fit == "fits" else {}
+        part = _most_extra(candidate.memory.parts, others)
+        over = (candidate.memory.total - candidate.limit) / GIB
+        return f"{part} {over:.1f} GiB over the limit"
+    if candidate.time.total < best.time.total and candidate.fit == best.fit:
+        return f"{(candidate.memory.total - best.memory.total) / GIB:.1f} GiB more memory"
+    part = _most_extra(candidate.time.parts, best.time.parts)
+    share = candidate.time.parts[part] / candidate.time.total
+    if part == "compute" and candidate.recompute != best.recompute:
+        return f"recomputes {candidate.recompute}"
+    if part == "compute":
+        return f"compute {percent(candidate.time.compute / best.time.compute - 1)} slower"
+    if part in WITHOUT_AXIS:
+        return f"{part} {percent(share)}"
+    crosses, best_crosses = (
+        one.dims.layout().crosses_nodes(part, ranks_per_node) for one in (candidate, best)
+    )
+    if crosses and not best_crosses:
+        return f"{part} crosses nodes, {percent(share)} exposed"
+    return f"exposed {part} {percent(share)}"
+
+
+def _most_extra(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
+    return max(parts, key=lambda name: parts[name] - others.get(name, 0))
+
+
+def plan_title(found: Plan) -> str:
+    """Return one line with the model, the cluster, and the sequences and tokens of one step."""
+    cluster, train = found.cluster, found.train
+    return (
+        f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
+        f"{cluster.ranks_per_node} per node; {train.global_batch} sequences of {train.seq_len} "
+        f"tokens per step{', float8' if train.float8 else ''}"
+    )
+
+
+def settings(candidate: Candidate) -> str:
+    """Write microbatches, recomputation, schedule and ZeRO stage in one line."""
+    batches = plural(candidate.microbatches, "microbatch")
+    sequences = plural(candidate.micro_batch, "sequence")
+    return f"{batches} of {sequences}, recompute {candidate.recompute}{variant(candidate)}"
+
+
+def variant(candidate: Candidate) -> str:
+    """Write schedule and ZeRO stage if they are not the defaults."""
+    text = "" if candidate.schedule == "1f1b" else f", {candidate.schedule}"
+    text += f" of {candidate.virtual_stages} stages" if candidate.virtual_stages > 1 else ""
+    return text if candidate.zero is None else f"{text}, ZeRO {candidate.zero}"
+
+
+def changed_fields(spec: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    values = {each.name: (getattr(spec, each.name), each.default) for each in fields(spec)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _given_degrees(dims: ParallelDims) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, without the world and ``dp_shard=1``."""
+    left_out = (("world_size", dims.world_size), ("dp_shard", 1))
+    return {
+        name: value for name, value in changed_fields(dims).items() if (name, value) not in left_out
+    }
+
+
+def word_line(dims: ParallelDims) -> str:
+    """Write degrees as arguments of the command line, without the world."""
+    words = [
+        f"{name}={','.join(value) if name == 'order' else value}"
+        for name, value in _given_degrees(dims).items()
+    ]
+    return " ".join(words) or "dp_shard=1"
+
+
+def constructor_line(dims: ParallelDims) -> str:
+    """Write resolved degrees as a Python expression."""
+    arguments = {**_given_degrees(dims), "world_size": dims.layout().world_size}
+    return f"ParallelDims({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
+def percent(share: float) -> str:
+    """Write a share in percent, with one decimal below 10 %."""
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write seconds with about three digits."""
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
