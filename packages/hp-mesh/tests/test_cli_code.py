@@ -36,10 +36,12 @@ def flags(text: str) -> dict[str, Any]:
 
 
 def python(text: str) -> dict[str, Any]:
+    """Run the Python of an output and give its names."""
     assert f"from {PACKAGE} import ParallelDims, TrainSpec" in text
-    names: dict[str, Any] = {"ParallelDims": ParallelDims, "TrainSpec": TrainSpec}
-    lines = [line for line in text.splitlines() if line.startswith(("dims", "train"))]
-    exec("\n".join(lines), names)
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert isinstance(names["dims"], ParallelDims)
+    assert isinstance(names["train"], TrainSpec)
     return names
 
 

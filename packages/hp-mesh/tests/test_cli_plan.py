@@ -12,7 +12,7 @@ from hp_mesh import ParallelDims
 from hp_mesh.cli import _plans
 from hp_mesh.cli._plans import (
     GIB,
-    group_rejections,
+    rejections_by_rule,
     why_it_loses,
 )
 from hp_mesh.planner import (
@@ -106,12 +106,12 @@ def test_the_winner_is_a_line_to_paste(planned: Plan) -> None:
 def test_the_counts_and_the_rejecting_rules_are_told(planned: Plan) -> None:
     _, out, _ = run(*ARGV)
     assert f"{planned.considered} considered: {len(planned.fits)} fit" in out
-    groups = group_rejections(planned.rejected)
+    groups = rejections_by_rule(planned.rejected)
     assert groups
-    for group in groups:
-        assert group.violation.reason in out
-        having = [r for r in planned.rejected if group.rule in {v.rule for v in r.violations}]
-        assert group.count == len(having)
+    for rule, cases in groups.items():
+        assert cases[0][1].reason in out
+        having = [r for r in planned.rejected if rule in {v.rule for v in r.violations}]
+        assert len(cases) == len(having)
 
 
 def test_every_loser_has_a_reason(planned: Plan) -> None:

@@ -10,7 +10,7 @@ from .._dims import ParallelDims
 from .._errors import Report, Violation
 from .._layout import RankLayout
 from ..planner import Plan
-from ._inputs import Reader, read_count, read_question, read_ranks
+from ._inputs import Reader, read_check, read_count, read_ranks
 
 MOST_CELLS = 8  # ranks in one row of a table
 MOST_ROWS = 24
@@ -69,7 +69,7 @@ class Answer:
 
 def answer_check(args: Namespace, reader: Reader) -> Answer:
     """List the broken rules. The exit code is 2 if one of them is an error."""
-    dims, question = read_question(args, reader)
+    dims, question = read_check(args, reader)
     report = dims.check(**question)
     content = {
         "dims": dims.to_dict(),
@@ -97,7 +97,7 @@ def _check_blocks(dims: ParallelDims, report: Report) -> Iterator[Block]:
 
 def answer_explain(args: Namespace, reader: Reader) -> Answer:
     """List all rules with their verdicts. The exit code is 2 if one verdict is an error."""
-    dims, question = read_question(args, reader)
+    dims, question = read_check(args, reader)
     rules = dims.explain(**question)
     rows = [(Line(r.verdict, STYLES.get(r.verdict, DIM)), r.rule, r.text) for r in rules]
     blocks = Line(dims.summary(), TITLE), Table(("verdict", "rule", "numbers"), rows)

@@ -1,4 +1,4 @@
-"""Options of the commands.
+"""Options of the commands, and the values that are read from their texts.
 
 argparse keeps all values as text. They are read afterwards, so that one error lists everything
 that is wrong with a command line.
@@ -124,7 +124,10 @@ def _word(value: object) -> str:
 
 
 def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
-    """Return the given fields of a dataclass. Values that are not legal are kept."""
+    """Return the fields of a dataclass that the command line sets.
+
+    Texts that are neither a choice nor a number stay texts. The dataclass refuses them.
+    """
     given = {}
     for each in fields(spec):
         text = getattr(args, each.name, None)
@@ -136,17 +139,19 @@ def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
 
 def _number(text: Any) -> Any:
     """Read an integer or a decimal number. Other values are returned unchanged."""
-    if not isinstance(text, str) or not text.isascii() or "_" in text:
-        return text
-    number = _integer(text)
-    if number is None:
+    number = _integer(text) if isinstance(text, str) else text
+    if number is None and text.isascii() and "_" not in text:
         with suppress(ValueError):
             return float(text)
     return text if number is None else number
 
 
 def read_count(option: str, text: str | None, *, least: int = 1, most: int = LARGEST) -> int | None:
-    """Read an integer. Returns None if no text is given."""
+    """Return the integer from ``least`` to ``most`` that a text has; None if it is None.
+
+    Raises:
+        ParallelDimsError: The text is not such an integer.
+    """
     if text is None:
         return None
     number = _integer(text)
@@ -159,7 +164,10 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
 
 
 def _integer(text: str) -> int | None:
-    """Read ASCII digits, with a minus sign if negative. A very long number becomes shorter."""
+    """Return the number that ASCII digits and an optional minus sign make, or None.
+
+    Digits after the first 4,000 are dropped. Such a number is too large for every option.
+    """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
         return None
@@ -167,7 +175,7 @@ def _integer(text: str) -> int | None:
 
 
 def read_words(words: list[str]) -> dict[str, Any]:
-    """Read words such as ``tp=8``. A value that is not an integer stays text."""
+    """Return the fields that words such as ``tp=8`` set. Values that are no integers stay texts."""
     reader, found = Reader(), dict[str, Any]()
     for word in words:
         reader(_read_word, word, found)
@@ -189,19 +197,19 @@ def _read_word(word: str, found: dict[str, Any]) -> None:
 
 
 def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], ParallelDims | None]:
-    """Return the given fields, and the resolved degrees if all inputs of them can be read."""
+    """Return the given fields of `ParallelDims`, and the resolved degrees; None if one is wrong."""
     before = len(reader.violations)
     words = reader(read_words, args.words) or {}
-    given = reader(_over_table, args.config, words) or words
+    given = reader(_merge_table, args.config, words) or words
     reader(_check_sizes, given)
     world = reader(read_count, "--world", args.world, most=MOST_RANKS)
     if len(reader.violations) > before:
         return given, None
-    return given, reader(_make_dims, given, world)
+    return given, reader(_resolve, given, world)
 
 
-def _over_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a file's table, replaced by words."""
+def _merge_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file's table. A field that is also given as a word has its value."""
     table = read_table(place) if place else {}
     if not is_of_framework(table):
         return {**table, **words}
@@ -211,7 +219,7 @@ def _over_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
     return {"etp": given["tp"], **given} if etp_is_tp and "tp" in given else given
 
 
-def _make_dims(given: Mapping[str, Any], world: int | None) -> ParallelDims:
+def _resolve(given: Mapping[str, Any], world: int | None) -> ParallelDims:
     dims = ParallelDims.from_dict(given)
     if world is None and dims.world_size is None:
         unknown = [name for name in world_axes(dims.ep_mode) if getattr(dims, name) == INFERRED]
@@ -232,7 +240,11 @@ def _check_sizes(given: Mapping[str, object]) -> None:
 
 
 def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | None]:
-    """Return the resolved degrees and the ranks of a node, or raise everything that is wrong."""
+    """Return the resolved degrees, and the number of ranks per node or None if it is unknown.
+
+    Raises:
+        ParallelDimsError: An input is wrong.
+    """
     _, dims = read_dims(args, reader)
     node = _read_node(args, reader, dims.layout().world_size if dims else None)
     return reader.checked(dims), node
@@ -257,8 +269,13 @@ def _read_node(
     return node
 
 
-def read_question(args: Namespace, reader: Reader) -> tuple[ParallelDims, dict[str, Any]]:
-    """Return the degrees and the arguments of their check, or raise everything that is wrong."""
+def read_check(args: Namespace, reader: Reader) -> tuple[ParallelDims, dict[str, Any]]:
+    """Return the resolved degrees, and the arguments of `ParallelDims.check` by name.
+
+    Raises:
+        ParallelDimsError: An input is wrong. The error also lists the rules of the model that the
+            known degrees break.
+    """
     given, dims = read_dims(args, reader)
     world = dims.layout().world_size if dims else None
     node = _read_node(args, reader, world, must_fill=False)
@@ -266,26 +283,26 @@ def read_question(args: Namespace, reader: Reader) -> tuple[ParallelDims, dict[s
     model = model.to_config() if isinstance(model, ModelShape) else model or {}
     options = {name: getattr(args, name) for name in ("causal_balance", "sequence_parallel")}
     numbers = {
-        each: reader(read_count, f"--{each.replace('_', '-')}", getattr(args, each))
-        for each in ("seq_len", "global_batch")
+        name: reader(read_count, _flag(name), getattr(args, name))
+        for name in ("seq_len", "global_batch")
     }
     if dims is None or reader.violations:
-        reader(_check_alone, given, model, numbers, options)
+        reader(_check_model, given, model, numbers, options)
         raise ParallelDimsError(reader.violations)
     topology = Topology(ranks_per_node=node) if node else None
     return dims, {"model": model, **numbers, **options, "topology": topology}
 
 
-def _check_alone(
+def _check_model(
     given: Mapping[str, Any],
     model: object,
     counts: Mapping[str, int | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Raise the model's errors that do not depend on the unknown degrees.
+    """Raise the rules of a model that the known degrees break. An unknown degree counts as 1.
 
-    An unknown degree counts as 1. More ranks cannot repair an error, because each rule asks that a
-    product of degrees divides a number or is at most that number.
+    A larger degree cannot repair such an error: each rule asks that a product of degrees divides a
+    number, or is at most this number.
     """
     numbers, wrong = read_numbers(model, counts["seq_len"], counts["global_batch"])
     degrees = {}
@@ -298,7 +315,7 @@ def _check_alone(
 
 
 def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, Any, Any]:
-    """Return model, cluster and training run. Each is None if it is wrong."""
+    """Return the `ModelShape`, the `Cluster` and the `TrainSpec`. Each is None if it is wrong."""
     model = reader(read_shape, args.model)
     chip = reader(read_chip, args.gpu)
     given = read_fields(args, Cluster)
@@ -318,7 +335,7 @@ def read_model(name: str) -> ModelShape | Mapping[str, Any]:
     if not Path(name).suffix and not exists(name):
         reason = f"no model {name!r}; use {join_words(MODELS)}, or the path of a config.json"
         raise refusal("model", reason, {"model": name})
-    return _read(name, "")
+    return _read_file(name, "")
 
 
 def read_shape(name: str) -> ModelShape:
@@ -351,10 +368,10 @@ def read_chip(name: str) -> dict[str, Any]:
 def read_table(place: str) -> Mapping[str, Any]:
     """Return a file's table from ``FILE`` or ``FILE:TABLE``. ``a.b`` is table b in table a."""
     path, _, table = (place, "", "") if exists(place) else place.rpartition(":")
-    return _read(path or place, table if path else "")
+    return _read_file(path or place, table if path else "")
 
 
-def _read(path: str, table: str) -> Mapping[str, Any]:
+def _read_file(path: str, table: str) -> Mapping[str, Any]:
     try:
         return read_file(path, table or None)
     except OSError as error:

@@ -59,9 +59,8 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
     hint = smallest = None
     with _progress("planning") as progress:
         found = plan(*run, fix=fix, progress=progress)
-        if not (
-            args.json or args.as_code
-        ):  # hints take several searches, and only tables show them
+        # Hints take several searches, and only tables show them.
+        if not (args.json or args.as_code):
             hint = next(iter(hints(found)), None)
     if not (found.fits or fix):
         with _progress("looking for the smallest world that fits") as progress:
@@ -102,14 +101,11 @@ def _plan_json(found: Plan, top: int, smallest: int | None) -> Json:
         "does not fit": len(found.too_large),
         "rejected": len(found.rejected),
     }
-    rejected = [
-        {
-            "rule": each.rule,
-            "count": each.count,
-            "example": {"degrees": dict(each.degrees), "text": str(each.violation)},
-        }
-        for each in group_rejections(found.rejected)
-    ]
+    rejected = []
+    for rule, cases in rejections_by_rule(found.rejected).items():
+        degrees, violation = cases[0]
+        example = {"degrees": dict(degrees), "text": str(violation)}
+        rejected.append({"rule": rule, "count": len(cases), "example": example})
     return {
         **_model_json(found.model),
         "world_size": found.cluster.world_size,
@@ -140,8 +136,9 @@ def _plan_blocks(found: Plan, top: int, smallest: int | None, hint: Hint | None)
         text = "the smallest number of GPUs on which a configuration fits"
         yield Line(f"{text}: {smallest}", WARN)
     yield Line(counts_of(found))
-    if rejections := group_rejections(found.rejected):
-        rows = [(group.rule, group.count, group.violation.reason) for group in rejections]
+    if found.rejected:
+        by_rule = rejections_by_rule(found.rejected)
+        rows = [(rule, len(cases), cases[0][1].reason) for rule, cases in by_rule.items()]
         yield Table(("rule", "count", "example"), rows, ("count",), "rejected by rule")
 
 
@@ -226,25 +223,19 @@ def _candidates_table(found: Plan, best: Candidate, rows: Sequence["Row"]) -> Ta
     return Table(columns, cells, ("#", "micro", "time", "GiB"), title)
 
 
-@dataclass(kw_only=True)
-class RejectionGroup:
-    """The rejections that one rule caused: their number, and the first one as an example."""
+def rejections_by_rule(
+    rejected: Iterable[Rejection],
+) -> dict[str, list[tuple[Mapping[str, int], Violation]]]:
+    """Return the degrees and the violation of each rejection, by rule, most frequent rule first.
 
-    rule: str
-    degrees: Mapping[str, int]
-    violation: Violation
-    count: int = 0
-
-
-def group_rejections(rejected: Iterable[Rejection]) -> tuple[RejectionGroup, ...]:
-    """Group rejections by rule, most frequent first. One with several rules is in each group."""
-    groups: dict[str, RejectionGroup] = {}
+    A rejection that breaks several rules is in the list of each of them.
+    """
+    found: dict[str, list[tuple[Mapping[str, int], Violation]]] = {}
     for each in rejected:
-        # A rule that is broken several times counts once.
+        # A rule that is broken several times counts once, with its first violation.
         for rule, violation in {v.rule: v for v in reversed(each.violations)}.items():
-            first = RejectionGroup(rule=rule, degrees=each.degrees, violation=violation)
-            groups.setdefault(rule, first).count += 1
-    return tuple(sorted(groups.values(), key=lambda group: -group.count))
+            found.setdefault(rule, []).append((each.degrees, violation))
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def answer_estimate(args: Namespace, reader: Reader) -> Answer:
