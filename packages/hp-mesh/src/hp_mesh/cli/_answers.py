@@ -14,21 +14,26 @@ from ._inputs import Reader, read_check, read_count, read_ranks
 
 MOST_CELLS = 8  # ranks in one row of a table
 MOST_ROWS = 24
-TITLE, GOOD, WARN, BAD, DIM = "bold", "bold green", "yellow", "red", "dim"
-STYLES = {
-    **{"fits": GOOD, "borderline": WARN, "does not fit": BAD},
-    **{"holds": GOOD, "advice": WARN, "error": BAD},
-}
 # Okabe and Ito's colours (see `_pictures`), mixed with white.
 GROUP_COLOURS = (
     *("#a9d3ec", "#f7d58c", "#9fdcc6", "#ecc6da"),
     *("#d9d9d9", "#f2b48c", "#faf4a6", "#a79ccf"),
 )
+# Styles of rich for verdicts and notes.
+STYLES = {
+    **{"good": "bold green", "warn": "yellow", "bad": "red"},
+    **{"fits": "bold green", "borderline": "yellow", "does not fit": "red"},
+    **{"holds": "bold green", "advice": "yellow", "error": "red"},
+    **{"skipped": "dim", "idle": "dim"},
+}
 Json: TypeAlias = Mapping[str, object]
 
 
 class Line(NamedTuple):
-    """A line of an answer, or a cell of a table. ``style`` is a style of rich."""
+    """A line of an answer, or a cell of a table.
+
+    ``style`` is a style of rich or a word of `STYLES`, such as ``"fits"``.
+    """
 
     text: str = ""
     style: str = ""
@@ -85,22 +90,22 @@ def _check_blocks(dims: ParallelDims, report: Report) -> Iterator[Block]:
     errors, advice = len(report.errors), len(report) - len(report.errors)
     verdict = plural(errors, "error") if errors else "no error"
     verdict += f", {plural(advice, 'piece')} of advice" if advice else ""
-    yield Line(dims.summary(), TITLE)
-    yield Line(verdict, BAD if errors else GOOD)
+    yield Line(dims.summary(), "bold")
+    yield Line(verdict, "bad" if errors else "good")
     if report:
-        rows = [(Line(each.level, STYLES[each.level]), each.rule, each) for each in report]
+        rows = [(Line(each.level, each.level), each.rule, each) for each in report]
         yield Table(("level", "rule", "problem"), rows)
     if report.skipped:
         yield Line()
-        yield Line(f"not checked, because not given: {', '.join(report.skipped)}", DIM)
+        yield Line(f"not checked, because not given: {', '.join(report.skipped)}", "dim")
 
 
 def answer_explain(args: Namespace, reader: Reader) -> Answer:
     """List all rules with their verdicts. The exit code is 2 if one verdict is an error."""
     dims, question = read_check(args, reader)
     rules = dims.explain(**question)
-    rows = [(Line(r.verdict, STYLES.get(r.verdict, DIM)), r.rule, r.text) for r in rules]
-    blocks = Line(dims.summary(), TITLE), Table(("verdict", "rule", "numbers"), rows)
+    rows = [(Line(r.verdict, r.verdict), r.rule, r.text) for r in rules]
+    blocks = Line(dims.summary(), "bold"), Table(("verdict", "rule", "numbers"), rows)
     return Answer(
         json=lambda: {"dims": dims.to_dict(), "rules": [asdict(rule) for rule in rules]},
         blocks=iter(blocks),
@@ -147,29 +152,21 @@ class RankMap:
         """Index in `groups` for each rank."""
         return {rank: number for number, group in enumerate(self.groups) for rank in group}
 
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.layout.world_size
-
-    @property
-    def width(self) -> int:
-        """Number of ranks in a full box."""
-        return self.ranks_per_node or self.world
-
-    @property
-    def nodes(self) -> int:
-        """Number of boxes. The last one may be partly full."""
-        return -(-self.world // self.width)
+    @cached_property
+    def boxes(self) -> Sequence[range]:
+        """Ranks of each box. The last box may be partly full."""
+        world = self.layout.world_size
+        width = self.ranks_per_node or world
+        return [range(at, min(at + width, world)) for at in range(0, world, width)]
 
     @property
     def description(self) -> str:
         """One line with the number of ranks and nodes and the nesting of the axes."""
-        nodes = f" on {plural(self.nodes, 'node')} of {self.ranks_per_node}"
+        nodes = f" on {plural(len(self.boxes), 'node')} of {self.ranks_per_node}"
         if self.ranks_per_node is None:
             nodes = ", nodes not known: give --ranks-per-node"
         nesting = f"; outermost first: {' > '.join(self.nesting)}" if self.nesting else ""
-        return f"{plural(self.world, 'rank')}{nodes}{nesting}"
+        return f"{plural(self.layout.world_size, 'rank')}{nodes}{nesting}"
 
     def crosses_nodes(self, name: str) -> bool | None:
         """Return True if groups of an axis or alias have several nodes, None if unknown."""
@@ -191,11 +188,6 @@ class RankMap:
             if self.layout.size(name) > 1:
                 found.setdefault(self.layout.group(name, 0), []).append(name)
         return tuple(map(tuple, found.values()))
-
-    def ranks_of(self, node: int) -> range:
-        """Return the global ranks in one box."""
-        first = node * self.width
-        return range(first, min(first + self.width, self.world))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate on each of `axes`."""
@@ -234,18 +226,18 @@ def _show_json(found: RankMap) -> Json:
             "node": node and rank // node,
             "coordinates": layout.coordinates(rank) | {"ep": layout.coordinate("ep", rank)},
         }
-        for rank in range(found.world)
+        for rank in range(layout.world_size)
     ]
     return {"dims": found.dims.to_dict(), "ranks_per_node": node, "axes": axes, "ranks": ranks}
 
 
 def _show_blocks(found: RankMap) -> Iterator[Block]:
-    yield Line(found.dims.summary(), TITLE)
+    yield Line(found.dims.summary(), "bold")
     yield Line(found.description)
     rows = []
     for names in found.families():
         group, links = found.layout.group(names[0], 0), found.links(names[0])
-        count = found.world // len(group)
+        count = found.layout.world_size // len(group)
         rows.append((" ".join(names), len(group), count, links, rank_list(group)))
     columns = ("axes", "size", "groups", "links", "first group")
     only = [("all", 1, 1, "inside a node", "0")]
@@ -255,31 +247,32 @@ def _show_blocks(found: RankMap) -> Iterator[Block]:
 
 def _rank_blocks(found: RankMap) -> Iterator[Block]:
     """Yield a table with a row for each node, or several rows for a wide node."""
-    width = min(found.width, MOST_CELLS, found.world)
-    starts = [(node, at) for node in range(found.nodes) for at in found.ranks_of(node)[::width]]
-    head, tail = ends(len(starts), MOST_ROWS)
-    rows: list[Iterable[object]] = [_rank_cells(found, *starts[i], width) for i in head]
-    rows += [["...", *[""] * width]] if tail else []
-    rows += [_rank_cells(found, *starts[i], width) for i in tail]
+    width = min(len(found.boxes[0]), MOST_CELLS)
+    lines = [
+        (node, box[at : at + width])
+        for node, box in enumerate(found.boxes)
+        for at in range(0, len(box), width)
+    ]
+    head, tail = ends(len(lines), MOST_ROWS)
+    rows: list[Iterable[object]] = [_rank_cells(found, *lines[i]) for i in head]
+    rows += [["..."]] if tail else []
+    rows += [_rank_cells(found, *lines[i]) for i in tail]
     parts = ["rank", *filter(None, [".".join(found.axes)]), f"#{found.axis} group"]
     columns = ("node", *(f"+{i}" for i in range(width)))
     yield Table(columns, rows, title=f"each cell: {', '.join(parts)}")
     if tail:
         yield Line()
-        first, last = starts[len(head)][1], starts[tail[0]][1] - 1
-        yield Line(f"ranks {first}-{last} are left out here; --json has all", WARN)
+        first, last = lines[head.stop][1][0], lines[tail.start][1][0] - 1
+        yield Line(f"ranks {first}-{last} are left out here; --json has all", "warn")
 
 
-def _rank_cells(found: RankMap, node: int, start: int, width: int) -> Iterator[object]:
+def _rank_cells(found: RankMap, node: int, ranks: range) -> Iterator[object]:
     yield "-" if found.ranks_per_node is None else node
-    for rank in range(start, start + width):
-        if rank in found.ranks_of(node):
-            group = found.group_of[rank]
-            place = ".".join(map(str, found.coordinates(rank).values()))
-            text = " ".join(filter(None, (str(rank), place, f"#{group}")))
-            yield Line(text, f"black on {GROUP_COLOURS[group % len(GROUP_COLOURS)]}")
-        else:
-            yield ""
+    for rank in ranks:
+        group = found.group_of[rank]
+        place = ".".join(map(str, found.coordinates(rank).values()))
+        text = " ".join(filter(None, (str(rank), place, f"#{group}")))
+        yield Line(text, f"black on {GROUP_COLOURS[group % len(GROUP_COLOURS)]}")
 
 
 def answer_groups(args: Namespace, reader: Reader) -> Answer:
@@ -308,7 +301,7 @@ def _groups_json(found: RankMap, rank: int | None) -> Json:
 
 def _groups_blocks(found: RankMap, rank: int | None) -> Iterator[Block]:
     layout, name = found.layout, found.axis
-    yield Line(found.dims.summary(), TITLE)
+    yield Line(found.dims.summary(), "bold")
     if rank is not None:
         at = " ".join(f"{axis}={index}" for axis, index in layout.coordinates(rank).items())
         yield Line(f"rank {rank} is at {at}")

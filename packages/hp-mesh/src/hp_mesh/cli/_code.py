@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from .._config import DIALECTS
 from ..planner import Candidate, TrainSpec
-from ._plans import changed_fields, constructor_line
+from ._plans import arguments, changed_fields, constructor_line
 
 PACKAGE = __name__.partition(".cli")[0]
-# Fields of a run that need no translation, or that only the estimate reads.
+# Fields of a run that every framework gets, or that only the estimate reads.
 STATED = frozenset({"seq_len", "global_batch", "micro_batch", "memory_fraction"})
 # Values that are missing in a table are not translated.
 TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
@@ -38,7 +38,7 @@ MEGATRON_CONTEXT = {"ring": "p2p", "all-gather": "allgather"}
 
 
 def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
-    """Write a candidate as settings for hp-mesh, torchtitan and Megatron-LM.
+    """Return a candidate as settings for hp-mesh, torchtitan and Megatron-LM.
 
     The settings of each framework end with comments: the options that are not translated, and
     limits of this framework.
@@ -48,14 +48,8 @@ def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
         train: The training run that was planned.
         layers: Number of layers of the model.
     """
-    train = chosen_run(best, train)
-    parts = (_python(best, train), _torchtitan(best, train), _megatron(best, train, layers))
-    return "\n\n".join("\n".join(lines) for lines in parts)
-
-
-def chosen_run(best: Candidate, train: TrainSpec) -> TrainSpec:
-    """Return the training run with the values that the planner chose for a candidate."""
-    return replace(
+    # With the values that the planner chose, the settings do not depend on the planner.
+    train = replace(
         train,
         micro_batch=best.micro_batch,
         recompute=best.recompute,
@@ -64,15 +58,18 @@ def chosen_run(best: Candidate, train: TrainSpec) -> TrainSpec:
         virtual_stages=best.virtual_stages,
         zero=best.zero,
     )
+    parts = (_python(best, train), _torchtitan(best, train), _megatron(best, train, layers))
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
-    """Yield a comment that lists the given fields of a run that are not in ``stated``."""
-    others = [
-        f"{name}={value!r}" for name, value in changed_fields(train).items() if name not in stated
-    ]
+    """Yield a comment with the fields of a run that differ from their defaults and have no setting.
+
+    ``stated`` names the fields that have one.
+    """
+    others = {name: value for name, value in changed_fields(train).items() if name not in stated}
     if others:
-        yield f"# not translated: {', '.join(others)}"
+        yield f"# not translated: {arguments(others)}"
 
 
 def _degrees(best: Candidate, framework: str) -> dict[str, int]:
@@ -88,7 +85,7 @@ def _python(best: Candidate, train: TrainSpec) -> Iterator[str]:
     yield f"from {PACKAGE} import ParallelDims, TrainSpec"
     yield ""
     yield f"dims = {constructor_line(best.dims)}"
-    yield f"train = TrainSpec({', '.join(f'{k}={v!r}' for k, v in changed_fields(train).items())})"
+    yield f"train = TrainSpec({arguments(changed_fields(train))})"
 
 
 def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:

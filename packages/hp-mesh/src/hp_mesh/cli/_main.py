@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .._errors import ParallelDimsError, join_words, refusal
 from ..planner import ACCELERATORS, MODELS, Cluster, Plan, TrainSpec
 from ._answers import (
-    TITLE,
+    STYLES,
     Answer,
     Block,
     Line,
@@ -331,9 +331,11 @@ def _print_blocks(blocks: Iterable[Block]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+    from rich.theme import Theme
 
     dashes = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    width = None if sys.stdout.isatty() else WIDE
+    console = Console(highlight=False, width=width, theme=Theme(STYLES))
     with console.capture() as captured:
         for block in blocks:
             if isinstance(block, Line):
@@ -341,7 +343,7 @@ def _print_blocks(blocks: Iterable[Block]) -> None:
                 continue
             console.print()
             if block.title:
-                console.print(Text(block.title, TITLE), soft_wrap=True)
+                console.print(Text(block.title, "bold"), soft_wrap=True)
             table = Table(box=dashes, show_edge=False, pad_edge=False, collapse_padding=True)
             for column in block.columns:
                 justify: Literal["right", "left"] = "right" if column in block.numbers else "left"

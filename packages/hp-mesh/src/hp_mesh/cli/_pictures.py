@@ -79,12 +79,12 @@ def draw_ranks(found: RankMap) -> Figure:
     The cells of one group of the chosen axis have the same colour and number. If there are many
     nodes, those in the middle are left out.
     """
-    nodes = with_gap(found.nodes, MOST_NODES, FEWER_NODES)
-    cells = len(with_gap(min(found.width, found.world), MOST_CELLS, FEWER_CELLS))
+    nodes = with_gap(len(found.boxes), MOST_NODES, FEWER_NODES)
+    cells = len(with_gap(len(found.boxes[0]), MOST_CELLS, FEWER_CELLS))
     across = min(cells, 4 if cells <= 8 else 8)
     # Sizes in points. The largest numbers make the widest texts.
     texts = [f"{axis} {found.layout.size(axis) - 1}" for axis in found.axes]
-    texts.append(f"{found.world - 1}  #{len(found.groups) - 1}")
+    texts.append(f"{found.layout.world_size - 1}  #{len(found.groups) - 1}")
     width = max(across * (max(_width(text, SMALL + 1) for text in texts) + 10), 120) + GAP
     height = ceil(cells / across) * SMALL * LINE * (len(texts) + 0.8) + PLAIN * LINE + GAP
     columns = _columns(len(nodes), sqrt(len(nodes) * height / width * 3))
@@ -115,7 +115,7 @@ def draw_ranks(found: RankMap) -> Figure:
         if i >= len(nodes):
             axes.remove()
         elif (node := nodes[i]) is None:
-            _draw_gap(axes, found, range(i, found.nodes - (len(nodes) - i) + 1))
+            _draw_gap(axes, found, range(i, len(found.boxes) - (len(nodes) - i) + 1))
         else:
             _draw_node(axes, found, node, across)
     return figure
@@ -134,7 +134,7 @@ def _draw_gap(axes: Axes, found: RankMap, nodes: range) -> None:
     axes.patch.set_gid("gap")
     axes.spines[:].set_linestyle("--")
     axes.set_title(f"{len(nodes)} nodes left out", size=PLAIN)
-    ranks = f"ranks {found.ranks_of(nodes[0])[0]} to {found.ranks_of(nodes[-1])[-1]}"
+    ranks = f"ranks {found.boxes[nodes[0]][0]} to {found.boxes[nodes[-1]][-1]}"
     text = f"{nodes[0]} to {nodes[-1]}\n{ranks}"
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", size=PLAIN)
 
@@ -144,7 +144,7 @@ def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
     name = "all ranks" if found.ranks_per_node is None else f"node {node}"
     axes.set_title(name, loc="left", weight="bold", size=PLAIN)
     axes.patch.set(gid=f"node {node}", facecolor=GROUND)
-    ranks = found.ranks_of(node)
+    ranks = found.boxes[node]
     drawn = with_gap(len(ranks), MOST_CELLS, FEWER_CELLS)
     for i, index in enumerate(drawn):
         x, y = i % across, i // across

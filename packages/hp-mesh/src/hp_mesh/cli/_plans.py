@@ -24,21 +24,7 @@ from ..planner import (
     smallest_world,
 )
 from ..planner._result import CLOSE, counts_of
-from ._answers import (
-    BAD,
-    DIM,
-    GOOD,
-    STYLES,
-    TITLE,
-    WARN,
-    Answer,
-    Block,
-    Json,
-    Line,
-    Table,
-    plural,
-    violation_json,
-)
+from ._answers import Answer, Block, Json, Line, Table, plural, violation_json
 from ._inputs import MOST_RANKS, Reader, read_count, read_dims, read_run, read_words
 
 GIB = 2**30
@@ -122,19 +108,19 @@ def _plan_blocks(found: Plan, top: int, smallest: int | None, hint: Hint | None)
     best, world, node = found.best, found.cluster.world_size, found.cluster.ranks_per_node
     yield from _plan_title_blocks(found)
     if world > node and world % node:
-        yield Line(f"{world} ranks do not fill nodes of {node}; give --ranks-per-node N", WARN)
+        yield Line(f"{world} ranks do not fill nodes of {node}; give --ranks-per-node N", "warn")
     if best is None:
-        yield Line(NOTHING, BAD)
+        yield Line(NOTHING, "bad")
     else:
         yield from _best_blocks(best, found.fastest or best)
         yield from _part_blocks(best)
         yield _candidates_table(found, best, plan_rows(found, top))
     yield Line()
     if hint is not None:
-        yield Line(hint_line(hint, best), GOOD)
+        yield Line(hint_line(hint, best), "good")
     if smallest is not None:
         text = "the smallest number of GPUs on which a configuration fits"
-        yield Line(f"{text}: {smallest}", WARN)
+        yield Line(f"{text}: {smallest}", "warn")
     yield Line(counts_of(found))
     if found.rejected:
         by_rule = rejections_by_rule(found.rejected)
@@ -143,7 +129,7 @@ def _plan_blocks(found: Plan, top: int, smallest: int | None, hint: Hint | None)
 
 
 def _plan_title_blocks(found: Plan) -> Iterator[Block]:
-    yield Line(plan_title(found), TITLE)
+    yield Line(plan_title(found), "bold")
     model = found.model
     total = f"{model.parameters / 1e9:.3g}B parameters"
     active = f", {model.active_parameters / 1e9:.3g}B of them active in one token"
@@ -157,8 +143,8 @@ def _best_blocks(best: Candidate, fastest: Candidate) -> Iterator[Block]:
         "does not fit": "NOTHING FITS; this comes nearest",
     }
     yield Line()
-    yield Line(headings[best.fit], STYLES[best.fit])
-    yield Line(f"  {constructor_line(best.dims)}", TITLE)
+    yield Line(headings[best.fit], best.fit)
+    yield Line(f"  {constructor_line(best.dims)}", "bold")
     yield Line(f"  {word_line(best.dims)}")
     yield from _cost_blocks(best)
     if best != fastest:
@@ -172,7 +158,7 @@ def _cost_blocks(one: Candidate) -> Iterator[Block]:
         f"{one.tokens_per_second_per_gpu:.0f} tokens/s per GPU, {one.mfu:.0%} MFU; "
         f"{one.memory.total / GIB:.1f} of {one.limit / GIB:.1f} GiB ({one.fit})"
     )
-    yield Line(f"  {one.trust}", DIM)
+    yield Line(f"  {one.trust}", "dim")
 
 
 def _part_blocks(best: Candidate) -> Iterator[Block]:
@@ -215,7 +201,7 @@ def _candidates_table(found: Plan, best: Candidate, rows: Sequence["Row"]) -> Ta
                 one.recompute + variant(one),
                 f"{one.time.total / best.time.total:.3f}x",
                 f"{one.memory.total / GIB:.1f}",
-                Line(one.fit, STYLES[one.fit]),
+                Line(one.fit, one.fit),
                 "" if one == best else why_it_loses(one, best, found.cluster.ranks_per_node),
             )
         )
@@ -269,22 +255,22 @@ def _estimate_blocks(found: Plan, comparison: Comparison) -> Iterator[Block]:
     own, best, node = comparison.own, comparison.best, found.cluster.ranks_per_node
     yield from _plan_title_blocks(found)
     yield Line()
-    yield Line(f"{word_line(own.dims)}: {own.fit}", STYLES[own.fit])
+    yield Line(f"{word_line(own.dims)}: {own.fit}", own.fit)
     yield from _cost_blocks(own)
     if own.fit != "fits":
-        yield Line(f"  {why_it_loses(own, best, node)}", STYLES[own.fit])
+        yield Line(f"  {why_it_loses(own, best, node)}", own.fit)
     if own == best:
-        yield Line("this is the best configuration", GOOD)
+        yield Line("this is the best configuration", "good")
         yield from _part_blocks(own)
         return
     yield Line()
-    yield Line(f"the best: {word_line(best.dims)} ({best.fit})", TITLE)
+    yield Line(f"the best: {word_line(best.dims)} ({best.fit})", "bold")
     yield from _cost_blocks(best)
     place = next((i for i, one in enumerate(found.candidates, 1) if one == own), None)
     of = f"; it is number {place} of {len(found.candidates)}" if place else ""
     yield Line(f"yours takes {comparison.slowdown:.2f}x the time of the best{of}")
     if own.fit == "fits" and own.time.total > best.time.total:
-        yield Line(f"main loss: {why_it_loses(own, best, node)}", WARN)
+        yield Line(f"main loss: {why_it_loses(own, best, node)}", "warn")
     yield _difference_table("seconds of one step", own.time.parts, best.time.parts, 1, ".3f")
     yield _difference_table("GiB of one GPU", own.memory.parts, best.memory.parts, GIB, ".1f")
 
@@ -467,8 +453,13 @@ def word_line(dims: ParallelDims) -> str:
 
 def constructor_line(dims: ParallelDims) -> str:
     """Write resolved degrees as a Python expression."""
-    arguments = {**_given_degrees(dims), "world_size": dims.layout().world_size}
-    return f"ParallelDims({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    degrees = {**_given_degrees(dims), "world_size": dims.layout().world_size}
+    return f"ParallelDims({arguments(degrees)})"
+
+
+def arguments(values: Mapping[str, object]) -> str:
+    """Write values as the keyword arguments of a Python call."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def percent(share: float) -> str:
