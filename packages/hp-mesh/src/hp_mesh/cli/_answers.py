@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
@@ -126,30 +126,30 @@ class RankMap:
 
     @cached_property
     def layout(self) -> RankLayout:
-        """Layout of the degrees."""
+        """Coordinates and groups of all ranks."""
         return self.dims.layout()
 
     @cached_property
     def nesting(self) -> tuple[str, ...]:
-        """Axes with more than one rank, outermost first, without a folded ``ep``."""
+        """Names of the axes with several ranks, outermost first, without a folded ``ep``."""
         folded = self.dims.ep_mode == "folded"
         names = [name for name in self.dims.order if not (folded and name == "ep")]
         return tuple(name for name in names if self.layout.size(name) > 1)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Axes whose coordinates are shown: `nesting`, and ``ep`` if it has several ranks."""
+        """Names of the axes whose coordinates are shown: `nesting`, and a folded ``ep``."""
         ep = ("ep",) if "ep" not in self.nesting and self.layout.size("ep") > 1 else ()
         return (*self.nesting, *ep)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of the chosen axis."""
+        """Ranks of each group of the chosen axis."""
         return tuple(self.layout.groups(self.axis))
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """Index in `groups` for each rank."""
+        """Index in `groups` by rank."""
         return {rank: number for number, group in enumerate(self.groups) for rank in group}
 
     @cached_property
@@ -190,7 +190,7 @@ class RankMap:
         return tuple(map(tuple, found.values()))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each of `axes`."""
+        """Return the coordinates of a rank, by the names in `axes`."""
         return {axis: self.layout.coordinate(axis, rank) for axis in self.axes}
 
 
@@ -203,8 +203,8 @@ def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) 
         LayoutError: The layout has no such axis.
     """
     dims.layout().size(axis or "tp")
-    nesting = RankMap(dims=dims, ranks_per_node=ranks_per_node, axis="tp").nesting
-    return RankMap(dims=dims, ranks_per_node=ranks_per_node, axis=axis or (*("tp",), *nesting)[-1])
+    found = RankMap(dims=dims, ranks_per_node=ranks_per_node, axis=axis or "tp")
+    return found if axis or not found.nesting else replace(found, axis=found.nesting[-1])
 
 
 def answer_show(args: Namespace, reader: Reader) -> Answer:

@@ -42,7 +42,7 @@ NOTES = """words of the answer:
   borderline  above the memory limit by at most 15%, which is the error of the estimate"""
 
 
-def _world(text: str, *, required: bool) -> tuple[Option, Option]:
+def _world_options(text: str, *, required: bool) -> tuple[Option, Option]:
     node = f"ranks of one node (default: {NODE}, if the ranks fill such nodes)"
     return (
         option(text, "--world", "--gpus", dest="world", metavar="N", required=required),
@@ -50,7 +50,7 @@ def _world(text: str, *, required: bool) -> tuple[Option, Option]:
     )
 
 
-def _model(*, required: bool) -> tuple[Option, ...]:
+def _model_options(*, required: bool) -> tuple[Option, ...]:
     text = f"path of a config.json or its folder, or one of {', '.join(MODELS)}"
     model = option(text, "--model", metavar="NAME|FILE", required=required)
     return (model, *field_options(TrainSpec, required=required))
@@ -64,7 +64,7 @@ DEGREES = (
         "--config",
         metavar="FILE[:TABLE]",
     ),
-    *_world("number of ranks (default: the product of the given degrees)", required=False),
+    *_world_options("number of ranks (default: the product of the given degrees)", required=False),
 )
 SEQUENCE = (
     option(
@@ -125,8 +125,8 @@ COMMANDS = (
         summary="find the best configuration, and rank the other valid ones",
         example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
         options=(
-            *_model(required=True),
-            *_world("number of ranks", required=True),
+            *_model_options(required=True),
+            *_world_options("number of ranks", required=True),
             *RUN,
             option(FIX_TEXT, "--fix", metavar="NAME=N", action="append", default=[]),
             option(TOP_TEXT, "--top", metavar="N", default="10"),
@@ -140,7 +140,7 @@ COMMANDS = (
         summary="estimate one configuration, and compare it with the best",
         example="dp_shard=8 tp=4 pp=16 --model llama3-405b --gpu h100 --seq-len 8192 "
         "--global-batch 512",
-        options=(*DEGREES, *_model(required=True), *RUN),
+        options=(*DEGREES, *_model_options(required=True), *RUN),
         answer=answer_estimate,
         notes=NOTES,
     ),
@@ -148,7 +148,7 @@ COMMANDS = (
         name="check",
         summary="list the rules that degrees break for a model",
         example="tp=16 pp=4 --world 512 --model llama3-70b --seq-len 8192 --global-batch 256",
-        options=(*DEGREES, *_model(required=False), *SEQUENCE),
+        options=(*DEGREES, *_model_options(required=False), *SEQUENCE),
         answer=answer_check,
     ),
     Command(
@@ -162,7 +162,7 @@ COMMANDS = (
         name="explain",
         summary="print every rule with its numbers and its verdict",
         example="tp=16 --model llama3-70b --seq-len 8192",
-        options=(*DEGREES, *_model(required=False), *SEQUENCE),
+        options=(*DEGREES, *_model_options(required=False), *SEQUENCE),
         answer=answer_explain,
     ),
     Command(
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except OSError as error:  # of the standard output: other files have errors of their own
+    except OSError as error:  # from the standard output: errors of other files are caught before
         # Python would fail again at exit when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):

@@ -43,22 +43,23 @@ MEMORY_COLOURS = {
     "buffers": GREEN,
 }
 POINTS = 72  # per inch
-TITLE, PLAIN, SMALL = 12, 9, 7.5  # points of text
+TITLE, PLAIN, SMALL = 10, 9, 7.5  # points of text
 LINE = 1.3  # height of a line of text, relative to its size
 GAP = 12  # points between nodes
-LEGEND_WIDTH = 170  # points of one entry
+ASPECT = 2.7  # wanted width of a picture of ranks, relative to its height
 LEGEND: dict[str, Any] = {
     "alignment": "left",
     "columnspacing": 1.2,
     "fontsize": PLAIN,
     "frameon": False,
     "handlelength": 1.2,
+    "title_fontproperties": {"weight": "bold", "size": TITLE},
 }
-MOST_NODES, FEWER_NODES = 64, 31  # the second one if some are left out
+MOST_NODES, FEWER_NODES = 64, 31  # number of drawn nodes; the second one if some are left out
 MOST_CELLS, FEWER_CELLS = 72, 63
 MOST_ROWS = 8  # of a plan
 COLUMNS = 4  # of the legends of a plan
-MOST_OVER = 1.5  # a bar of memory ends at so many times the limit
+MOST_OVER = 1.5  # length of the longest drawn bar of memory, relative to the limit
 
 
 def draw(subject: RankMap | Plan) -> Figure:
@@ -85,23 +86,23 @@ def draw_ranks(found: RankMap) -> Figure:
     # Sizes in points. The largest numbers make the widest texts.
     texts = [f"{axis} {found.layout.size(axis) - 1}" for axis in found.axes]
     texts.append(f"{found.layout.world_size - 1}  #{len(found.groups) - 1}")
-    width = max(across * (max(_width(text, SMALL + 1) for text in texts) + 10), 120) + GAP
+    width = max(across * (max(_width(text, SMALL) for text in texts) + 10), 120) + GAP
     height = ceil(cells / across) * SMALL * LINE * (len(texts) + 0.8) + PLAIN * LINE + GAP
-    columns = _columns(len(nodes), sqrt(len(nodes) * height / width * 3))
+    columns = _columns(len(nodes), sqrt(len(nodes) * height / width * ASPECT))
     rows = ceil(len(nodes) / columns)
-    lines = (found.dims.summary(), found.description, _grouping(found))
-    widest = max(columns * width, *(_width(line, TITLE) for line in lines)) + GAP
-    legend_columns = int(widest // LEGEND_WIDTH)
+    title = (found.dims.summary(), found.description, _grouping(found))
+    widest = max(columns * width, *(_width(line, TITLE) for line in title)) + GAP
     colours = GROUP_COLOURS[: len(found.groups)]
-    head = LINE * (TITLE * len(lines) + PLAIN * ceil(len(colours) / legend_columns)) + 2 * GAP
+    labels = [f"#{i} {found.axis}: {rank_list(found.groups[i], 5)}" for i in range(len(colours))]
+    legend_columns = max(1, int(widest // (max(_width(text, PLAIN) for text in labels) + 30)))
+    head = LINE * (TITLE * len(title) + PLAIN * ceil(len(colours) / legend_columns)) + 2 * GAP
     figure = Figure(figsize=(widest / POINTS, (rows * height + head) / POINTS))
     pad = GAP / 2 / POINTS
     figure.set_layout_engine("constrained", w_pad=pad, h_pad=pad, wspace=0, hspace=0)
     legend = figure.legend(
         [Patch(facecolor=colour, edgecolor=EDGE) for colour in colours],
-        [f"#{i} {found.axis}: {rank_list(found.groups[i], 5)}" for i in range(len(colours))],
-        title="\n".join(lines),
-        title_fontproperties={"weight": "bold"},
+        labels,
+        title="\n".join(title),
         loc="outside upper left",
         ncols=legend_columns,
         **LEGEND,
@@ -140,7 +141,7 @@ def _draw_gap(axes: Axes, found: RankMap, nodes: range) -> None:
 
 
 def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
-    """Draw one cell for each rank. A cell is one unit wide and high."""
+    """Draw a cell for each rank, with ``across`` cells in a row. A cell is 1 wide and 1 high."""
     name = "all ranks" if found.ranks_per_node is None else f"node {node}"
     axes.set_title(name, loc="left", weight="bold", size=PLAIN)
     axes.patch.set(gid=f"node {node}", facecolor=GROUND)
@@ -233,7 +234,6 @@ def _draw_bars(
         # Matplotlib fills a legend by columns. This order makes it readable by rows.
         handles=[bars for column in range(COLUMNS) for bars in drawn[column::COLUMNS]],
         title=heading,
-        title_fontproperties={"weight": "bold"},
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=COLUMNS,
@@ -243,9 +243,9 @@ def _draw_bars(
 
 
 def _width(text: str, size: float) -> float:
-    """Return the width of a bold text in points."""
-    font = FontProperties(weight="bold")
-    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) if text else 0.0
+    """Return the largest width of a bold text in points. Hinting makes letters up to 10 % wider."""
+    path = TextPath((0, 0), text, size=size, prop=FontProperties(weight="bold"))
+    return 1.1 * float(path.get_extents().width)
 
 
 def _columns(count: int, wanted: float) -> int:

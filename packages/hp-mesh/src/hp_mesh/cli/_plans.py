@@ -309,7 +309,11 @@ def _model_json(model: ModelShape) -> Json:
 
 @dataclass(kw_only=True)
 class Row:
-    """A candidate of a table, its place from 1 on, and the number of ``splits`` folded into it."""
+    """A row of a table of candidates.
+
+    ``place`` is the position among all candidates, from 1 on. ``splits`` is the number of other
+    splits of dp that share the row.
+    """
 
     place: int
     candidate: Candidate
