@@ -1,21 +1,13 @@
 """Accelerators, their links, and the time of collectives."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
-from .._errors import (
-    Violation,
-    amount_violations,
-    integer_violations,
-    join_words,
-    number_violation,
-    raise_errors,
-    take_integers,
-)
+from .._errors import Violation, join_words, number_violation, raise_errors
 from .._layout import AxisGroup, RankLayout
-from ._train import option
+from ._fields import check_fields, optional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +37,10 @@ class Accelerator:
     hbm_gbs: float
 
     def __post_init__(self) -> None:
-        values = {n: getattr(self, n) for n in ("name", "memory_gib", "tflops", "hbm_gbs")}
-        name = values.pop("name")
-        wrong = [*amount_violations(values)]
-        if not (isinstance(name, str) and name):
+        wrong = check_fields(self)
+        if not isinstance(name := cast(object, self.name), str) or not name:
             wrong.append(number_violation("name", name, "a word"))
-        raise_errors([*wrong, *amount_violations({"tflops_fp8": self.tflops_fp8}, zero=True)])
+        raise_errors(wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,23 +124,17 @@ class Cluster:
     world_size: int
     accelerator: Accelerator | str
     ranks_per_node: int = 8
-    intra_gbs: float | None = field(
-        default=None,
-        metadata=option(
-            "bandwidth per device and direction inside a node (default: data sheet)", unit="GB/s"
-        ),
+    intra_gbs: float | None = optional(
+        None, "bandwidth per device and direction inside a node (default: data sheet)", unit="GB/s"
     )
-    inter_gbs: float | None = field(
-        default=None,
-        metadata=option(
-            "bandwidth per device and direction between nodes (default: data sheet)", unit="GB/s"
-        ),
+    inter_gbs: float | None = optional(
+        None, "bandwidth per device and direction between nodes (default: data sheet)", unit="GB/s"
     )
-    intra_us: float = field(
-        default=2.0, metadata=option("latency of one hop inside a node", unit="microseconds")
+    intra_us: float = optional(
+        2.0, "latency of one hop inside a node", unit="microseconds", zero=True
     )
-    inter_us: float = field(
-        default=20.0, metadata=option("latency of one hop between nodes", unit="microseconds")
+    inter_us: float = optional(
+        20.0, "latency of one hop between nodes", unit="microseconds", zero=True
     )
     memory_fraction: float | None = None
 
@@ -158,8 +142,7 @@ class Cluster:
         if isinstance(self.accelerator, str):
             chip = _NAMED.get(self.accelerator.upper(), self.accelerator)
             object.__setattr__(self, "accelerator", chip)
-        take_integers(self, ("world_size", "ranks_per_node"))
-        raise_errors(_violations(self))
+        raise_errors([*check_fields(self), *_device_violations(self)])
 
     @property
     def device(self) -> Accelerator:
@@ -179,26 +162,14 @@ class Cluster:
         return Link(bandwidth=bandwidth * 1e9, latency=self.inter_us * 1e-6)
 
 
-def _violations(cluster: Cluster) -> Iterator[Violation]:
-    sizes = {"world_size": cluster.world_size, "ranks_per_node": cluster.ranks_per_node}
-    yield from integer_violations(sizes)
-    latencies = {"intra_us": cluster.intra_us, "inter_us": cluster.inter_us}
-    yield from amount_violations(latencies, zero=True)
-    speeds = {"intra_gbs": cluster.intra_gbs, "inter_gbs": cluster.inter_gbs}
-    yield from amount_violations({n: v for n, v in speeds.items() if v is not None})
-    share = cluster.memory_fraction
-    if share is not None:
-        wrong = list(amount_violations({"memory_fraction": share}))
-        if not wrong and share > 1:
-            wrong = [number_violation("memory_fraction", share, "1 or below")]
-        yield from wrong
+def _device_violations(cluster: Cluster) -> Iterator[Violation]:
     chip = cluster.accelerator
     if not isinstance(chip, Accelerator):
         legal = f"{join_words(ACCELERATORS)}, or an Accelerator"
         yield number_violation("accelerator", chip, legal)
     elif chip not in _LINKS:
-        for speed, value in speeds.items():
-            if value is None:
+        for speed in ("intra_gbs", "inter_gbs"):
+            if getattr(cluster, speed) is None:
                 legal = f"GB/s; the usual bandwidth of {name_of(chip)} is not known"
                 yield number_violation(speed, None, legal)
 

@@ -1,8 +1,7 @@
 """Sizes of decoder models: reading them from configurations, and a table of published models."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -10,21 +9,18 @@ from .._errors import (
     ParallelDimsError,
     Violation,
     as_integer,
-    flag_violations,
     integer_violations,
     join_words,
     number_violation,
     raise_errors,
     show,
-    take_integers,
 )
 from .._model import COUNTS, RULED, SIZES, read_model_fields, read_other_layers
 from .._rules import RULES
+from ._fields import check_fields
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
-OPTIONAL = ("kv_heads", "head_dim", "expert_ffn")
 OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
-OF_LATENT = ("latent", "query_latent", "nope_dim", "rope_dim")
 # Fields of a run, which rules also read.
 OF_RUN = ("seq_len", "global_batch")
 # Fields without a name that every family of models uses in the same way.
@@ -101,7 +97,7 @@ class ModelShape:
     top_groups: int = 0
 
     def __post_init__(self) -> None:
-        take_integers(self, (*REQUIRED, *OPTIONAL, *OF_EXPERTS, *OF_LATENT))
+        raise_errors(check_fields(self))
         raise_errors(_violations(self))
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -289,26 +285,20 @@ _CONFIG_NAMES = _config_names()
 
 
 def _violations(shape: ModelShape) -> Iterator[Violation]:
-    values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
-    optional = [name for name in OPTIONAL if values[name] is not None]
-    wrong = list(integer_violations({name: values[name] for name in (*REQUIRED, *optional)}))
-    counts = (*OF_EXPERTS, *OF_LATENT)
-    wrong += integer_violations({name: values[name] for name in counts}, minimum=0)
-    wrong += flag_violations({"glu": shape.glu, "tied": shape.tied})
-    yield from wrong
-    if wrong:
-        return
     if shape.head_dim is None and shape.hidden % shape.heads:
         yield number_violation(
             "head_dim", None, f"a width: heads={shape.heads} does not divide hidden={shape.hidden}"
         )
     if shape.kv_heads is not None and shape.heads % shape.kv_heads:
         yield number_violation("kv_heads", shape.kv_heads, f"a divisor of heads={shape.heads}")
-    needed = {"query_latent": "nope_dim", "nope_dim": "latent", "rope_dim": "nope_dim"}
-    for name, other in needed.items():
-        if values[name] and not values[other]:
+    for name, other in (
+        ("query_latent", "nope_dim"),
+        ("nope_dim", "latent"),
+        ("rope_dim", "nope_dim"),
+    ):
+        if getattr(shape, name) and not getattr(shape, other):
             missing = other if shape.latent else "latent"
-            yield number_violation(name, values[name], f"0, or give {missing}")
+            yield number_violation(name, getattr(shape, name), f"0, or give {missing}")
     if shape.experts and not 1 <= shape.top_k <= shape.experts:
         yield number_violation("top_k", shape.top_k, f"1 to experts={shape.experts}")
     if shape.experts and shape.dense_layers >= shape.layers:
@@ -318,10 +308,9 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
     if shape.top_groups > shape.groups or (shape.groups and not shape.top_groups):
         legal = f"1 to groups={shape.groups}" if shape.groups else "0, or give groups"
         yield number_violation("top_groups", shape.top_groups, legal)
-    if not shape.experts and (shape.top_k or shape.shared_ffn or shape.dense_layers):
-        given = {n: values[n] for n in ("top_k", "shared_ffn", "dense_layers") if values[n]}
-        for name, value in given.items():
-            yield number_violation(name, value, "0, or give experts")
+    for name in ("top_k", "shared_ffn", "dense_layers"):
+        if getattr(shape, name) and not shape.experts:
+            yield number_violation(name, getattr(shape, name), "0, or give experts")
 
 
 def _read_shape(config: object) -> dict[str, Any]:
@@ -368,61 +357,39 @@ def _missing(field: str) -> Violation:
     )
 
 
-def _sized(
-    name: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **others: Any
-) -> ModelShape:
-    return ModelShape(
-        name=name, layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab, **others
-    )
-
-
-_gpt = partial(_sized, vocab=51200, glu=False)  # arXiv 2205.05198, table 3
-_llama3 = partial(_sized, vocab=128256, kv_heads=8)  # The Llama 3 Herd of Models, table 3
-# These have the sizes of their published configuration files.
-_LLAMA4 = _sized(
-    *("llama4-scout", 48, 5120, 40, 16384, 202048),
-    kv_heads=8,
-    experts=16,
-    top_k=1,
-    expert_ffn=8192,
-    shared_ffn=8192,
-)
-_mixtral = partial(_sized, kv_heads=8, experts=8, top_k=2)
-_qwen3 = partial(_sized, vocab=151936, kv_heads=4, head_dim=128, experts=128, top_k=8)
-_DEEPSEEK_V3 = _sized(
-    *("deepseek-v3", 61, 7168, 128, 18432, 129280),
-    head_dim=128,
-    latent=512,
-    query_latent=1536,
-    nope_dim=128,
-    rope_dim=64,
-    experts=256,
-    top_k=8,
-    expert_ffn=2048,
-    shared_ffn=2048,
-    dense_layers=3,
-    groups=8,
-    top_groups=4,
+_SCOUT = {"kv_heads": 8, "experts": 16, "top_k": 1, "expert_ffn": 8192, "shared_ffn": 8192}
+_MAVERICK = _SCOUT | {"experts": 128, "dense_layers": 24}
+_MIXTRAL = {"kv_heads": 8, "experts": 8, "top_k": 2}
+_QWEN3 = {"kv_heads": 4, "head_dim": 128, "experts": 128, "top_k": 8}
+_DEEPSEEK = {"head_dim": 128, "latent": 512, "query_latent": 1536, "nope_dim": 128, "rope_dim": 64}
+_DEEPSEEK |= {"experts": 256, "top_k": 8, "expert_ffn": 2048, "shared_ffn": 2048}
+_DEEPSEEK |= {"dense_layers": 3, "groups": 8, "top_groups": 4}
+_PUBLISHED: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
+    # Name, layers, hidden, heads, ffn, vocab, and other sizes.
+    # The Llama 3 Herd of Models, table 3.
+    ("llama3-8b", 32, 4096, 32, 14336, 128256, {"kv_heads": 8}),
+    ("llama3-70b", 80, 8192, 64, 28672, 128256, {"kv_heads": 8}),
+    ("llama3-405b", 126, 16384, 128, 53248, 128256, {"kv_heads": 8}),
+    # arXiv 2205.05198, table 3.
+    ("gpt-22b", 48, 6144, 64, 24576, 51200, {"glu": False}),
+    ("gpt-175b", 96, 12288, 96, 49152, 51200, {"glu": False}),
+    ("gpt-530b", 105, 20480, 128, 81920, 51200, {"glu": False}),
+    ("gpt-1t", 128, 25600, 160, 102400, 51200, {"glu": False}),
+    # Their published configuration files.
+    ("mixtral-8x7b", 32, 4096, 32, 14336, 32000, _MIXTRAL),
+    ("mixtral-8x22b", 56, 6144, 48, 16384, 32768, _MIXTRAL),
+    ("qwen3-30b-a3b", 48, 2048, 32, 6144, 151936, {**_QWEN3, "expert_ffn": 768}),
+    ("qwen3-235b-a22b", 94, 4096, 64, 12288, 151936, {**_QWEN3, "expert_ffn": 1536}),
+    ("llama4-scout", 48, 5120, 40, 16384, 202048, _SCOUT),
+    ("llama4-maverick", 48, 5120, 40, 16384, 202048, _MAVERICK),
+    ("deepseek-v3", 61, 7168, 128, 18432, 129280, _DEEPSEEK),
 )
 MODELS: Mapping[str, ModelShape] = MappingProxyType(
     {
-        shape.name: shape
-        for shape in (
-            _llama3("llama3-8b", 32, 4096, 32, 14336),
-            _llama3("llama3-70b", 80, 8192, 64, 28672),
-            _llama3("llama3-405b", 126, 16384, 128, 53248),
-            _gpt("gpt-22b", 48, 6144, 64, 24576),
-            _gpt("gpt-175b", 96, 12288, 96, 49152),
-            _gpt("gpt-530b", 105, 20480, 128, 81920),
-            _gpt("gpt-1t", 128, 25600, 160, 102400),
-            _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000),
-            _mixtral("mixtral-8x22b", 56, 6144, 48, 16384, 32768),
-            _qwen3("qwen3-30b-a3b", 48, 2048, 32, 6144, expert_ffn=768),
-            _qwen3("qwen3-235b-a22b", 94, 4096, 64, 12288, expert_ffn=1536),
-            _LLAMA4,
-            replace(_LLAMA4, name="llama4-maverick", experts=128, dense_layers=24),
-            _DEEPSEEK_V3,
+        name: ModelShape(
+            name=name, layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab, **others
         )
+        for name, layers, hidden, heads, ffn, vocab, others in _PUBLISHED
     }
 )
 """Shapes of published models by name."""

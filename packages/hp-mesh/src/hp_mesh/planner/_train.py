@@ -1,19 +1,11 @@
 """Settings of a training run: batch, precision, recomputation, schedule, sharding, kernels."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeAlias, get_args
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
 
-from .._errors import (
-    Violation,
-    amount_violations,
-    flag_violations,
-    integer_violations,
-    join_words,
-    number_violation,
-    raise_errors,
-    take_integers,
-)
+from .._errors import Violation, join_words, number_violation, raise_errors
+from ._fields import check_fields, option, optional
 from ._schedules import ADJUSTABLE, SCHEDULES, ScheduleName
 
 Recompute: TypeAlias = Literal["none", "selective", "selective-op", "full"]
@@ -24,17 +16,6 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "selective-op", "full")
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 BYTES = {"float32": 4, "bfloat16": 2}
 ANY: Final = "any"
-
-
-def option(help: str, *, unit: str = "", choices: tuple[object, ...] = ()) -> dict[str, Any]:
-    """Return the metadata of a field from which the command line makes an option.
-
-    Args:
-        help: Description. The command line appends the default.
-        unit: Unit of a number. A field without unit and choices is a flag.
-        choices: Legal values, besides a default of None.
-    """
-    return {"help": help, "unit": unit, "choices": choices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,100 +80,73 @@ class TrainSpec:
     global_batch: int = field(
         metadata=option("size of an optimizer step, over all ranks", unit="sequences")
     )
-    micro_batch: int | None = field(
-        default=None, metadata=option("size of a microbatch (default: the best)", unit="sequences")
+    micro_batch: int | None = optional(
+        None, "size of a microbatch (default: the best)", unit="sequences"
     )
-    recompute: Recompute | None = field(
-        default=None,
-        metadata=option(
-            "activations that backward recomputes: none; selective: the attention core; "
-            "selective-op: all but attention outputs and every second matrix product; "
-            "full: whole layers (default: the best)",
-            choices=RECOMPUTE,
-        ),
+    recompute: Recompute | None = optional(
+        None,
+        "activations that backward recomputes: none; selective: the attention core; "
+        "selective-op: all but attention outputs and every second matrix product; "
+        "full: whole layers (default: the best)",
+        choices=RECOMPUTE,
     )
-    recompute_layers: int | None = field(
-        default=None,
-        metadata=option("layers per pipeline rank that recompute (default: all)", unit="layers"),
+    recompute_layers: int | None = optional(
+        None, "layers per pipeline rank that recompute (default: all)", unit="layers"
     )
-    float8: bool = field(default=False, metadata=option("multiply linear layers in fp8"))
-    schedule: ScheduleName | Literal["any"] = field(
-        default="1f1b",
-        metadata=option("pipeline schedule; any: the best", choices=(*SCHEDULES, ANY)),
+    float8: bool = optional(False, "multiply linear layers in fp8")
+    schedule: ScheduleName | Literal["any"] = optional(
+        "1f1b", "pipeline schedule; any: the best", choices=(*SCHEDULES, ANY)
     )
-    virtual_stages: int = field(
-        default=1,
-        metadata=option(
-            "stages per pipeline rank of an interleaved schedule; 1: the best", unit="stages"
-        ),
+    virtual_stages: int = optional(
+        1, "stages per pipeline rank of an interleaved schedule; 1: the best", unit="stages"
     )
-    receive_buffers: Literal["in-flight", "all"] = field(
-        default="in-flight",
-        metadata=option(
-            "receive buffers of a pipeline rank: for the microbatches in flight, or for all of a "
-            "step, as in torch.distributed.pipelining",
-            choices=("in-flight", "all"),
-        ),
+    receive_buffers: Literal["in-flight", "all"] = optional(
+        "in-flight",
+        "receive buffers of a pipeline rank: for the microbatches in flight, or for all of a "
+        "step, as in torch.distributed.pipelining",
+        choices=("in-flight", "all"),
     )
-    zero: Zero | Literal["any"] = field(
-        default=None,
-        metadata=option(
-            "ZeRO stage; none: as in FSDP, which is stage 3 with one gather and one reduction per "
-            "step if there are pipeline stages; any: the best (default: none)",
-            choices=(0, 1, 2, 3, None, ANY),
-        ),
+    zero: Zero | Literal["any"] = optional(
+        None,
+        "ZeRO stage; none: as in FSDP, which is stage 3 with one gather and one reduction per "
+        "step if there are pipeline stages; any: the best (default: none)",
+        choices=(0, 1, 2, 3, None, ANY),
     )
-    gradient_dtype: Dtype = field(
-        default="float32",
-        metadata=option("dtype in which gradients are accumulated and reduced", choices=DTYPES),
+    gradient_dtype: Dtype = optional(
+        "float32", "dtype in which gradients are accumulated and reduced", choices=DTYPES
     )
-    moment_dtype: Dtype = field(
-        default="float32", metadata=option("dtype of the optimizer's moments", choices=DTYPES)
+    moment_dtype: Dtype = optional("float32", "dtype of the optimizer's moments", choices=DTYPES)
+    fused: bool | Literal["attention"] = optional(
+        True,
+        "use fused kernels everywhere, nowhere or for attention only",
+        choices=(True, False, "attention"),
     )
-    fused: bool | Literal["attention"] = field(
-        default=True,
-        metadata=option(
-            "use fused kernels everywhere, nowhere or for attention only",
-            choices=(True, False, "attention"),
-        ),
+    fused_loss: bool = optional(
+        False, "compute the loss in chunks, so that not all logits exist at once"
     )
-    fused_loss: bool = field(
-        default=False,
-        metadata=option("compute the loss in chunks, so that not all logits exist at once"),
+    attention: Literal["native", "flash-2"] = optional(
+        "native",
+        "attention kernels: the device's own, or FlashAttention-2",
+        choices=("native", "flash-2"),
     )
-    attention: Literal["native", "flash-2"] = field(
-        default="native",
-        metadata=option(
-            "attention kernels: the device's own, or FlashAttention-2",
-            choices=("native", "flash-2"),
-        ),
+    context: Literal["ring", "all-gather"] = optional(
+        "ring", "communication over cp", choices=("ring", "all-gather")
     )
-    context: Literal["ring", "all-gather"] = field(
-        default="ring",
-        metadata=option("communication over cp", choices=("ring", "all-gather")),
+    dispatch: Literal["deduplicated", "copies"] = optional(
+        "deduplicated",
+        "send a token once per node with experts of it, or once per expert",
+        choices=("deduplicated", "copies"),
     )
-    dispatch: Literal["deduplicated", "copies"] = field(
-        default="deduplicated",
-        metadata=option(
-            "send a token once per node with experts of it, or once per expert",
-            choices=("deduplicated", "copies"),
-        ),
+    fp8_dispatch: bool = optional(False, "send tokens to experts in fp8")
+    max_nodes: int | None = optional(
+        None, "nodes that may have experts of one token (default: the model's limit)", unit="nodes"
     )
-    fp8_dispatch: bool = field(default=False, metadata=option("send tokens to experts in fp8"))
-    max_nodes: int | None = field(
-        default=None,
-        metadata=option(
-            "nodes that may have experts of one token (default: the model's limit)", unit="nodes"
-        ),
-    )
-    memory_fraction: float = field(
-        default=0.95,
-        metadata=option("part of a device's memory that a plan may use", unit="fraction"),
+    memory_fraction: float = optional(
+        0.95, "part of a device's memory that a plan may use", unit="fraction"
     )
 
     def __post_init__(self) -> None:
-        take_integers(self, _INTEGERS)
-        raise_errors(_violations(self))
+        raise_errors([*check_fields(self), *_violations(self)])
 
     @property
     def tokens(self) -> int:
@@ -210,35 +164,10 @@ class TrainSpec:
         return 2 * BYTES[self.moment_dtype]
 
 
-# Fields that hold an integer, or None.
-_INTEGERS = tuple(
-    each.name
-    for each in fields(TrainSpec)
-    if each.metadata["unit"] and int in (each.type, *get_args(each.type))
-)
-
-
 def _violations(train: TrainSpec) -> Iterator[Violation]:
-    for each in fields(train):
-        name, value, choices = each.name, getattr(train, each.name), each.metadata["choices"]
-        if value is None and each.default is None:
-            continue
-        if name in _INTEGERS:
-            yield from integer_violations({name: value})
-        elif each.default is False:
-            yield from flag_violations({name: value})
-        # True == 1, but one is not legal if the other is.
-        elif choices and (value, type(value) is bool) not in [
-            (c, type(c) is bool) for c in choices
-        ]:
-            yield number_violation(name, value, join_words(map(repr, choices)))
     if train.recompute == "none" and train.recompute_layers is not None:
         legal = "None, or another recompute than 'none'"
         yield number_violation("recompute_layers", train.recompute_layers, legal)
     if train.schedule not in (*ADJUSTABLE, ANY) and train.virtual_stages != 1:
         legal = f"1, or schedule={join_words(map(repr, ADJUSTABLE))}"
         yield number_violation("virtual_stages", train.virtual_stages, legal)
-    wrong = list(amount_violations({"memory_fraction": train.memory_fraction}))
-    if not wrong and train.memory_fraction > 1:
-        wrong = [number_violation("memory_fraction", train.memory_fraction, "1 or below")]
-    yield from wrong
