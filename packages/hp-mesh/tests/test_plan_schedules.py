@@ -9,7 +9,7 @@ import pytest
 
 from hp_mesh import ParallelDims, ParallelDimsError, planner
 from hp_mesh.planner import MODELS, Candidate, Cluster, TrainSpec, estimate
-from hp_mesh.planner._schedules import ADJUSTABLE, DEFAULT, SCHEDULES, ScheduleName
+from hp_mesh.planner._schedules import ADJUSTABLE, DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 
 FOLDER = Path(str(planner.__file__)).parent
 TRAIN = TrainSpec(seq_len=2048, global_batch=64, micro_batch=1, recompute="full")
@@ -51,7 +51,7 @@ def test_one_pipeline_rank_has_one_stage(schedule: ScheduleName, stages: int) ->
     train = replace(TRAIN, schedule=schedule, virtual_stages=stages)
     cluster = Cluster(world_size=8, accelerator="H100")
     own = estimate(MODELS["llama3-8b"], cluster, train, ParallelDims(pp=1, world_size=8))
-    assert own.setting == (DEFAULT, 1, None)
+    assert own.setting == (DEFAULT_SCHEDULE, 1, None)
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -191,7 +191,7 @@ def test_a_rule_that_reads_a_field_which_shapes_lack_is_an_error_at_import() -> 
 
 
 def test_sizes_of_axes_are_those_of_the_layout() -> None:
-    from hp_mesh.planner._result import degrees_of
+    from hp_mesh.planner._configuration import degrees_of
 
     dims = ParallelDims(
         pp=2, dp_replicate=3, dp_shard=4, cp=6, tp=2, ep=4, etp=2, ulysses_degree=3, world_size=288

@@ -1,10 +1,10 @@
 """Estimates of memory and time for all valid configurations of a run. Needs no torch."""
 
-from ._calibration import CONSTANTS, Calibration
+from ._calibration import CONSTANTS, Calibration, Trust
 from ._cluster import ACCELERATORS, Accelerator, Cluster
-from ._hints import Hint, hints
-from ._result import Candidate, Comparison, MemorySplit, Plan, Rejection, Setting, TimeSplit, Trust
-from ._search import compare, estimate, plan, smallest_world
+from ._configuration import Rejection, Setting
+from ._result import Candidate, Comparison, Hint, MemorySplit, Plan, TimeSplit
+from ._search import compare, estimate, hints, plan, smallest_world
 from ._shape import MODELS, ModelShape
 from ._train import TrainSpec
 

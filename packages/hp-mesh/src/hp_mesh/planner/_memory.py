@@ -5,7 +5,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ._calibration import Calibration
-from ._result import Degrees, Point, Setting
+from ._configuration import Degrees, Point, Setting
 from ._schedules import SCHEDULES
 from ._shape import ModelShape
 from ._train import RECOMPUTE, Recompute, TrainSpec

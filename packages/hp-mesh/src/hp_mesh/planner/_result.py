@@ -1,19 +1,17 @@
-"""Parts of a plan: configurations with their memory, time and trust, and rejections."""
+"""Parts of a plan: configurations with their memory and time, comparisons and hints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from itertools import takewhile
 from operator import eq
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
-from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
-from .._errors import Violation
-from .._layout import Folds, RankLayout, axis_sizes
-from ._calibration import Calibration
+from .._errors import Level, Violation, broken
+from ._calibration import UNKNOWN, Calibration, Trust
 from ._cluster import Cluster
-from ._schedules import DEFAULT, ScheduleName
+from ._configuration import USUAL_SETTING, Rejection, Setting
+from ._schedules import ScheduleName
 from ._shape import ModelShape
 from ._train import Recompute, TrainSpec, Zero
 
@@ -28,160 +26,6 @@ CLEARLY = 0.05
 
 Fit: TypeAlias = Literal["fits", "borderline", "does not fit"]
 CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
-
-
-class Degrees(NamedTuple):
-    """Resolved degrees of folded experts, and the sizes of axes that follow from them."""
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
-    ulysses_degree: int = 1
-
-    @property
-    def ring(self) -> int:
-        """Number of ranks between which keys and values move around a ring."""
-        return _sizes(self)["cp_outer"]
-
-    @property
-    def dp(self) -> int:
-        """Number of ranks with different sequences."""
-        return _sizes(self)["dp"]
-
-    @property
-    def fsdp(self) -> int:
-        """Number of ranks over which dense parameters are sharded."""
-        return _sizes(self)["fsdp"]
-
-    @property
-    def efsdp(self) -> int:
-        """Number of ranks over which the parameters of experts are sharded."""
-        return _sizes(self)["efsdp"]
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def fills_block(self) -> bool:
-        """Whether ``ep`` and ``etp`` divide the ranks of a dense block."""
-        return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
-
-    def dims(self) -> ParallelDims:
-        """Return the configuration with these degrees, folded experts and no Ulysses."""
-        degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
-        return ParallelDims(**degrees, world_size=self.world)
-
-    def layout(self) -> RankLayout:
-        """Return the layout of `dims`, without checking the rules."""
-        return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
-
-
-@lru_cache(maxsize=4096)
-def _sizes(degrees: Degrees) -> dict[str, int]:
-    """Return the size of every axis and view."""
-    named = degrees._asdict()
-    return axis_sizes(Folds(ulysses=True), {**named, "ulysses": named["ulysses_degree"]})
-
-
-def degrees_of(dims: ParallelDims) -> Degrees:
-    """Return the degrees of a resolved configuration.
-
-    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. All groups then
-    have the same sizes as in a folded configuration. Only the ranks in each group differ.
-    """
-    layout = dims.layout()
-    own = dims.ep if dims.ep_mode == "peer" else 1
-    return Degrees(
-        pp=dims.pp,
-        dp_replicate=dims.dp_replicate,
-        dp_shard=layout.size("dp_shard") * own,
-        cp=dims.cp,
-        tp=dims.tp,
-        ep=dims.ep,
-        etp=dims.etp,
-        ulysses_degree=dims.ulysses_degree or 1,
-    )
-
-
-class Setting(NamedTuple):
-    """Pipeline schedule and ZeRO stage of a candidate.
-
-    Attributes:
-        schedule: Pipeline schedule.
-        virtual_stages: Number of stages of each pipeline rank.
-        zero: ZeRO stage. None is stage 3 as in FSDP.
-
-    Examples:
-        >>> cluster = Cluster(world_size=8, accelerator="H100")
-        >>> train = TrainSpec(seq_len=4096, global_batch=64)
-        >>> plan(MODELS["llama3-8b"], cluster, train).best.setting
-        Setting(schedule='1f1b', virtual_stages=1, zero=None)
-    """
-
-    schedule: ScheduleName
-    virtual_stages: int
-    zero: Zero
-
-
-class Point(NamedTuple):
-    """One configuration to estimate.
-
-    Attributes:
-        degrees: Degrees.
-        micro_batch: Number of sequences per microbatch on each data-parallel rank.
-        recompute: Activations that backward recomputes.
-        setting: Pipeline schedule and ZeRO stage.
-        microbatches: Number of microbatches per step.
-    """
-
-    degrees: Degrees
-    micro_batch: int
-    recompute: Recompute
-    setting: Setting
-    microbatches: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trust:
-    """Measure of trust in an estimate of time: the published runs that resemble the configuration.
-
-    Args:
-        resembles: Name of the class of published runs; ``""`` if no run resembles the
-            configuration.
-        runs: Number of published runs in this class.
-        error: Mean absolute relative error of their step times. Each run was estimated with
-            constants that were fitted to the runs of all other sources. None if ``runs`` is 0.
-        differs: Features of the configuration that no published run has.
-
-    Examples:
-        >>> print(Trust(resembles="dense", runs=2, error=0.1))
-        resembles 2 published runs, dense: their step time is off by 10% on average
-    """
-
-    resembles: str
-    runs: int
-    error: float | None
-    differs: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        apart = f" ({'; '.join(self.differs)})" if self.differs else ""
-        if self.error is None:
-            return f"no published run resembles this{apart}"
-        runs = f"{self.runs} published run{'s' * (self.runs != 1)}"
-        return (
-            f"resembles {runs}, {self.resembles}: "
-            f"their step time is off by {self.error:.0%} on average{apart}"
-        )
-
-
-USUAL = Setting(DEFAULT, 1, None)
-UNKNOWN = Trust(resembles="", runs=0, error=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +142,7 @@ class Candidate:
     tokens: int
     flops: float
     peak_tflops: float
-    setting: Setting = USUAL
+    setting: Setting = USUAL_SETTING
     trust: Trust = UNKNOWN
 
     @property
@@ -353,14 +197,10 @@ class Candidate:
         if self.fit == "fits":
             return ()
         need, limit = self.memory.total / GIB, self.limit / GIB
-        return (
-            Violation(
-                rule="memory",
-                values={"memory_gib": round(need, 1), "limit_gib": round(limit, 1)},
-                reason=f"needs {need:.1f} GiB of {limit:.1f} GiB",
-                level="advice" if self.fit == "borderline" else "error",
-            ),
-        )
+        values = {"memory_gib": round(need, 1), "limit_gib": round(limit, 1)}
+        reason = f"needs {need:.1f} GiB of {limit:.1f} GiB"
+        level: Level = "advice" if self.fit == "borderline" else "error"
+        return (broken("memory", reason, values, level=level),)
 
     def explain(self) -> str:
         """Describe memory, time and trust.
@@ -389,32 +229,6 @@ class Candidate:
             f"{self.memory.total / GIB:.1f} GiB ({self.fit}), {self.time.total:.3f} s per step, "
             f"{self.tokens_per_second_per_gpu:.0f} tokens/s/GPU, {self.tflops:.0f} TFLOP/s"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
-    """Degrees without a valid configuration, and the reasons.
-
-    If a rule reads some axes only, ``degrees`` has these axes only, and one rejection covers all
-    configurations with these degrees.
-
-    Args:
-        degrees: The rejected degrees, by axis.
-        violations: The broken rules.
-
-    Examples:
-        >>> cluster = Cluster(world_size=64, accelerator="H100")
-        >>> found = plan(MODELS["llama3-8b"], cluster, TrainSpec(seq_len=4096, global_batch=64))
-        >>> found.rejected[0].violations[0].level
-        'error'
-    """
-
-    degrees: Mapping[str, int] = field(hash=False)
-    violations: tuple[Violation, ...]
-
-    def __str__(self) -> str:
-        degrees = " ".join(f"{name}={degree}" for name, degree in self.degrees.items())
-        return f"{degrees}: {'; '.join(map(str, self.violations))}"
 
 
 def classify(need: float, limit: float) -> Fit:
@@ -457,11 +271,6 @@ class Ranking(Sequence[Candidate]):
 
     def __repr__(self) -> str:
         return f"Ranking of {len(self)} candidates"
-
-
-def fastest_of(fits: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest candidate that fits. Only the first can be out of order."""
-    return min(fits[:2], key=lambda one: one.time.total, default=None)
 
 
 def index_of_best(fits: Sequence[Candidate]) -> int:
@@ -584,7 +393,8 @@ class Plan:
     @property
     def fastest(self) -> Candidate | None:
         """The fastest candidate that fits; `best` if nothing fits."""
-        return fastest_of(self.fits) or self.best
+        # Only the first candidate can be out of order.
+        return min(self.fits[:2], key=lambda one: one.time.total, default=self.best)
 
     @property
     def considered(self) -> int:
@@ -611,6 +421,28 @@ class Plan:
             return f"best: {best}; {counts}"
         limit = best.limit / GIB
         return f"nothing fits in {limit:.1f} GiB, the nearest is {best}; {counts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """One option of a run, with a value that makes the best plan faster.
+
+    Args:
+        field: Name of a field of `TrainSpec`.
+        value: Value for this field.
+        step_seconds: Estimated seconds of one step of the best plan with this value.
+
+    Examples:
+        >>> print(Hint(field="fused_loss", value=True, step_seconds=1.5))
+        fused_loss=True: 1.500 s per step
+    """
+
+    field: str
+    value: object
+    step_seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}: {self.step_seconds:.3f} s per step"
 
 
 def counts_of(plan: Plan) -> str:

@@ -115,7 +115,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
         overlaps_experts=True,
     ),
 }
-DEFAULT: ScheduleName = next(iter(SCHEDULES))
+DEFAULT_SCHEDULE: ScheduleName = next(iter(SCHEDULES))
 ADJUSTABLE: tuple[ScheduleName, ...] = tuple(
     name for name, schedule in SCHEDULES.items() if schedule.adjustable
 )

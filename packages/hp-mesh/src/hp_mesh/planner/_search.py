@@ -1,9 +1,8 @@
-"""Searches: all valid configurations of a world, one configuration, the smallest world."""
+"""Searches: all valid configurations of a world, one of them, the smallest world, and hints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import NamedTuple, TypeAlias
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from .._degrees import BASE_AXES
 from .._dims import ParallelDims
@@ -11,44 +10,65 @@ from .._errors import (
     ParallelDimsError,
     Violation,
     as_integer,
+    broken,
     divisors,
     integer_violations,
     kind_violations,
     number_violation,
     raise_errors,
 )
-from .._layout import AxisGroup, RankLayout
-from ._calibration import Calibration
+from .._layout import AxisGroup
+from ._calibration import DEFAULT_CALIBRATION, Calibration, trust_of
 from ._cluster import Cluster, expert_groups_of, groups_of
-from ._legal import AXES as DEGREES
-from ._legal import Legality, batch_violations, check_fixed, settings_of
-from ._memory import MemoryModel, Rank
+from ._configuration import (
+    AXES,
+    Degrees,
+    Legality,
+    Point,
+    Setting,
+    batch_violations,
+    check_fixed,
+    degrees_of,
+    settings_of,
+)
+from ._memory import MemoryModel
 from ._result import (
     BORDER,
     CLASSES,
     GIB,
     Candidate,
     Comparison,
-    Degrees,
+    Hint,
     MemorySplit,
     Plan,
-    Point,
     Ranking,
-    Setting,
     TimeSplit,
     classify,
-    degrees_of,
     index_of_best,
 )
 from ._schedules import SCHEDULES
 from ._shape import ModelShape
-from ._time import AXES, TimeModel, Traffic
-from ._train import RECOMPUTE, Recompute, TrainSpec
-from ._trust import trust_of
+from ._time import COMMUNICATING, TimeModel, Traffic
+from ._train import ANY, RECOMPUTE, Recompute, TrainSpec
 
-DEFAULT = Calibration()
 # Number of sets of degrees between two reports of progress.
 REPORTED = 256
+# Options that change neither hardware nor numerics, with the value that `hints` tries. "any" tries
+# all values in one search. The default of the other options is never slower than their other
+# values, or already lets the planner choose.
+HINTED: Mapping[str, Any] = {
+    "fused_loss": True,
+    "schedule": ANY,
+    "zero": ANY,
+    "context": "all-gather",
+    "dispatch": "copies",
+}
+HINTED_AXES = {"schedule": "pp", "context": "cp", "dispatch": "ep"}  # without them: no effect
+DEFAULTS = {option.name: option.default for option in fields(TrainSpec)}
+# Smallest gain that is worth a hint, as a share of the step time.
+GAIN = 0.01
+MOST_HINTS = 3
+LIKELY = 100  # number of configurations of each class that are tried with each option
 
 
 class Found(NamedTuple):
@@ -58,16 +78,11 @@ class Found(NamedTuple):
         fit: Index of its class in `CLASSES`.
         cost: Seconds of one step, or bytes if it does not fit.
         point: The configuration.
-        ranks: Memory of its first and last pipeline rank.
     """
 
     fit: int
     cost: float
     point: Point
-    ranks: tuple[Rank, ...]
-
-
-Communication: TypeAlias = tuple[Mapping[str, AxisGroup], Traffic]
 
 
 def plan(
@@ -76,7 +91,7 @@ def plan(
     train: TrainSpec,
     *,
     fix: Mapping[str, int] | None = None,
-    calibration: Calibration = DEFAULT,
+    calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Rank all valid configurations of a run, and list the reasons against the others.
@@ -124,14 +139,14 @@ def plan(
     for done, degrees in enumerate(every):
         if progress and done % REPORTED == 0:
             progress(done, len(every))
-        best, violations = search.best(degrees, degrees.layout)
+        best, violations = search.best(degrees)
         if best:
             found.append(best)
         else:
-            legality.reject(degrees, DEGREES if model.experts else BASE_AXES, violations)
+            legality.reject(degrees, AXES if model.experts else BASE_AXES, violations)
     if progress:
         progress(len(every), len(every))
-    found.sort(key=lambda entry: entry[:3])
+    found.sort()
     classes = [entry.fit for entry in found]
     fits = Ranking(found[: classes.count(0)], search.candidate)
     first = index_of_best(fits)
@@ -157,7 +172,7 @@ def estimate(
     micro_batch: int | None = None,
     recompute: Recompute | None = None,
     *,
-    calibration: Calibration = DEFAULT,
+    calibration: Calibration = DEFAULT_CALIBRATION,
 ) -> Candidate:
     """Estimate memory and time of one configuration.
 
@@ -202,11 +217,11 @@ def estimate(
     wrong += _dims_violations(dims, degrees.world, cluster.world_size)
     wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
-    search = Search(model, cluster, train, calibration)
-    best, violations = search.best(degrees, dims.layout)
+    search = Search(model, cluster, train, calibration, dims)
+    best, violations = search.best(degrees)
     if best is None:
-        raise ParallelDimsError(list(violations))
-    return search.candidate(best, dims)
+        raise ParallelDimsError(violations)
+    return search.candidate(best)
 
 
 def compare(
@@ -215,7 +230,7 @@ def compare(
     train: TrainSpec,
     dims: ParallelDims,
     *,
-    calibration: Calibration = DEFAULT,
+    calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Estimate one configuration and compare it with the best of the same run.
@@ -252,7 +267,7 @@ def smallest_world(
     train: TrainSpec,
     *,
     largest: int = 2**20,
-    calibration: Calibration = DEFAULT,
+    calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> int | None:
     """Find the smallest number of devices, in whole nodes, on which a run fits.
@@ -294,7 +309,7 @@ def smallest_world(
             progress(tried, len(worlds) + 7)
         tried += 1
         search = Search(model, replace(cluster, world_size=world), train, calibration)
-        every = (search.best(d, d.layout)[0] for d in Legality(model, train).legal(world))
+        every = (search.best(degrees)[0] for degrees in Legality(model, train).legal(world))
         return any(found is not None and found.fit == 0 for found in every)
 
     enough = next((world for world in worlds if fits(world)), None)
@@ -305,17 +320,96 @@ def smallest_world(
     return next((world for world in between if fits(world)), enough)
 
 
+def hints(plan: Plan) -> tuple[Hint, ...]:
+    """Find the options of a run that would make its best plan fastest.
+
+    Tries every option that the run leaves at its default, one at a time. Options that need other
+    hardware or change numerics are not tried. Each hint costs one more search, so `plan` does not
+    compute hints itself.
+
+    Args:
+        plan: Result of `hp_mesh.planner.plan`.
+
+    Returns:
+        At most three hints, the fastest first. With each of them, the best plan takes at least 1 %
+        less time, or fits although nothing fits without it.
+
+    Raises:
+        ParallelDimsError: ``plan`` is not a `Plan`.
+
+    Examples:
+        >>> from hp_mesh.planner import MODELS
+        >>> train = TrainSpec(seq_len=8192, global_batch=512)
+        >>> found = plan(MODELS["llama3-70b"], Cluster(world_size=16, accelerator="H100"), train)
+        >>> [hint.field for hint in hints(found)]
+        ['zero', 'fused_loss']
+    """
+    raise_errors(kind_violations("plan", plan, Plan))
+    best = plan.best if plan.fitting else None
+    most = best.time.total * (1 - GAIN) if best else float("inf")
+    likely = (hint for hint in _likely_hints(plan) if hint.step_seconds <= most)
+    promising = sorted(likely, key=lambda hint: hint.step_seconds)[:MOST_HINTS]
+    exact = [replace(hint, step_seconds=_planned_seconds(plan, hint)) for hint in promising]
+    exact = [hint for hint in exact if hint.step_seconds <= most]
+    return tuple(sorted(exact, key=lambda hint: hint.step_seconds))
+
+
+def _likely_hints(given: Plan) -> Iterator[Hint]:
+    """Yield each option with the step time of the best likely configuration that fits with it.
+
+    Likely configurations are the first `LIKELY` of each class of the plan: fits, borderline and too
+    large.
+    """
+    classes = given.fits, given.borderline, given.too_large
+    likely = [degrees_of(one.dims) for candidates in classes for one in candidates[:LIKELY]]
+    for name, value in HINTED.items():
+        set_by_user = getattr(given.train, name) != DEFAULTS[name]
+        if set_by_user or given.fix.get(HINTED_AXES.get(name, "")) == 1:
+            continue
+        if name == "dispatch" and not given.model.experts:
+            continue
+        train = replace(given.train, **{name: value})
+        search = Search(given.model, given.cluster, train, given.calibration)
+        found = (search.best(degrees)[0] for degrees in likely)
+        fits = [one for one in found if one and one.fit == 0]
+        if fits:
+            best = min(fits, key=lambda one: one.cost)
+            chosen = getattr(best.point.setting, name) if value == ANY else value
+            yield Hint(field=name, value=chosen, step_seconds=best.cost)
+
+
+def _planned_seconds(given: Plan, hint: Hint) -> float:
+    """Return the step time of the best of all configurations with an option."""
+    changes: dict[str, Any] = {hint.field: hint.value}
+    train = replace(given.train, **changes)
+    found = plan(given.model, given.cluster, train, fix=given.fix, calibration=given.calibration)
+    return found.best.time.total if found.best else float("inf")
+
+
 class Search:
     """Estimates memory and time of the configurations of one run.
 
     Intermediate results that many configurations share are computed once.
+
+    Args:
+        model: Shape of the model.
+        cluster: Devices and links.
+        train: Batch, precision, recomputation and schedule.
+        calibration: Constants of the cost model.
+        dims: The only configuration to estimate. None estimates folded experts in the default order
+            of axes.
     """
 
     def __init__(
-        self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
+        self,
+        model: ModelShape,
+        cluster: Cluster,
+        train: TrainSpec,
+        calibration: Calibration,
+        dims: ParallelDims | None = None,
     ) -> None:
         raise_errors(_run_violations(model, cluster, train))
-        self._model, self._cluster, self._train = model, cluster, train
+        self._model, self._cluster, self._train, self._dims = model, cluster, train, dims
         self._memory = MemoryModel(model, train, calibration)
         share = cluster.memory_fraction
         share = train.memory_fraction if share is None else share
@@ -327,37 +421,16 @@ class Search:
         self._kinds = [train.recompute] if train.recompute else kinds
         self._settings: dict[int, list[Setting]] = {}
         self._groups: dict[tuple[int, ...], dict[str, AxisGroup]] = {}
+        self._communications: dict[Degrees, tuple[Mapping[str, AxisGroup], Traffic]] = {}
 
-    def _communication(
-        self, degrees: Degrees, layout: Callable[[], RankLayout]
-    ) -> Callable[[], Communication]:
-        """Return a function that computes groups and traffic once, when first called."""
-
-        @cache
-        def communication() -> Communication:
-            found, replicated = layout(), self._train.zero == 0
-            key = degrees[:5]  # without the degrees of experts
-            if key not in self._groups:
-                self._groups[key] = groups_of(found, replicated=replicated)
-            groups = self._groups[key] | expert_groups_of(found, replicated=replicated)
-            return groups, self._time.traffic(degrees, groups)
-
-        return communication
-
-    def best(
-        self, degrees: Degrees, layout: Callable[[], RankLayout]
-    ) -> tuple[Found | None, tuple[Violation, ...]]:
-        """Return the best configuration of some degrees, or the reasons why there is none.
-
-        ``layout`` is called only if a configuration is small enough.
-        """
+    def best(self, degrees: Degrees) -> tuple[Found | None, tuple[Violation, ...]]:
+        """Return the best configuration of some degrees, or the reasons why there is none."""
         train, given = self._train, self._train.micro_batch
         sizes = divisors(train.global_batch // degrees.dp) if given is None else (given,)
-        communication = self._communication(degrees, layout)
         if degrees.pp not in self._settings:
             self._settings[degrees.pp] = settings_of(self._model, train, degrees.pp)
         best: Found | None = None
-        broken: tuple[Violation, ...] = ()
+        wrong: tuple[Violation, ...] = ()
         for setting in self._settings[degrees.pp]:
             legal = sizes
             if given is not None or SCHEDULES[setting.schedule].violations:
@@ -365,19 +438,13 @@ class Search:
                     size: tuple(batch_violations(degrees, train, setting, size)) for size in sizes
                 }
                 legal = tuple(size for size in sizes if not reasons[size])
-                broken = broken or reasons[sizes[0]]
+                wrong = wrong or reasons[sizes[0]]
             if legal:
-                found = self._best_of(degrees, setting, legal, communication)
+                found = self._best_of(degrees, setting, legal)
                 best = found if best is None or found[:2] < best[:2] else best
-        return best, () if best else broken
+        return best, () if best else wrong
 
-    def _best_of(
-        self,
-        degrees: Degrees,
-        setting: Setting,
-        sizes: Sequence[int],
-        communication: Callable[[], Communication],
-    ) -> Found:
+    def _best_of(self, degrees: Degrees, setting: Setting, sizes: Sequence[int]) -> Found:
         """Return the fastest microbatch size and recomputation that fit, for one setting.
 
         If nothing fits, returns the fastest borderline one, else the smallest one. Memory grows
@@ -392,10 +459,9 @@ class Search:
         smallest = point(sizes[0], self._kinds[-1])
         least = sum(self._memory.need(smallest, ranks))
         fit = CLASSES.index(classify(least, self._limit))
-        best = Found(fit, least, smallest, ranks)
         if fit == len(CLASSES) - 1:
-            return best
-        best = best._replace(cost=float("inf"))
+            return Found(fit, least, smallest)
+        best = Found(fit, float("inf"), smallest)
         limit = self._limit * (BORDER if fit else 1)
         kinds = self._kinds
         for size in sizes:
@@ -405,33 +471,44 @@ class Search:
                 if need > limit:
                     kinds = kinds[1:]  # larger sizes need even more memory
                     continue
-                seconds = sum(self._time.parts(tried, *communication(), ranks, need))
+                seconds = sum(self._time.parts(tried, *self._communication(degrees), ranks, need))
                 if seconds < best.cost:
-                    best = Found(fit, seconds, tried, ranks)
+                    best = Found(fit, seconds, tried)
                 if not self._time.retries(need):
                     break  # more recomputation only takes longer
         return best
 
-    def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
+    def _communication(self, degrees: Degrees) -> tuple[Mapping[str, AxisGroup], Traffic]:
+        """Return the groups of all axes, and the time of the collectives on parameters."""
+        if degrees not in self._communications:
+            layout = self._dims.layout() if self._dims else degrees.layout()
+            replicated, dense = self._train.zero == 0, degrees[:5]  # without the degrees of experts
+            if dense not in self._groups:
+                self._groups[dense] = groups_of(layout, replicated=replicated)
+            groups = self._groups[dense] | expert_groups_of(layout, replicated=replicated)
+            self._communications[degrees] = groups, self._time.traffic(degrees, groups)
+        return self._communications[degrees]
+
+    def candidate(self, found: Found) -> Candidate:
         """Return the complete estimate of a configuration."""
         point, degrees = found.point, found.point.degrees
-        dims = degrees.dims() if dims is None else dims
-        groups, traffic = self._communication(degrees, dims.layout)()
-        memory = self._memory.need(point, found.ranks)
-        parts = self._time.parts(point, groups, traffic, found.ranks, sum(memory))
+        groups, traffic = self._communication(degrees)
+        ranks = self._memory.ranks(degrees, point.setting)
+        memory = self._memory.need(point, ranks)
+        parts = self._time.parts(point, groups, traffic, ranks, sum(memory))
         compute, *communication, bubble, optimizer = parts
         time = TimeSplit(
             compute=compute,
             communication={
                 axis: seconds
-                for axis, seconds in zip(AXES, communication, strict=True)
+                for axis, seconds in zip(COMMUNICATING, communication, strict=True)
                 if groups[axis].size > 1
             },
             bubble=bubble,
             optimizer=optimizer,
         )
         return Candidate(
-            dims=dims,
+            dims=self._dims or degrees.dims(),
             micro_batch=point.micro_batch,
             microbatches=point.microbatches,
             recompute=point.recompute,
@@ -442,7 +519,9 @@ class Search:
             flops=self._train.tokens * self._model.flops_per_token(self._train.seq_len),
             peak_tflops=self._cluster.device.tflops,
             setting=point.setting,
-            trust=trust_of(self._model, self._cluster, self._train, point, time),
+            trust=trust_of(
+                self._model, self._cluster, self._train, point, time.compute / time.total
+            ),
         )
 
 
@@ -461,32 +540,20 @@ def _run_violations(model: ModelShape, cluster: Cluster, train: TrainSpec) -> It
     if not model.experts and train.max_nodes is not None:
         legal = "None, or give a model with experts"
         yield number_violation("max_nodes", train.max_nodes, legal)
-    chip = cluster.device
-    if train.float8 and not chip.tflops_fp8:
-        yield Violation(
-            rule="float8",
-            values={"float8": True, "accelerator": chip.name},
-            reason=f"float8=True, but accelerator {chip.name} has no fp8 rate (tflops_fp8=0)",
-        )
+    chip = cluster.device.name
+    if train.float8 and not cluster.device.tflops_fp8:
+        reason = f"float8=True, but accelerator {chip} has no fp8 rate (tflops_fp8=0)"
+        yield broken("float8", reason, {"float8": True, "accelerator": chip})
 
 
 def _dims_violations(dims: ParallelDims, world: int, cluster: int) -> Iterator[Violation]:
     if world != cluster:
-        yield Violation(
-            rule="world",
-            values={"world_size": world, "cluster": cluster},
-            reason=f"world_size={world} is not the world_size={cluster} of the cluster",
-        )
+        reason = f"world_size={world} is not the world_size={cluster} of the cluster"
+        yield broken("world", reason, {"world_size": world, "cluster": cluster})
     if not dims.fsdp_folds_cp and dims.cp > 1:
-        yield Violation(
-            rule="fsdp-folds-cp",
-            values={"fsdp_folds_cp": False, "cp": dims.cp},
-            reason="estimates are for parameters sharded over dp_shard and cp; "
-            "give fsdp_folds_cp=True or cp=1",
-        )
+        reason = "estimates are for parameters sharded over dp_shard and cp; "
+        reason += "give fsdp_folds_cp=True or cp=1"
+        yield broken("fsdp-folds-cp", reason, {"fsdp_folds_cp": False, "cp": dims.cp})
     if dims.etp not in (1, dims.tp):
-        yield Violation(
-            rule="etp",
-            values={"etp": dims.etp, "tp": dims.tp},
-            reason=f"etp={dims.etp} is neither 1 nor tp={dims.tp}, and estimates need one of them",
-        )
+        reason = f"etp={dims.etp} is neither 1 nor tp={dims.tp}, and estimates need one of them"
+        yield broken("etp", reason, {"etp": dims.etp, "tp": dims.tp})

@@ -7,14 +7,14 @@ from typing import NamedTuple
 from .._layout import AxisGroup
 from ._calibration import Calibration
 from ._cluster import Cluster, Links
+from ._configuration import Degrees, Point
 from ._memory import Rank
-from ._result import Degrees, Point
 from ._schedules import SCHEDULES
 from ._shape import ModelShape
 from ._train import TrainSpec
 
 # Axes with an entry in `TimeSplit.communication`.
-AXES = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
+COMMUNICATING = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
 class Work(NamedTuple):
@@ -380,7 +380,7 @@ class TimeModel:
             need: Bytes on the rank that needs most memory.
 
         Returns:
-            Computation; exposed communication in the order of `AXES`; bubble; optimizer.
+            Computation; exposed communication in the order of `COMMUNICATING`; bubble; optimizer.
         """
         stages = self._ranks(point, groups, (ranks[0].layers, ranks[-1].layers))
         every = [

@@ -1,11 +1,13 @@
-"""The legal configurations of a run: degrees by the rules of `ParallelDims.check`, and settings."""
+"""Configurations of a run, and which of them are legal by the rules of `ParallelDims.check`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import ceil
 from operator import itemgetter
+from typing import NamedTuple
 
-from .._degrees import BASE_AXES, infer_degrees
+from .._degrees import BASE_AXES, DEFAULT_ORDER, infer_degrees
 from .._dims import ParallelDims
 from .._errors import (
     Violation,
@@ -18,18 +20,164 @@ from .._errors import (
     raise_errors,
     show,
 )
+from .._layout import Folds, RankLayout, axis_sizes
 from .._model import read_numbers
 from .._rules import RULES, Rule, Subject, degree_violations, judge, names_of
-from ._result import Degrees, Rejection, Setting
-from ._schedules import ADJUSTABLE, DEFAULT, SCHEDULES
+from ._schedules import ADJUSTABLE, DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 from ._shape import ModelShape
-from ._train import ANY, TrainSpec, Zero
+from ._train import ANY, Recompute, TrainSpec, Zero
 
 AXES = (*BASE_AXES, "ep", "etp")
 RULES_OF_EXPERTS = tuple(rule for rule in RULES if {"ep", "etp"} & {*rule.degrees})
 # The order in which `legal` chooses degrees, with the degrees that are known after each choice.
 # `dp_replicate` follows from the others.
 CHOICES = {"tp": ("tp",), "cp": ("tp", "cp"), "pp": ("tp", "cp", "pp"), "dp_shard": BASE_AXES}
+
+
+class Degrees(NamedTuple):
+    """Resolved degrees of folded experts, and the sizes of axes that follow from them."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ulysses_degree: int = 1
+
+    @property
+    def ring(self) -> int:
+        """Number of ranks between which keys and values move around a ring."""
+        return _sizes(self)["cp_outer"]
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks with different sequences."""
+        return _sizes(self)["dp"]
+
+    @property
+    def fsdp(self) -> int:
+        """Number of ranks over which dense parameters are sharded."""
+        return _sizes(self)["fsdp"]
+
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks over which the parameters of experts are sharded."""
+        return _sizes(self)["efsdp"]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def fills_block(self) -> bool:
+        """Whether ``ep`` and ``etp`` divide the ranks of a dense block."""
+        return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
+
+    def dims(self) -> ParallelDims:
+        """Return the configuration with these degrees, folded experts and no Ulysses."""
+        degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
+        return ParallelDims(**degrees, world_size=self.world)
+
+    def layout(self) -> RankLayout:
+        """Return the layout of `dims`, without checking the rules."""
+        return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
+
+
+@lru_cache(maxsize=4096)
+def _sizes(degrees: Degrees) -> dict[str, int]:
+    """Return the size of every axis and view."""
+    named = degrees._asdict()
+    return axis_sizes(Folds(ulysses=True), {**named, "ulysses": named["ulysses_degree"]})
+
+
+def degrees_of(dims: ParallelDims) -> Degrees:
+    """Return the degrees of a resolved configuration.
+
+    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. All groups then
+    have the same sizes as in a folded configuration. Only the ranks in each group differ.
+    """
+    layout = dims.layout()
+    own = dims.ep if dims.ep_mode == "peer" else 1
+    return Degrees(
+        pp=dims.pp,
+        dp_replicate=dims.dp_replicate,
+        dp_shard=layout.size("dp_shard") * own,
+        cp=dims.cp,
+        tp=dims.tp,
+        ep=dims.ep,
+        etp=dims.etp,
+        ulysses_degree=dims.ulysses_degree or 1,
+    )
+
+
+class Setting(NamedTuple):
+    """Pipeline schedule and ZeRO stage of a candidate.
+
+    Attributes:
+        schedule: Pipeline schedule.
+        virtual_stages: Number of stages of each pipeline rank.
+        zero: ZeRO stage. None is stage 3 as in FSDP.
+
+    Examples:
+        >>> cluster = Cluster(world_size=8, accelerator="H100")
+        >>> train = TrainSpec(seq_len=4096, global_batch=64)
+        >>> plan(MODELS["llama3-8b"], cluster, train).best.setting
+        Setting(schedule='1f1b', virtual_stages=1, zero=None)
+    """
+
+    schedule: ScheduleName
+    virtual_stages: int
+    zero: Zero
+
+
+USUAL_SETTING = Setting(DEFAULT_SCHEDULE, 1, None)
+
+
+class Point(NamedTuple):
+    """One configuration to estimate.
+
+    Attributes:
+        degrees: Degrees.
+        micro_batch: Number of sequences per microbatch on each data-parallel rank.
+        recompute: Activations that backward recomputes.
+        setting: Pipeline schedule and ZeRO stage.
+        microbatches: Number of microbatches per step.
+    """
+
+    degrees: Degrees
+    micro_batch: int
+    recompute: Recompute
+    setting: Setting
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Degrees without a valid configuration, and the reasons.
+
+    If a rule reads some axes only, ``degrees`` has these axes only, and one rejection covers all
+    configurations with these degrees.
+
+    Args:
+        degrees: The rejected degrees, by axis.
+        violations: The broken rules.
+
+    Examples:
+        >>> cluster = Cluster(world_size=64, accelerator="H100")
+        >>> found = plan(MODELS["llama3-8b"], cluster, TrainSpec(seq_len=4096, global_batch=64))
+        >>> found.rejected[0].violations[0].level
+        'error'
+    """
+
+    degrees: Mapping[str, int] = field(hash=False)
+    violations: tuple[Violation, ...]
+
+    def __str__(self) -> str:
+        degrees = " ".join(f"{name}={degree}" for name, degree in self.degrees.items())
+        return f"{degrees}: {'; '.join(map(str, self.violations))}"
 
 
 class Legality:
@@ -219,7 +367,7 @@ def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
     """Return the settings to try with ``pp`` pipeline ranks."""
     zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
     if pp == 1:
-        return [Setting(DEFAULT, 1, zero) for zero in zeros]
+        return [Setting(DEFAULT_SCHEDULE, 1, zero) for zero in zeros]
     adjusted = _virtual_stages(model, train, pp)
     return [
         Setting(name, stages, zero)
