@@ -17,8 +17,8 @@ from ._train import TrainSpec
 COMMUNICATING = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
-class Work(NamedTuple):
-    """Seconds of one layer for one microbatch.
+class LayerCompute(NamedTuple):
+    """Seconds of computing one layer for one microbatch.
 
     Attributes:
         forward: Forward pass.
@@ -37,8 +37,8 @@ class Work(NamedTuple):
     relaunch: float
 
 
-class Layer(NamedTuple):
-    """Seconds of one average layer for one microbatch.
+class LayerTime(NamedTuple):
+    """Seconds of one layer for one microbatch, with communication.
 
     Attributes:
         compute: Forward and backward pass, with the time that the device waits for the host.
@@ -59,28 +59,6 @@ class Layer(NamedTuple):
     tp: float
     cp: float
     ep: float
-
-
-class Stage(NamedTuple):
-    """Seconds of one microbatch on one pipeline rank.
-
-    Attributes:
-        compute: Computation of its layers and of the output matrix with the loss.
-        send: Transfers to and from the neighbouring stages.
-        busy: All time but the bubble.
-        bubble: Waiting time of one step.
-        layers: Number of its layers.
-        ends: Its share of the embedding and the output matrix.
-        layer: One of its layers.
-    """
-
-    compute: float
-    send: float
-    busy: float
-    bubble: float
-    layers: int
-    ends: float
-    layer: Layer
 
 
 class Collectives(NamedTuple):
@@ -134,7 +112,6 @@ class ComputeModel:
         self._linear_rate = self._half_rate
         if train.float8:
             self._linear_rate = chip.tflops_fp8 * 1e12 * calibration.fp8_efficiency
-        self._layers: dict[tuple[object, ...], Work] = {}
         self._passes = 1.0 if train.fused is True else calibration.eager_passes
         launches = calibration.fused_launches if train.fused is True else 1.0
         self._host = calibration.layer_seconds * launches
@@ -143,16 +120,8 @@ class ComputeModel:
         """Return the number of tokens of one microbatch on each context-parallel rank."""
         return point.micro_batch * self._train.seq_len / point.degrees.cp
 
-    def layer(self, point: Point, *, experts: bool) -> Work:
+    def layer(self, point: Point, *, experts: bool) -> LayerCompute:
         """Return the time of one layer, with experts or without."""
-        _, _, _, *inner = point.degrees
-        stages = point.degrees.pp if self._train.recompute_layers else 0
-        key = *inner, stages, point.micro_batch, point.recompute, experts
-        if key not in self._layers:
-            self._layers[key] = self._layer(point, experts=experts)
-        return self._layers[key]
-
-    def _layer(self, point: Point, *, experts: bool) -> Work:
         model, constants, degrees = self._model, self._constants, point.degrees
         hidden, query, tp = model.hidden, model.query_width, degrees.tp
         tokens, recompute = self.tokens(point), point.recompute
@@ -191,7 +160,7 @@ class ComputeModel:
             backward += share * (again + moved + (0.0 if self._train.fused else core))
         elif recompute == "selective" and not self._train.fused:
             backward += share * core
-        return Work(forward, backward, core, linear, launch, relaunch)
+        return LayerCompute(forward, backward, core, linear, launch, relaunch)
 
     def head(self, point: Point) -> float:
         """Return the time of the output matrix and the loss in bf16, both passes."""
@@ -316,9 +285,7 @@ class TimeModel:
         self._links = Links(cluster, calibration.link_efficiency)
         self._bandwidth = cluster.device.hbm_gbs * 1e9 * calibration.hbm_efficiency
         self._eager = train.fused == "attention"
-        self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
-        self._averages: dict[tuple[object, ...], tuple[float, Layer]] = {}
-        self._layers: dict[tuple[object, ...], Layer] = {}
+        self._layers: dict[tuple[object, ...], LayerTime] = {}
         self._dense_sharding: dict[Degrees, tuple[tuple[float, float], tuple[float, float]]] = {}
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
@@ -382,73 +349,39 @@ class TimeModel:
         Returns:
             Computation; exposed communication in the order of `COMMUNICATING`; bubble; optimizer.
         """
-        stages = self._ranks(point, groups, (ranks[0].layers, ranks[-1].layers))
-        every = [
-            self._rank_parts(point, groups, traffic, stage, rank, need)
-            for stage, rank in zip(stages, ranks, strict=True)
-        ]
+        constants, microbatches, setting = self._constants, point.microbatches, point.setting
+        pp, layer = point.degrees.pp, self._average_layer(point, groups, ranks[0].layers)
+        # The ranks with an end have fewer layers, so the ends count as shared by all ranks.
+        ends, send = (2 - self._model.tied) / pp, 0.0
+        if pp > 1:
+            size = constants.half_bytes * self._compute.tokens(point) * self._model.hidden
+            size /= point.degrees.tp
+            send = 2 * setting.virtual_stages * self._links.send(groups["pp"], size)
+        sent = microbatches * send + self._tied_ends(point.degrees, groups)
+        every = []
+        for rank in ranks:
+            head = self._compute.head(point) if rank is ranks[-1] else 0.0
+            layers = rank.layers
+            compute = layers * layer.compute + head
+            busy = layers * (layer.compute + layer.tp + layer.cp + layer.ep) + head + send
+            bubble = 0.0
+            if pp > 1:
+                seconds = busy, layers * layer.forward, layers * layer.weights
+                schedule = SCHEDULES[setting.schedule]
+                bubble = schedule.bubble(pp, setting.virtual_stages, *seconds)
+            if self.retries(need):
+                compute += (constants.retry_slowdown - 1) * busy
+            fsdp, replicate = self._sharding(point, traffic, layer, layers, ends)
+            tp = microbatches * (layers * layer.tp)
+            if point.degrees.fsdp == 1:
+                # Only experts are sharded, over the ranks of tp.
+                tp, fsdp = tp + fsdp, 0.0
+            cp, ep = microbatches * (layers * layer.cp), microbatches * (layers * layer.ep)
+            updated = rank.optimizer / self._train.moment_bytes
+            optimizer = constants.optimizer_bytes * updated / self._bandwidth
+            exposed = tp, cp, fsdp, replicate, ep, sent
+            every.append((microbatches * compute, *exposed, bubble, optimizer))
         return max(every, key=sum)
-
-    def _rank_parts(
-        self,
-        point: Point,
-        groups: Mapping[str, AxisGroup],
-        traffic: Traffic,
-        stage: Stage,
-        rank: Rank,
-        need: float,
-    ) -> tuple[float, ...]:
-        microbatches, layers, layer = point.microbatches, stage.layers, stage.layer
-        fsdp, replicate = self._sharding(point, traffic, stage)
-        tp = microbatches * (layers * layer.tp)
-        if point.degrees.fsdp == 1:
-            # Only experts are sharded, over the ranks of tp.
-            tp, fsdp = tp + fsdp, 0.0
-        constants, compute = self._constants, stage.compute
-        if self.retries(need):
-            compute += (constants.retry_slowdown - 1) * stage.busy
-        updated = rank.optimizer / self._train.moment_bytes
-        return (
-            microbatches * compute,
-            tp,
-            microbatches * (layers * layer.cp),
-            fsdp,
-            replicate,
-            microbatches * (layers * layer.ep),
-            microbatches * stage.send + self._tied_ends(point.degrees, groups),
-            stage.bubble,
-            constants.optimizer_bytes * updated / self._bandwidth,
-        )
-
-    def _ranks(
-        self, point: Point, groups: Mapping[str, AxisGroup], layers: tuple[int, int]
-    ) -> tuple[Stage, ...]:
-        """Return the pipeline ranks that can be slowest: the largest one and the last one.
-
-        All splits of the data-parallel ranks into replicas and shards have the same stages.
-        """
-        tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
-        axes = tp, ring, ulysses, ep, pp
-        key = (point.micro_batch, point.recompute, point.setting, layers, point.degrees.etp, *axes)
-        found = self._stages.get(key)
-        if found is None:
-            (most, last), send = layers, 0.0
-            with_experts = self._model.expert_layers / self._model.layers
-            if with_experts and pp.size > 1 and self._model.dense_layers <= most:
-                # Layers without experts are on the first rank. All others have experts.
-                with_experts = 1.0
-            head, layer = self._average(point, groups, with_experts)
-            if pp.size > 1:
-                tokens = self._compute.tokens(point)
-                size = self._constants.half_bytes * tokens * self._model.hidden / point.degrees.tp
-                send = 2 * point.setting.virtual_stages * self._links.send(pp, size)
-            # The ranks with an end have fewer layers, so the ends count as shared by all ranks.
-            ends = (2 - self._model.tied) / pp.size
-            found = (_stage(point, layer, last, head, ends, send),)
-            if pp.size > 1:
-                found = _stage(point, layer, most, 0.0, ends, send), *found
-            self._stages[key] = found
-        return found
 
     def _tied_ends(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
         """Return the time in which two stages with a tied embedding sum its gradients.
@@ -460,42 +393,38 @@ class TimeModel:
         shard = self._model.embedding_parameters / (degrees.tp * degrees.fsdp)
         return self._links.send(groups["pp"], self._train.gradient_bytes * shard)
 
-    def _average(
-        self, point: Point, groups: Mapping[str, AxisGroup], with_experts: float
-    ) -> tuple[float, Layer]:
-        """Return the time of the output matrix and of an average layer.
+    def _average_layer(self, point: Point, groups: Mapping[str, AxisGroup], most: int) -> LayerTime:
+        """Return the time of an average layer. ``most`` is the largest number on one rank."""
+        with_experts = self._model.expert_layers / self._model.layers
+        if with_experts and point.degrees.pp > 1 and self._model.dense_layers <= most:
+            # Layers without experts are on the first rank. All others have experts.
+            with_experts = 1.0
+        if with_experts in (0.0, 1.0):
+            return self._layer(point, groups, experts=with_experts == 1.0)
+        dense = self._layer(point, groups, experts=False)
+        routed = self._layer(point, groups, experts=True)
+        pairs = zip(dense, routed, strict=True)
+        return LayerTime(*[(1 - with_experts) * a + with_experts * b for a, b in pairs])
 
-        ``with_experts`` is the share of layers that have experts.
-        """
+    def _layer(self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool) -> LayerTime:
+        """Return the time of one layer. It is computed once for all equal groups."""
         # The number of stages matters only for recomputed layers and for eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
-        schedule = SCHEDULES[point.setting.schedule]
-        paired = schedule.overlaps_experts and point.degrees.pp > 1
-        axes = groups["tp"], groups["ring"], groups["ulysses"]
-        dense = (point.micro_batch, point.recompute, stages, *axes)
-        routed = (*dense, point.degrees.etp, paired, groups["ep"])
-        key = with_experts, routed
-        found = self._averages.get(key)
-        if found is not None:
-            return found
-        total = [0.0] * len(Layer._fields)
-        for share, kind in ((1 - with_experts, dense), (with_experts, routed)):
-            if share:
-                if kind not in self._layers:
-                    experts = kind is routed
-                    self._layers[kind] = self._layer(point, groups, experts=experts, paired=paired)
-                parts = self._layers[kind]
-                total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
-        found = self._averages[key] = self._compute.head(point), Layer(*total)
-        return found
+        key: tuple[object, ...] = point.micro_batch, point.recompute, stages
+        key += groups["tp"], groups["ring"], groups["ulysses"]
+        paired = False
+        if experts:
+            # The forward pass of a microbatch overlaps the exchange of another one.
+            schedule = SCHEDULES[point.setting.schedule]
+            paired = schedule.overlaps_experts and point.degrees.pp > 1
+            key += groups["ep"], point.degrees.etp, paired
+        if key not in self._layers:
+            self._layers[key] = self._new_layer(point, groups, experts=experts, paired=paired)
+        return self._layers[key]
 
-    def _layer(
+    def _new_layer(
         self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool, paired: bool
-    ) -> Layer:
-        """Return the time of one layer.
-
-        If ``paired``, the forward pass of a microbatch overlaps the exchange of another one.
-        """
+    ) -> LayerTime:
         work = self._compute.layer(point, experts=experts)
         # Ring communication overlaps attention, so nothing else can.
         busy = work.attention if point.degrees.ring > 1 else 0.0
@@ -515,7 +444,7 @@ class TimeModel:
         # The device is idle if the host launches more slowly.
         idle = max(0.0, launch - work.forward - waits / 3)
         idle_backward = max(0.0, relaunch - work.backward - waits * 2 / 3)
-        return Layer(
+        return LayerTime(
             compute=work.forward + work.backward + idle + idle_backward,
             forward=work.forward + idle,
             free_forward=max(work.forward, launch) - busy,
@@ -544,7 +473,7 @@ class TimeModel:
         carried = (1 - hidden) * self._links.transfer(groups["tp"], size)
         return calls * (carried + self._links.latency(groups["tp"]))
 
-    def _context(self, point: Point, groups: Mapping[str, AxisGroup], work: Work) -> float:
+    def _context(self, point: Point, groups: Mapping[str, AxisGroup], work: LayerCompute) -> float:
         """Return the exposed time of context parallelism in one layer.
 
         In a ring, attention overlaps the transfers of keys and values. An all-gather of them is
@@ -615,8 +544,12 @@ class TimeModel:
         on_ranks = ranks * (1 - (1 - 1 / ranks) ** copies)
         return on_ranks * (members - 1) / members, on_nodes * (1 - 1 / nodes)
 
-    def _sharding(self, point: Point, traffic: Traffic, stage: Stage) -> tuple[float, float]:
+    def _sharding(
+        self, point: Point, traffic: Traffic, layer: LayerTime, layers: int, ends: float
+    ) -> tuple[float, float]:
         """Return the exposed communication time of one step: for sharding, and over replicas.
+
+        The rank has ``layers`` layers, and the share ``ends`` of the embedding and output matrix.
 
         Replicas sum their gradients in one all-reduce. Sharding runs these collectives:
 
@@ -627,12 +560,10 @@ class TimeModel:
         | 1, and FSDP with pipeline stages | once | once |
         | 0 | none | one all-reduce |
         """
-        layers, microbatches = stage.layers, point.microbatches
-        forward = layers * stage.layer.free_forward
-        backward = layers * stage.layer.free_backward
+        microbatches = point.microbatches
+        forward, backward = layers * layer.free_forward, layers * layer.free_backward
         gather, reduce, replicas = (
-            layers * layer + stage.ends * end
-            for layer, end in zip(traffic.layer, traffic.end, strict=True)
+            layers * one + ends * end for one, end in zip(traffic.layer, traffic.end, strict=True)
         )
         cost, zero = self._constants.overlap_cost, point.setting.zero
         if zero == 3:
@@ -654,24 +585,6 @@ class TimeModel:
         summed = _exposed(replicas, max(0.0, backward - returned), cost)
         # Nothing overlaps the first all-gather.
         return sharding + traffic.layer.gather, summed
-
-
-def _stage(point: Point, layer: Layer, layers: int, head: float, ends: float, send: float) -> Stage:
-    """Return a pipeline rank. ``head`` is the time of its output matrix, or 0."""
-    busy, bubble = layers * (layer.compute + layer.tp + layer.cp + layer.ep) + head + send, 0.0
-    pp, setting = point.degrees.pp, point.setting
-    if pp > 1:
-        seconds = busy, layers * layer.forward, layers * layer.weights
-        bubble = SCHEDULES[setting.schedule].bubble(pp, setting.virtual_stages, *seconds)
-    return Stage(
-        compute=layers * layer.compute + head,
-        send=send,
-        busy=busy,
-        bubble=bubble,
-        layers=layers,
-        ends=ends,
-        layer=layer,
-    )
 
 
 def _exposed(communication: float, beside: float, cost: float) -> float:
