@@ -1,6 +1,7 @@
 """Bytes on the rank that needs most memory: states, activations, logits and buffers."""
 
 from collections.abc import Mapping
+from functools import cache, partial
 from math import ceil
 from typing import NamedTuple
 
@@ -83,8 +84,8 @@ class MemoryModel:
 
     def __init__(self, model: ModelShape, train: TrainSpec, calibration: Calibration) -> None:
         self._model, self._train, self._constants = model, train, calibration
+        self._stage_layers = cache(partial(stage_layers, model))
         self._saved: dict[tuple[int, ...], Mapping[Recompute, tuple[float, float]]] = {}
-        self._stages: dict[tuple[int, int], tuple[int, int]] = {}
         self._ranks: dict[tuple[object, ...], tuple[Rank, ...]] = {}
         self._dense_layer = model.dense_layer_parameters
         self._shared_layer = model.shared_layer_parameters
@@ -130,43 +131,45 @@ class MemoryModel:
         return (*states, activations, factor * logits, buffers)
 
     def _rank(self, degrees: Degrees, setting: Setting, *, first: bool, last: bool) -> Rank:
-        model, constants, tp, pp = self._model, self._constants, degrees.tp, degrees.pp
-        half, schedule = constants.half_bytes, SCHEDULES[setting.schedule]
-        key = pp, setting.virtual_stages
-        if key not in self._stages:
-            self._stages[key] = stage_layers(model, *key)
-        layers = self._stages[key][last]
+        model, pp, tp, zero = self._model, degrees.pp, degrees.tp, setting.zero
+        half, master = self._constants.half_bytes, self._constants.master_bytes
+        gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
+        layers = self._stage_layers(pp, setting.virtual_stages)[last]
         expert_layers = min(layers, model.expert_layers)
+        # Numbers of parameters of the rank, of its widest layer, and of those that are sharded.
         blocks = (layers - expert_layers) * self._dense_layer + expert_layers * self._shared_layer
         ends = (first + (last and not (first and model.tied))) * model.embedding_parameters / tp
         dense = blocks / tp + ends
         layer_experts = self._experts / (degrees.ep * degrees.etp)
         experts = expert_layers * layer_experts
-        wide = self._dense_layer if expert_layers < layers else self._shared_layer
-        whole = dense + experts
-        parameters, gradients, optimizer, gathered, passing = self._states(
-            setting,
-            pp,
-            owned=dense / degrees.fsdp + experts / degrees.efsdp,
-            whole=whole,
-            sharded=dense * (degrees.fsdp > 1) + experts * (degrees.efsdp > 1),
-            layer=wide / tp + layer_experts,
-            sharded_layer=wide / tp * (degrees.fsdp > 1) + layer_experts * (degrees.efsdp > 1),
-            ends=ends,
-        )
+        whole, owned = dense + experts, dense / degrees.fsdp + experts / degrees.efsdp
+        sharded = dense * (degrees.fsdp > 1) + experts * (degrees.efsdp > 1)
+        layer = (self._dense_layer if expert_layers < layers else self._shared_layer) / tp
+        sharded_layer = layer * (degrees.fsdp > 1) + layer_experts * (degrees.efsdp > 1)
+        layer += layer_experts
+
+        parameters, gradients, optimizer = master * owned, gradient * owned, moments * owned
+        gathered = passing = 0.0
+        if zero is None and pp > 1:
+            # Parameters and gradients stay unsharded, to gather and reduce them once per step.
+            gathered = half * whole + gradient * sharded
+        elif zero in (None, 3):
+            # The layer in use, the next one and the ends.
+            gathered = half * (2 * layer + ends)
+            passing = (half + gradient) * sharded_layer
+        elif zero == 2:
+            parameters += half * whole
+            passing = gradient * sharded_layer
+        else:
+            share = owned if zero == 1 else whole
+            parameters = half * whole + master * share
+            gradients, optimizer = gradient * whole, moments * share
         if self._eager and degrees.dp > 1:
             # bf16 gradients to reduce, in addition to the accumulated ones.
             gathered += half * whole
-        in_flight, outputs, received = 1.0, 0.0, 0.0
         if pp > 1:
-            in_flight = schedule.in_flight(pp, setting.virtual_stages, last=last)
-            parameters += (schedule.weight_copies - 1) * half * whole
-            # Outputs are saved until their gradients arrive.
-            outputs = half * model.hidden / tp * setting.virtual_stages
-            if self._train.receive_buffers == "all":
-                # Forward and backward (`_RecvInfo` in the stage.py of torch's pipelining). Neither
-                # end receives both, but the second rank does, which has little less than the first.
-                received = outputs * (2 - (last or pp == 2) / setting.virtual_stages)
+            parameters += (SCHEDULES[setting.schedule].weight_copies - 1) * half * whole
+        in_flight, outputs, received = self._pipeline_buffers(degrees, setting, last=last)
         rows, logits = 0.0, model.vocab / tp if last else 0.0
         if tp > 1:
             # Gathered rows of a tensor-parallel group, and their gradient before its reduction.
@@ -181,50 +184,21 @@ class MemoryModel:
             gradients, optimizer, gathered, passing, rows, outputs, received, logits,
         )  # fmt: skip
 
-    def _states(
-        self,
-        setting: Setting,
-        pp: int,
-        *,
-        owned: float,
-        whole: float,
-        sharded: float,
-        layer: float,
-        sharded_layer: float,
-        ends: float,
-    ) -> tuple[float, float, float, float, float]:
-        """Return the bytes of parameters, gradients, optimizer state and two kinds of buffers.
-
-        The buffers are `gathered`, for unsharded parameters, and `passing`, for gradients that are
-        being reduced.
-
-        Args:
-            setting: Schedule and ZeRO stage.
-            pp: Number of pipeline ranks.
-            owned: Number of parameters of the rank's shard.
-            whole: Number of all parameters of the rank's stages.
-            sharded: Number of parameters among ``whole`` that are sharded over several ranks.
-            layer: Number of parameters of one layer.
-            sharded_layer: Number of parameters among ``layer`` that are sharded over several ranks.
-            ends: Number of parameters of the embedding and the output matrix on the rank.
-        """
-        half, master, zero = self._constants.half_bytes, self._constants.master_bytes, setting.zero
-        gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
-        if zero is None and pp > 1:
-            # Parameters and gradients stay unsharded, to gather and reduce them once per step.
-            gathered = half * whole + gradient * sharded
-            return master * owned, gradient * owned, moments * owned, gathered, 0.0
-        if zero in (None, 3):
-            # The layer in use, the next one and the ends.
-            gathered = half * (2 * layer + ends)
-            passing = (half + gradient) * sharded_layer
-            return master * owned, gradient * owned, moments * owned, gathered, passing
-        if zero == 2:
-            parameters = half * whole + master * owned
-            return parameters, gradient * owned, moments * owned, 0.0, gradient * sharded_layer
-        share = owned if zero == 1 else whole
-        parameters = half * whole + master * share
-        return parameters, gradient * whole, moments * share, 0.0, 0.0
+    def _pipeline_buffers(
+        self, degrees: Degrees, setting: Setting, *, last: bool
+    ) -> tuple[float, float, float]:
+        """Return `Rank.in_flight`, `Rank.outputs` and `Rank.received`."""
+        pp, stages = degrees.pp, setting.virtual_stages
+        if pp == 1:
+            return 1.0, 0.0, 0.0
+        in_flight = SCHEDULES[setting.schedule].in_flight(pp, stages, last=last)
+        # Outputs are saved until their gradients arrive.
+        outputs = self._constants.half_bytes * self._model.hidden / degrees.tp * stages
+        if self._train.receive_buffers != "all":
+            return in_flight, outputs, 0.0
+        # Forward and backward (`_RecvInfo` in the stage.py of torch's pipelining). Neither end
+        # receives both, but the second rank does, which has little less than the first.
+        return in_flight, outputs, outputs * (2 - (last or pp == 2) / stages)
 
     def _activations(
         self, degrees: Degrees, layers: int, expert_layers: int

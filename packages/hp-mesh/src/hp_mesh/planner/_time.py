@@ -286,7 +286,6 @@ class TimeModel:
         self._bandwidth = cluster.device.hbm_gbs * 1e9 * calibration.hbm_efficiency
         self._eager = train.fused == "attention"
         self._layers: dict[tuple[object, ...], LayerTime] = {}
-        self._dense_sharding: dict[Degrees, tuple[tuple[float, float], tuple[float, float]]] = {}
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
@@ -295,11 +294,7 @@ class TimeModel:
         """Return the time of the collectives on parameters."""
         dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
         experts = self._experts / (degrees.ep * degrees.etp)
-        key = degrees._replace(ep=1, etp=1)
-        if key not in self._dense_sharding:
-            group = groups["dense"]
-            self._dense_sharding[key] = self._shared(group, dense), self._shared(group, end)
-        (gather, reduce), end_shared = self._dense_sharding[key]
+        gather, reduce = self._shared(groups["dense"], dense)
         expert_gather, expert_reduce = self._shared(groups["efsdp"], experts)
         owned = dense / degrees.fsdp + experts / degrees.efsdp
         replicas, end_replicas = (
@@ -309,7 +304,7 @@ class TimeModel:
         return Traffic(
             hops=self._links.latency(groups["dense"]),
             layer=Collectives(gather + expert_gather, reduce + expert_reduce, replicas),
-            end=Collectives(*end_shared, end_replicas),
+            end=Collectives(*self._shared(groups["dense"], end), end_replicas),
         )
 
     def _shared(self, group: AxisGroup, size: float) -> tuple[float, float]:
