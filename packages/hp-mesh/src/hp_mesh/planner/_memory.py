@@ -203,7 +203,7 @@ class MemoryModel:
     def _activations(
         self, degrees: Degrees, layers: int, expert_layers: int
     ) -> Mapping[Recompute, tuple[float, float]]:
-        """Return `Rank.activations`."""
+        """Return the saved and recomputed bytes per token of some layers: `Rank.activations`."""
         key = degrees.tp, degrees.etp, layers, expert_layers
         if key not in self._saved:
             again = self._train.recompute_layers

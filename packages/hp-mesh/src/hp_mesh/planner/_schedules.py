@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .._errors import Violation, divisors
+from .._errors import Violation, broken, divisors
 
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved", "zero-bubble", "dualpipe"]
 
 
-def _in_flight(pp: int, stages: int, *, last: bool) -> float:
+def _one_f_one_b_in_flight(pp: int, stages: int, *, last: bool) -> float:
     return 1 if last else pp
 
 
@@ -33,7 +33,7 @@ class Schedule:
 
     bubble: Callable[[int, int, float, float, float], float]
     source: str
-    in_flight: Callable[..., float] = _in_flight
+    in_flight: Callable[..., float] = _one_f_one_b_in_flight
     violations: Callable[[int, int], Iterator[Violation]] | None = None
     weight_copies: int = 1
     overlaps_experts: bool = False
@@ -51,22 +51,15 @@ def _interleaved_in_flight(pp: int, stages: int, *, last: bool) -> float:
 
 def _interleaved_violations(pp: int, microbatches: int) -> Iterator[Violation]:
     if microbatches % pp:
-        yield Violation(
-            rule="interleaved",
-            values={"pp": pp, "microbatches": microbatches},
-            reason=f"pp={pp} does not divide microbatches={microbatches}, as an "
-            "interleaved schedule needs",
-            legal={"pp": divisors(microbatches)},
-        )
+        reason = f"pp={pp} does not divide microbatches={microbatches}, as an "
+        reason += "interleaved schedule needs"
+        values = {"pp": pp, "microbatches": microbatches}
+        yield broken("interleaved", reason, values, {"pp": divisors(microbatches)})
 
 
 def _zero_bubble(pp: int, stages: int, busy: float, forward: float, weights: float) -> float:
     # The last backward passes fill the bubble with weight gradients.
     return (pp - 1) * max(0.0, busy - 2 * weights)
-
-
-def _zero_bubble_in_flight(pp: int, stages: int, *, last: bool) -> float:
-    return pp
 
 
 def _dualpipe_bubble(pp: int, stages: int, busy: float, forward: float, weights: float) -> float:
@@ -75,18 +68,11 @@ def _dualpipe_bubble(pp: int, stages: int, busy: float, forward: float, weights:
     return max(0.0, pp / 2 - 1) * max(0.0, both)
 
 
-def _dualpipe_in_flight(pp: int, stages: int, *, last: bool) -> float:
-    return pp + 1
-
-
 def _dualpipe_violations(pp: int, microbatches: int) -> Iterator[Violation]:
     if pp % 2 or microbatches % 2:
-        yield Violation(
-            rule="dualpipe",
-            values={"pp": pp, "microbatches": microbatches},
-            reason=f"pp={pp} and microbatches={microbatches} are not both even, as microbatches "
-            "enter a DualPipe schedule from both ends",
-        )
+        reason = f"pp={pp} and microbatches={microbatches} are not both even, as microbatches "
+        reason += "enter a DualPipe schedule from both ends"
+        yield broken("dualpipe", reason, {"pp": pp, "microbatches": microbatches})
 
 
 SCHEDULES: Mapping[ScheduleName, Schedule] = {
@@ -104,12 +90,12 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
     "zero-bubble": Schedule(
         bubble=_zero_bubble,
         source="ZB-H1: arXiv 2401.10241, table 2; memory: section 2.1",
-        in_flight=_zero_bubble_in_flight,
+        in_flight=lambda pp, stages, *, last: pp,
     ),
     "dualpipe": Schedule(
         bubble=_dualpipe_bubble,
         source="arXiv 2412.19437, table 2",
-        in_flight=_dualpipe_in_flight,
+        in_flight=lambda pp, stages, *, last: pp + 1,
         violations=_dualpipe_violations,
         weight_copies=2,
         overlaps_experts=True,

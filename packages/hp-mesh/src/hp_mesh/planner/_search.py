@@ -496,16 +496,11 @@ class Search:
         ranks = self._memory.ranks(degrees, point.setting)
         memory = self._memory.need(point, ranks)
         parts = self._time.parts(point, groups, traffic, ranks, sum(memory))
-        compute, *communication, bubble, optimizer = parts
+        compute, *exposed, bubble, optimizer = parts
+        axes = zip(COMMUNICATING, exposed, strict=True)
+        communication = {axis: seconds for axis, seconds in axes if groups[axis].size > 1}
         time = TimeSplit(
-            compute=compute,
-            communication={
-                axis: seconds
-                for axis, seconds in zip(COMMUNICATING, communication, strict=True)
-                if groups[axis].size > 1
-            },
-            bubble=bubble,
-            optimizer=optimizer,
+            compute=compute, communication=communication, bubble=bubble, optimizer=optimizer
         )
         return Candidate(
             dims=self._dims or degrees.dims(),

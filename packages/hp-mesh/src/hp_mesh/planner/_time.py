@@ -338,7 +338,7 @@ class TimeModel:
             point: Configuration.
             groups: Groups of its axes.
             traffic: Result of `traffic` for its degrees.
-            ranks: Result of `MemoryModel.ranks`.
+            ranks: First and last pipeline rank, or the only one, as from `MemoryModel.ranks`.
             need: Bytes on the rank that needs most memory.
 
         Returns:
