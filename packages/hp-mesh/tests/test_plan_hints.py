@@ -1,9 +1,11 @@
 """Options that make the best plan of a run faster."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
+from hp_mesh import ParallelDimsError
 from hp_mesh.planner import MODELS, Calibration, Cluster, Hint, TrainSpec, hints, plan
 
 LARGE = TrainSpec(seq_len=8192, global_batch=512)
@@ -59,3 +61,8 @@ def test_a_plan_has_at_most_three_hints(model: str) -> None:
     given = hints(plan(MODELS[model], cluster, replace(LARGE, seq_len=32768)))
     assert len(given) <= 3
     assert all(isinstance(hint, Hint) for hint in given)
+
+
+def test_hints_of_anything_but_a_plan_are_refused() -> None:
+    with pytest.raises(ParallelDimsError, match="plan=None given; use a Plan"):
+        hints(cast(Any, None))
