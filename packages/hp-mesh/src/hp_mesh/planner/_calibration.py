@@ -1,7 +1,8 @@
-"""All constants of the estimates, the published runs behind them, and the trust that follows.
+"""Constants of the cost model, and how far an estimate can be trusted.
 
-Constants whose source is `FIT` are fitted by ``benchmarks/calibrate.py`` to the published runs in
-``benchmarks/``.
+A published run is a training run whose configuration and step time are in a paper or a report. If
+the source of a constant is `FIT`, ``benchmarks/calibrate.py`` fits it to the published runs listed
+in ``benchmarks/``. An estimate is trusted if published runs with a similar configuration exist.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,62 +25,70 @@ def _constant(value: float, source: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants of the cost model. Replace those that your own runs contradict.
+    """Constants of the cost model that estimates memory and time.
 
-    The metadata of each field names the source of its default. One set of constants holds for
-    every device, model and configuration. Unless stated otherwise, an efficiency is a share of the
-    dense peak in the data sheet.
+    The same constants are used for every device, model and configuration. If your own runs differ
+    from an estimate, pass another value to the constructor. The metadata of each field names the
+    source of its default. Unless stated otherwise, an efficiency is a share of the dense peak in
+    the data sheet. An eager kernel is not fused with other kernels.
 
     Args:
         master_bytes: Bytes of the float32 copy of one weight.
         half_bytes: Bytes of one bf16 weight or activation.
-        logit_bytes: Bytes of one logit in bf16, with its float32 copy, softmax and gradient.
-        eager_logit_bytes: The same if the loss is computed with eager kernels.
-        shared_loss_bytes: Additional bytes of one logit if the loss is split over ``tp``.
-        fused_loss_tokens: Number of tokens per chunk of a fused loss.
-        mask_bytes: Bytes of the masks of two dropouts for one element.
-        score_bytes: Bytes of one attention score, with softmax and dropout.
+        logit_bytes: Bytes per logit: the bf16 value, its float32 copy, softmax and gradient.
+        eager_logit_bytes: Like ``logit_bytes``, if the loss is computed with eager kernels.
+        shared_loss_bytes: Additional bytes per logit if the loss is split over ``tp``.
+        fused_loss_tokens: Number of tokens in one chunk of a fused loss.
+        mask_bytes: Bytes of dropout masks per element of the residual stream, for two dropouts in a
+            layer.
+        score_bytes: Bytes that backward needs per attention score: score, softmax and dropout mask.
         fragmentation: Factor on memory for blocks that the caching allocator cannot use.
-        eager_fragmentation: The same factor with eager kernels.
+        eager_fragmentation: Like ``fragmentation``, with eager kernels.
         gemm_efficiency: Efficiency of large bf16 matrix products.
         fp8_efficiency: Efficiency of large fp8 matrix products.
-        gemm_half_side: Side of square matrices whose product reaches half of the efficiency of
-            large products.
-        expert_half_side: The same for grouped products of experts, on a device with a peak of 1
-            PFLOP/s. It is proportional to the peak, because starting and ending a tile takes a
-            fixed time.
-        attention_efficiency: Efficiency of native fused attention, forward and backward.
+        gemm_half_side: Size of a matrix dimension, in elements, at which a product reaches half of
+            its efficiency if the other dimensions are large.
+        expert_half_side: Like ``gemm_half_side``, for grouped products of experts on a device with
+            a peak of 1 PFLOP/s. On other devices the size is proportional to the peak, because
+            starting and ending a tile takes a fixed time.
+        attention_efficiency: Efficiency of fused attention, forward and backward.
         flash2_tflops: Peak of FlashAttention-2 on devices newer than A100, in TFLOP/s.
-        attention_half_chunk: Number of tokens per chunk for which attention reaches half of its
-            efficiency.
-        ring_efficiency: Factor on the speed of attention if ``cp`` splits the sequence.
-        attention_backward: Operations of attention's backward, relative to its forward.
-        score_passes: Passes over the bf16 scores of attention that is not fused.
+        attention_half_chunk: Number of consecutive tokens per block at which attention reaches half
+            of its efficiency.
+        ring_efficiency: Factor on the speed of ring attention, for each doubling of the ring.
+        attention_backward: Time of the backward pass of attention, relative to the forward pass.
+        score_passes: Number of times that unfused attention reads or writes its bf16 scores.
         hbm_efficiency: Share of the memory bandwidth that elementwise kernels reach.
-        eager_passes: Memory traffic of eager elementwise kernels, relative to fused ones.
-        elementwise_backward: Traffic of elementwise backward kernels, relative to the forward.
-        cast_bytes: Traffic in bytes of casting one weight to fp8.
-        gather_copy_bytes: Traffic in bytes of copying one weight out of a gathered buffer.
-        reduce_copy_bytes: Traffic in bytes of copying one gradient into the buffer to reduce.
-        optimizer_bytes: Traffic in bytes of one AdamW step on one weight.
-        loss_bytes: Traffic in bytes of the loss for one logit.
-        merge_bytes: Traffic in bytes of merging two partial results of one attention output
-            element.
+        eager_passes: Memory traffic of eager elementwise kernels, relative to fused kernels.
+        elementwise_backward: Memory traffic of elementwise kernels in backward, relative to
+            forward.
+        cast_bytes: Bytes read and written to cast one weight to fp8.
+        gather_copy_bytes: Bytes read and written to copy one weight out of an all-gather's buffer.
+        reduce_copy_bytes: Bytes read and written to copy one gradient into a reduce-scatter's
+            buffer.
+        optimizer_bytes: Bytes read and written by one AdamW step for one weight.
+        loss_bytes: Bytes read and written by the loss for one logit.
+        merge_bytes: Bytes read and written to merge two partial results of ring attention, for one
+            output element.
         link_efficiency: Share of the link's bandwidth that collectives reach.
-        overlap_cost: Share of the time of overlapped communication that is added to the time of the
-            computation.
+        overlap_cost: Share of overlapped communication time that is added to the step time, because
+            communication slows the computation.
         tp_hidden: Share of tensor-parallel communication that overlaps with computation.
-        ep_hidden: Share of expert-parallel communication that overlaps, without DualPipe.
-        stage3_collectives: Number of collectives with which ZeRO stage 3 gathers, or reduces, one
-            layer: one for each weight.
-        layer_seconds: Host time of one layer with eager kernels, forward and backward, in seconds.
-        eager_hop_seconds: Seconds per hop of a tensor-parallel collective of eager kernels if the
-            pipeline stages are on several nodes. Measured, but not explained.
-        fused_launches: Host time of one layer with fused kernels, as a share of ``layer_seconds``.
+        ep_hidden: Share of expert-parallel communication that overlaps with computation. DualPipe
+            overlaps more, and does not use this constant.
+        stage3_collectives: Number of all-gathers of ZeRO stage 3 for one layer, one for each
+            weight. The number of reduce-scatters is the same.
+        layer_seconds: Host time to launch the eager kernels of one layer, forward and backward, in
+            seconds.
+        eager_hop_seconds: Additional host time of a tensor-parallel collective per hop, in seconds,
+            with eager kernels and pipeline stages on several nodes. It was measured. The reason is
+            unknown.
+        fused_launches: Host time to launch fused kernels, as a share of ``layer_seconds``.
         retry_share: Share of the memory limit above which the caching allocator frees its cache and
             retries, with eager kernels.
-        retry_slowdown: Factor on the time of a microbatch with such retries.
-        expert_layer_seconds: Host time of routing in one layer with experts, in seconds.
+        retry_slowdown: Factor on the time of a microbatch if the caching allocator retries.
+        expert_layer_seconds: Time in which the host reads the number of tokens of each expert, in
+            seconds per layer.
 
     Raises:
         ParallelDimsError: A constant is not a finite number of at least 0.
@@ -142,20 +151,22 @@ DEFAULT_CALIBRATION = Calibration()
 CONSTANTS: Mapping[str, float] = MappingProxyType(
     {each.name.upper(): getattr(DEFAULT_CALIBRATION, each.name) for each in fields(Calibration)}
 )
-"""Values of all fields of the default `Calibration` by name, in capitals."""
+"""Default value of every field of `Calibration`, by the field's name in upper case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """Measure of trust in an estimate of time: the published runs that resemble the configuration.
+    """Published runs that resemble a configuration, and the error of their estimates.
+
+    Published runs with the same precision and the same kind of device and model form a class.
 
     Args:
-        resembles: Name of the class of published runs; ``""`` if no run resembles the
-            configuration.
-        runs: Number of published runs in this class.
-        error: Mean absolute relative error of their step times. Each run was estimated with
-            constants that were fitted to the runs of all other sources. None if ``runs`` is 0.
-        differs: Features of the configuration that no published run has.
+        resembles: Name of the class that the configuration resembles; ``""`` without one.
+        runs: Number of published runs in the class.
+        error: Mean absolute relative error of the estimated step times in the class, or None if
+            ``runs`` is 0. Each run was estimated with constants that were fitted to the runs of
+            other sources only.
+        differs: Features of the configuration that no run of the class has, as short texts.
 
     Examples:
         >>> print(Trust(resembles="dense", runs=2, error=0.1))
@@ -182,13 +193,14 @@ UNKNOWN = Trust(resembles="", runs=0, error=None)
 
 
 class Published(NamedTuple):
-    """A class of published runs.
+    """A class of published runs with the same precision, kind of device and kind of model.
 
     Attributes:
-        name: Name of the class.
-        runs: Number of runs.
-        error: Mean error of their step times, cross-validated by ``benchmarks/calibrate.py``.
-        largest: Largest number of devices.
+        name: Name of the class, such as ``"dense bf16 on H100"``.
+        runs: Number of runs in the class.
+        error: Mean absolute relative error of the estimated step times, cross-validated by
+            ``benchmarks/calibrate.py``.
+        largest: Number of devices of the largest run.
     """
 
     name: str
@@ -197,15 +209,16 @@ class Published(NamedTuple):
     largest: int
 
 
-# Accelerators with the same kernels.
 AMPERE_RUNS = "dense bf16 on A100"
 DEEPSPEED_RUNS = "ZeRO stage 3 of DeepSpeed on A100"
 STAGE_3 = "ZeRO stage 3"
+# Accelerators that run the same kernels.
 AMPERE = ("A100-40", "A100-80")
 HOPPER = ("H100", "H100-96", "H800", "H200")
-# For each class: runs without pipeline stages (""), runs with each schedule, and runs with ZeRO
-# stage 3. FSDP counts as no ZeRO stage. No constant is fitted to the runs with ZeRO stage 3, but
-# its term was chosen on them: their error is not cross-validated, and there is no second source.
+# Published runs by (device family, precision, whether the model has experts). The inner key is the
+# pipeline schedule, "" without pipeline stages, or `STAGE_3` for ZeRO stage 3 of DeepSpeed. FSDP
+# is not counted as ZeRO stage 3. The error of the `STAGE_3` runs is not cross-validated: they have
+# one source only, and the formula for ZeRO stage 3 was chosen with these runs.
 CLASSES = {
     ("ampere", "bf16", False): {
         "": Published(AMPERE_RUNS, 6, 0.04, 128),
@@ -237,9 +250,9 @@ def trust_of(
     point: Point,
     computing: float,
 ) -> Trust:
-    """Return the published runs that a configuration resembles, and the differences to them.
+    """Return the published runs that a configuration resembles, and how it differs from them.
 
-    ``computing`` is the share of the step that is computation.
+    ``computing`` is the share of the step time that is computation, from 0 to 1.
     """
     degrees, setting, chip = point.degrees, point.setting, name_of(cluster.device)
     family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else ""
@@ -266,7 +279,10 @@ def trust_of(
 def _differences(
     published: Published, cluster: Cluster, train: TrainSpec, point: Point, computing: float
 ) -> Iterator[str]:
-    """Yield features of the configuration that no published run of the class has."""
+    """Yield a text for each feature of the configuration that no run of the class has.
+
+    ``computing`` is the share of the step time that is computation, from 0 to 1.
+    """
     degrees, setting = point.degrees, point.setting
     if setting.zero == 0 and degrees.fsdp > 1:
         yield "ZeRO stage 0"

@@ -1,4 +1,8 @@
-"""Seconds of one step: computation, exposed communication of each axis, bubble, optimizer."""
+"""Estimated time of one optimizer step: computation, communication, bubble and optimizer.
+
+All times are in seconds. Exposed communication is communication that does not overlap with
+computation. The bubble is the time that a pipeline rank waits for other ranks.
+"""
 
 from collections.abc import Mapping
 from math import log2
@@ -13,20 +17,21 @@ from ._schedules import SCHEDULES
 from ._shape import ModelShape
 from ._train import TrainSpec
 
-# Axes with an entry in `TimeSplit.communication`.
+# Mesh axes with an entry in `TimeSplit.communication`, in the order of `TimeModel.parts`.
 COMMUNICATING = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
 class LayerCompute(NamedTuple):
-    """Seconds of computing one layer for one microbatch.
+    """Time of computing one layer for one microbatch, without communication, in seconds.
 
     Attributes:
-        forward: Forward pass.
-        backward: Backward pass, with recomputation.
-        attention: Attention core of one forward pass, which ring communication overlaps.
-        weights: Weight gradients, as part of the backward pass.
-        launch: Host time of the forward pass.
-        relaunch: Host time of the backward pass.
+        forward: Device time of the forward pass.
+        backward: Device time of the backward pass, including recomputation.
+        attention: Part of ``forward`` in the attention core (scores, softmax, product with the
+            values). Ring communication overlaps with this part.
+        weights: Part of ``backward`` that computes weight gradients.
+        launch: Time in which the host launches the kernels of the forward pass.
+        relaunch: Time in which the host launches the kernels of the backward pass.
     """
 
     forward: float
@@ -38,14 +43,14 @@ class LayerCompute(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer for one microbatch, with communication.
+    """Time of one layer for one microbatch, with communication, in seconds.
 
     Attributes:
-        compute: Forward and backward pass, with the time that the device waits for the host.
-        forward: The forward part of ``compute``.
-        free_forward: Forward time that can overlap communication of parameters.
-        free_backward: Backward time that can overlap communication of parameters.
-        weights: Computation of weight gradients.
+        compute: Forward and backward pass, including the time that the device waits for the host.
+        forward: Part of ``compute`` in the forward pass.
+        free_forward: Forward time that can overlap with the collectives on parameters.
+        free_backward: Backward time that can overlap with the collectives on parameters.
+        weights: Part of ``compute`` that computes weight gradients.
         tp: Exposed communication over ``tp``.
         cp: Exposed communication over ``cp``.
         ep: Exposed communication over ``ep``.
@@ -62,12 +67,12 @@ class LayerTime(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """Seconds of the collectives on some parameters.
+    """Time of the collectives on a set of parameters, in seconds.
 
     Attributes:
         gather: All-gather of the parameters.
-        reduce: Reduce-scatter of their gradients.
-        replicas: All-reduce of their sharded gradients over the replicas.
+        reduce: Reduce-scatter of the gradients.
+        replicas: All-reduce of the sharded gradients over ``dp_replicate``.
     """
 
     gather: float
@@ -76,14 +81,12 @@ class Collectives(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Collectives on the parameters of an average layer and of one end.
-
-    The ends are the embedding and the output matrix.
+    """Time of the collectives on a layer, and on the embedding or the output matrix, in seconds.
 
     Attributes:
-        hops: Latency of one all-gather, in seconds.
-        layer: Collectives of an average layer.
-        end: Collectives of one end.
+        hops: Latency of one all-gather, without the transfer of data.
+        layer: Collectives on the parameters of an average layer.
+        end: Collectives on the embedding. The output matrix has the same size.
     """
 
     hops: float
@@ -92,10 +95,10 @@ class Traffic(NamedTuple):
 
 
 class ComputeModel:
-    """Time of a model's layers on one accelerator, as a roofline per kind of kernel.
+    """Estimates how long one accelerator computes a layer or the loss.
 
-    The time of a kernel is the larger of its operations over the reachable rate and its bytes over
-    the reachable bandwidth (Williams et al., Roofline, 2009).
+    Each kernel follows the roofline model (Williams et al., Roofline, 2009). Either arithmetic or
+    memory bandwidth limits its speed. Both reach a fixed share of the data sheet's peak.
     """
 
     def __init__(
@@ -117,16 +120,22 @@ class ComputeModel:
         self._host = calibration.layer_seconds * launches
 
     def tokens(self, point: Point) -> float:
-        """Return the number of tokens of one microbatch on each context-parallel rank."""
+        """Return the number of tokens of one microbatch on one rank, after ``cp`` splits them."""
         return point.micro_batch * self._train.seq_len / point.degrees.cp
 
     def layer(self, point: Point, *, experts: bool) -> LayerCompute:
-        """Return the time of one layer, with experts or without."""
+        """Return the time of one layer for one microbatch.
+
+        Args:
+            point: Configuration.
+            experts: True for a layer with experts, False for a dense layer.
+        """
         model, constants, degrees = self._model, self._constants, point.degrees
         hidden, query, tp = model.hidden, model.query_width, degrees.tp
         tokens, recompute = self.tokens(point), point.recompute
         width = model.shared_ffn if experts else model.ffn
-        # `selective-op` saves the outputs of the first product of each pair.
+        # Forward time of matrix products. `saved`: products whose outputs ``selective-op`` saves,
+        # the first of each two. `again`: products that it recomputes.
         saved, again = self._projections(degrees, tokens)
         again += self._linear(tokens, hidden, query / tp)
         if width:
@@ -163,7 +172,10 @@ class ComputeModel:
         return LayerCompute(forward, backward, core, linear, launch, relaunch)
 
     def head(self, point: Point) -> float:
-        """Return the time of the output matrix and the loss in bf16, both passes."""
+        """Return the time of the output matrix and the loss for one microbatch, in seconds.
+
+        Both are computed in bf16. The time covers the forward and the backward pass.
+        """
         tokens, vocab = self.tokens(point), self._model.vocab / point.degrees.tp
         side = self._constants.gemm_half_side
         product = self._product(tokens, vocab, self._model.hidden, self._half_rate, side)
@@ -173,10 +185,15 @@ class ComputeModel:
         return 3 * product + self._passes * moved
 
     def _projections(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the time of the query, key and value projections as two numbers.
+        """Return the forward time of the query, key and value projections, as two numbers.
 
-        They are (queries and keys, values), or with multi-head latent attention (arXiv 2405.04434,
-        section 2.1) (projections to the latents, projections from the latents).
+        The first number covers the projections whose outputs ``selective-op`` recomputation saves.
+        The second covers the projections that it recomputes. Both are in seconds.
+
+        | attention | saved | recomputed |
+        |---|---|---|
+        | without latents | queries and values | keys |
+        | latent (arXiv 2405.04434, section 2.1) | inputs to latents | latents to heads |
         """
         model, tp = self._model, degrees.tp
         if not (model.latent and model.nope_dim):
@@ -205,10 +222,13 @@ class ComputeModel:
         *,
         grouped: bool = False,
     ) -> float:
-        """Return the time of one matrix product.
+        """Return the time of one matrix product, in seconds.
 
-        A side of length ``side`` reaches half of ``rate``. For a ``grouped`` product that holds at
-        1 PFLOP/s, because starting and ending a tile takes a fixed time.
+        The shapes are ``[rows, inner]`` and ``[inner, columns]``. Large matrices reach ``rate``
+        operations per second. If one side is only ``side`` long, the product reaches half of it.
+
+        For a ``grouped`` product of experts, the time lost by short sides is computed with 1
+        PFLOP/s instead of ``rate``, because starting and ending a tile takes a fixed time.
         """
         half = self._constants.half_bytes
         lost = (1 + side / rows) * (1 + side / columns) * (1 + side / inner) - 1
@@ -217,12 +237,15 @@ class ComputeModel:
         return max(seconds, moved / self._bandwidth)
 
     def _routed(self, degrees: Degrees, tokens: float) -> float:
-        """Return the time of a rank's experts. All experts get equally many rows."""
+        """Return the forward time of the experts on one rank, in seconds.
+
+        All experts are assumed to get equally many tokens.
+        """
         model, constants = self._model, self._constants
         rows = tokens * model.top_k / (degrees.tp if degrees.etp == 1 else 1)
         each = rows * degrees.ep / model.experts
         width, rate = model.expert_width / degrees.etp, self._linear_rate
-        # A single expert on a rank is an ordinary layer.
+        # A rank with a single expert uses an ordinary matrix product, not a grouped one.
         grouped = degrees.ep < model.experts
         side = constants.expert_half_side if grouped else constants.gemm_half_side
 
@@ -233,13 +256,17 @@ class ComputeModel:
         return model.experts / degrees.ep * one
 
     def _attention(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the forward time of the attention core, and of merging the parts of a ring."""
+        """Return the forward time of the attention core, and of merging partial results.
+
+        Only ring attention has partial results: one for each block of keys and values. Both times
+        are in seconds.
+        """
         constants, seq_len = self._constants, self._train.seq_len
         query = self._model.query_width / degrees.tp
-        # Only with latents do the products with keys and with values have different widths.
+        # The mean width of the products with keys and with values. They differ only with latents.
         wide = (self._model.score_width + self._model.query_width) / 2 / degrees.tp
         if not self._train.fused:
-            # Whole score matrices, although a causal mask needs half of them.
+            # These kernels compute all scores, although a causal mask uses only half of them.
             core = 4 * tokens * seq_len * wide / self._half_rate
             scores = self._model.heads / degrees.tp * seq_len * tokens
             moved = constants.score_passes * constants.half_bytes * scores
@@ -253,23 +280,30 @@ class ComputeModel:
         return core, parts * constants.merge_bytes * tokens * query / self._bandwidth
 
     def _elementwise(self, degrees: Degrees, tokens: float, width: int, *, experts: bool) -> float:
-        """Return the memory traffic of norms, residuals, rotary positions and activations."""
+        """Return the bytes that the elementwise kernels of one layer read and write in forward.
+
+        These kernels are norms, residual additions, rotary embeddings and activations. ``width`` is
+        the inner width of the dense or shared feed-forward part.
+        """
         model = self._model
         stream = 10 * model.hidden + 2 * (model.query_width + model.kv_width)
         moved: float = stream + model.matrices * width
         if experts:
-            # Rows are permuted before and after the exchange, and weighted.
+            # Tokens are permuted before and after the exchange, and weighted by the router.
             moved += model.top_k * (model.matrices * model.expert_width + 6 * model.hidden)
         if self._train.fused == "attention":
             moved *= self._passes
         if self._train.float8:
-            # Inputs of products are read to compute their scale, and cast.
+            # The inputs of fp8 products are read to compute their scale, and cast.
             moved += 2 * (2 * model.hidden + model.query_width + width)
         return self._constants.half_bytes * moved * tokens / degrees.tp
 
 
 class TimeModel:
-    """Time of one step of a model on a cluster, for any configuration and groups."""
+    """Estimates the time of one optimizer step, for any configuration of a model on a cluster.
+
+    ``limit`` is the memory that a plan may use on one device, in bytes.
+    """
 
     def __init__(
         self,
@@ -291,11 +325,14 @@ class TimeModel:
         self._experts = model.expert_parameters / model.layers
 
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
-        """Return the time of the collectives on parameters."""
+        """Return the time of the collectives on parameters.
+
+        ``groups`` has the results of `groups_of` and `expert_groups_of`.
+        """
         dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
         experts = self._experts / (degrees.ep * degrees.etp)
-        gather, reduce = self._shared(groups["dense"], dense)
-        expert_gather, expert_reduce = self._shared(groups["efsdp"], experts)
+        gather, reduce = self._gather_and_reduce(groups["dense"], dense)
+        expert_gather, expert_reduce = self._gather_and_reduce(groups["efsdp"], experts)
         owned = dense / degrees.fsdp + experts / degrees.efsdp
         replicas, end_replicas = (
             self._links.all_reduce(groups["dp_replicate"], self._train.gradient_bytes * size)
@@ -304,11 +341,15 @@ class TimeModel:
         return Traffic(
             hops=self._links.latency(groups["dense"]),
             layer=Collectives(gather + expert_gather, reduce + expert_reduce, replicas),
-            end=Collectives(*self._shared(groups["dense"], end), end_replicas),
+            end=Collectives(*self._gather_and_reduce(groups["dense"], end), end_replicas),
         )
 
-    def _shared(self, group: AxisGroup, size: float) -> tuple[float, float]:
-        """Return the time of an all-gather and a reduce-scatter of ``size`` parameters."""
+    def _gather_and_reduce(self, group: AxisGroup, size: float) -> tuple[float, float]:
+        """Return the time of an all-gather of parameters, and of a reduce-scatter of gradients.
+
+        ``size`` is the number of parameters. Both times are in seconds. They include copying
+        between the parameters and the buffers of the collectives.
+        """
         if not size or group.size == 1:
             return 0.0, 0.0
         constants, half = self._constants, self._constants.half_bytes
@@ -318,9 +359,10 @@ class TimeModel:
         return gather, reduce + constants.reduce_copy_bytes * size / self._bandwidth
 
     def retries(self, need: float) -> bool:
-        """Return whether the allocator frees cached blocks and retries, as it does near the limit.
+        """Return whether the caching allocator has to free its cache and retry allocations.
 
-        Each retry synchronizes the device.
+        With eager kernels, retries happen if ``need`` bytes are close to the memory limit. Each
+        retry synchronizes the device.
         """
         return self._eager and need > self._constants.retry_share * self._limit
 
@@ -332,27 +374,30 @@ class TimeModel:
         ranks: tuple[Rank, ...],
         need: float,
     ) -> tuple[float, ...]:
-        """Return the time of one step on the slowest pipeline rank, by parts.
+        """Return the parts of the time of one step, on the slowest pipeline rank.
 
         Args:
             point: Configuration.
-            groups: Groups of its axes.
-            traffic: Result of `traffic` for its degrees.
-            ranks: First and last pipeline rank, or the only one, as from `MemoryModel.ranks`.
-            need: Bytes on the rank that needs most memory.
+            groups: Results of `groups_of` and `expert_groups_of` for the configuration.
+            traffic: Result of the method `traffic` for the configuration.
+            ranks: Result of `MemoryModel.ranks`: the first and the last pipeline rank, or one rank
+                without pipeline stages.
+            need: Memory of the rank that needs most, in bytes.
 
         Returns:
-            Computation; exposed communication in the order of `COMMUNICATING`; bubble; optimizer.
+            Nine numbers in seconds: computation, the exposed communication of each axis in the
+            order of `COMMUNICATING`, bubble, and optimizer.
         """
         constants, microbatches, setting = self._constants, point.microbatches, point.setting
         pp, layer = point.degrees.pp, self._average_layer(point, groups, ranks[0].layers)
-        # The ranks with an end have fewer layers, so the ends count as shared by all ranks.
+        # `ends`: number of embedding and output matrices per rank. The ranks that have them have
+        # fewer layers, so both matrices count as spread evenly over the pipeline ranks.
         ends, send = (2 - self._model.tied) / pp, 0.0
         if pp > 1:
             size = constants.half_bytes * self._compute.tokens(point) * self._model.hidden
             size /= point.degrees.tp
             send = 2 * setting.virtual_stages * self._links.send(groups["pp"], size)
-        sent = microbatches * send + self._tied_ends(point.degrees, groups)
+        sent = microbatches * send + self._tied_embedding(point.degrees, groups)
         every = []
         for rank in ranks:
             head = self._compute.head(point) if rank is ranks[-1] else 0.0
@@ -369,7 +414,7 @@ class TimeModel:
             fsdp, replicate = self._sharding(point, traffic, layer, layers, ends)
             tp = microbatches * (layers * layer.tp)
             if point.degrees.fsdp == 1:
-                # Only experts are sharded, over the ranks of tp.
+                # Only experts are sharded, and only over ranks of tp, so tp gets the time.
                 tp, fsdp = tp + fsdp, 0.0
             cp, ep = microbatches * (layers * layer.cp), microbatches * (layers * layer.ep)
             updated = rank.optimizer / self._train.moment_bytes
@@ -378,10 +423,11 @@ class TimeModel:
             every.append((microbatches * compute, *exposed, bubble, optimizer))
         return max(every, key=sum)
 
-    def _tied_ends(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
-        """Return the time in which two stages with a tied embedding sum its gradients.
+    def _tied_embedding(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
+        """Return the time of summing the gradients of a tied embedding, in seconds per step.
 
-        Each of them sends its shard to the other one, once per step.
+        The first and the last pipeline stage have a copy of the embedding. Each of the two sends
+        its gradient shard to the other one. Returns 0 if the embedding is not tied.
         """
         if not self._model.tied:
             return 0.0
@@ -389,10 +435,13 @@ class TimeModel:
         return self._links.send(groups["pp"], self._train.gradient_bytes * shard)
 
     def _average_layer(self, point: Point, groups: Mapping[str, AxisGroup], most: int) -> LayerTime:
-        """Return the time of an average layer. ``most`` is the largest number on one rank."""
+        """Return the mean time of the layers with and without experts.
+
+        ``most`` is the number of layers on the first pipeline rank. No rank has more.
+        """
         with_experts = self._model.expert_layers / self._model.layers
         if with_experts and point.degrees.pp > 1 and self._model.dense_layers <= most:
-            # Layers without experts are on the first rank. All others have experts.
+            # All layers without experts are on the first rank, so another rank is the slowest.
             with_experts = 1.0
         if with_experts in (0.0, 1.0):
             return self._layer(point, groups, experts=with_experts == 1.0)
@@ -402,14 +451,17 @@ class TimeModel:
         return LayerTime(*[(1 - with_experts) * a + with_experts * b for a, b in pairs])
 
     def _layer(self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool) -> LayerTime:
-        """Return the time of one layer. It is computed once for all equal groups."""
-        # The number of stages matters only for recomputed layers and for eager collectives.
+        """Return the time of one layer for one microbatch.
+
+        Results are memoized. The key of a result contains everything that it depends on.
+        """
+        # The pp group changes the result only with ``recompute_layers`` or eager kernels.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         key: tuple[object, ...] = point.micro_batch, point.recompute, stages
         key += groups["tp"], groups["ring"], groups["ulysses"]
         paired = False
         if experts:
-            # The forward pass of a microbatch overlaps the exchange of another one.
+            # The computation of one microbatch overlaps the expert exchange of another one.
             schedule = SCHEDULES[point.setting.schedule]
             paired = schedule.overlaps_experts and point.degrees.pp > 1
             key += groups["ep"], point.degrees.etp, paired
@@ -421,7 +473,7 @@ class TimeModel:
         self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool, paired: bool
     ) -> LayerTime:
         work = self._compute.layer(point, experts=experts)
-        # Ring communication overlaps attention, so nothing else can.
+        # Ring communication overlaps attention, so collectives on parameters cannot.
         busy = work.attention if point.degrees.ring > 1 else 0.0
         tp = self._tensor(point, groups, experts=experts)
         cp = self._context(point, groups, work)
@@ -436,7 +488,7 @@ class TimeModel:
             hops = 10 * (point.degrees.tp - 1) * self._constants.eager_hop_seconds
             launch, relaunch = launch + hops / 3, relaunch + hops * 2 / 3
         waits, rounds = tp + cp + ep, 3 if point.recompute == "full" else 2
-        # The device is idle if the host launches more slowly.
+        # The device is idle if the host needs longer to launch the kernels than it to run them.
         idle = max(0.0, launch - work.forward - waits / 3)
         idle_backward = max(0.0, relaunch - work.backward - waits * 2 / 3)
         return LayerTime(
@@ -451,11 +503,12 @@ class TimeModel:
         )
 
     def _tensor(self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool) -> float:
-        """Return the exposed time of tensor parallelism in one layer.
+        """Return the exposed communication over ``tp`` in one layer, in seconds per microbatch.
 
-        Attention and the feed-forward part gather their input and reduce-scatter their output. The
-        backward pass does the same and gathers the inputs again for the weight gradients (arXiv
-        2205.05198, section 4.2.2). Matrix products overlap the transfers, but not the latencies.
+        Attention and the feed-forward part each all-gather their input and reduce-scatter their
+        output. The backward pass does the same, and gathers the input again for the weight
+        gradients (arXiv 2205.05198, section 4.2.2). Matrix products overlap with a part of the
+        transfers, but not with the latencies.
         """
         if point.degrees.tp == 1:
             return 0.0
@@ -463,17 +516,21 @@ class TimeModel:
         whole = not experts or point.degrees.etp > 1 or self._model.shared_ffn > 0
         again = {"full": 2, "selective-op": 1}.get(point.recompute, 0)
         calls = (5 + again) * (2 if whole else 1)
-        # Eager layers wait for every collective.
+        # Eager layers wait for every collective, so nothing overlaps.
         hidden = 0.0 if self._eager else self._constants.tp_hidden
         carried = (1 - hidden) * self._links.transfer(groups["tp"], size)
         return calls * (carried + self._links.latency(groups["tp"]))
 
     def _context(self, point: Point, groups: Mapping[str, AxisGroup], work: LayerCompute) -> float:
-        """Return the exposed time of context parallelism in one layer.
+        """Return the exposed communication over ``cp`` in one layer, in seconds per microbatch.
 
-        In a ring, attention overlaps the transfers of keys and values. An all-gather of them is
-        exposed. Ulysses exchanges the heads of queries, keys and values before attention, and of
-        the output after it (arXiv 2309.14509, section 3.2).
+        | method | communication |
+        |---|---|
+        | ring | sends keys and values to the next rank; overlaps with attention |
+        | all-gather | gathers keys and values before attention; does not overlap |
+        | Ulysses (arXiv 2309.14509, section 3.2) | exchanges heads before and after attention |
+
+        Ulysses is combined with one of the other two methods.
         """
         degrees = point.degrees
         if degrees.cp == 1:
@@ -482,24 +539,25 @@ class TimeModel:
         tokens = point.micro_batch * self._train.seq_len
         model, forwards = self._model, 2 if point.recompute == "full" else 1
         keys = half * tokens * model.kv_width / degrees.tp
-        # If there are fewer kv heads than ranks, several ranks get the same head.
+        # If there are fewer key-value heads than ranks, several ranks get the same head.
         heads = min(degrees.ulysses_degree, max(1, (model.kv_heads or 1) // degrees.tp))
         ring = self._links.gather(groups["ring"], 2 * keys / heads)
         queries = half * tokens * model.query_width / degrees.tp
         rows = 2 * (queries + keys * degrees.ulysses_degree / heads) / degrees.cp
         exchange = (forwards + 1) * self._links.all_to_all(groups["ulysses"], rows)
         if self._train.context == "all-gather":
-            # One more gather for the backward pass, and a reduce-scatter of bf16 gradients.
+            # Backward gathers keys and values again, and reduce-scatters their bf16 gradients.
             return (forwards + 2) * ring + exchange
         forward = _exposed(ring, work.attention, cost) * forwards
-        # The backward pass moves keys and values, and their float32 gradients.
+        # The backward pass sends keys and values, and their gradients in float32.
         return forward + _exposed(3 * ring, 2 * work.attention, cost) + exchange
 
     def _exchange(self, point: Point, groups: Mapping[str, AxisGroup]) -> tuple[float, float]:
-        """Return the exposed time of dispatch and combine in one layer, over ``ep`` and ``tp``.
+        """Return the exposed communication of experts in one layer: over ``ep``, and over ``tp``.
 
-        If ``tp`` splits the experts, its ranks gather the dispatched rows and reduce-scatter the
-        results.
+        Ranks of ``ep`` dispatch tokens to experts and combine the results. If ``tp`` splits the
+        experts, its ranks also gather the dispatched tokens and reduce-scatter the results. Both
+        times are in seconds per microbatch.
         """
         degrees = point.degrees
         if degrees.ep * degrees.etp == 1:
@@ -523,7 +581,8 @@ class TimeModel:
     def _copies(self, group: AxisGroup) -> tuple[float, float]:
         """Return how often a token is sent inside a node and between nodes, on average.
 
-        All experts are equally likely, but a token's experts are on at most ``max_nodes`` nodes.
+        The router is assumed to choose all experts equally often. If `TrainSpec.max_nodes` or
+        `ModelShape.top_groups` limits the nodes of one token, the limit is respected.
         """
         model, members = self._model, self._links.members(group)
         copies, nodes = model.top_k, group.size / members
@@ -542,11 +601,13 @@ class TimeModel:
     def _sharding(
         self, point: Point, traffic: Traffic, layer: LayerTime, layers: int, ends: float
     ) -> tuple[float, float]:
-        """Return the exposed communication time of one step: for sharding, and over replicas.
+        """Return the exposed communication of data parallelism: over ``fsdp``, and over replicas.
 
-        The rank has ``layers`` layers, and the share ``ends`` of the embedding and output matrix.
+        Both times are in seconds per step. The pipeline rank has ``layers`` layers, and ``ends`` is
+        its number of embedding and output matrices, which may be a fraction.
 
-        Replicas sum their gradients in one all-reduce. Sharding runs these collectives:
+        Ranks of ``dp_replicate`` sum their gradients in one all-reduce. Ranks of ``fsdp`` run these
+        collectives:
 
         | ZeRO stage | all-gathers | reduce-scatters |
         |---|---|---|
@@ -562,12 +623,12 @@ class TimeModel:
         )
         cost, zero = self._constants.overlap_cost, point.setting.zero
         if zero == 3:
-            # DeepSpeed: one collective per weight, and nothing overlaps.
+            # DeepSpeed runs one collective per weight, and does not overlap it.
             hops = 3 * layers * (self._constants.stage3_collectives - 1) * traffic.hops
             summed = _exposed(replicas, backward, cost)
             return microbatches * (2 * gather + reduce + hops), summed
         if zero == 0:
-            # An all-reduce is a reduce-scatter and an all-gather over all replicas.
+            # An all-reduce counts as a reduce-scatter and an all-gather, which take equally long.
             summed = _exposed(2 * reduce, backward, cost)
             return (summed, 0.0) if point.degrees.fsdp > 1 else (0.0, summed)
         if zero is None and point.degrees.pp == 1:
@@ -578,11 +639,15 @@ class TimeModel:
             returned, rounds = reduce, microbatches if zero == 2 else 1
             sharding = _exposed(gather, forward, cost) + rounds * _exposed(reduce, backward, cost)
         summed = _exposed(replicas, max(0.0, backward - returned), cost)
-        # Nothing overlaps the first all-gather.
+        # The first layer cannot be prefetched, so its all-gather does not overlap.
         return sharding + traffic.layer.gather, summed
 
 
-def _exposed(communication: float, beside: float, cost: float) -> float:
-    """Return the time that communication adds to a computation that overlaps it."""
-    hidden = min(communication, max(0.0, beside))
+def _exposed(communication: float, computation: float, cost: float) -> float:
+    """Return the seconds that communication adds to a computation that overlaps with it.
+
+    ``cost`` is the share of the overlapped time that is added nevertheless, because communication
+    slows the computation.
+    """
+    hidden = min(communication, max(0.0, computation))
     return communication - hidden + cost * hidden
