@@ -1,4 +1,4 @@
-"""Accelerators, their links, and the time of collectives."""
+"""Accelerators, clusters with their links, and the estimated time of collectives."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ._fields import check_fields, optional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """Data sheet of one device.
+    """Memory and peak rates of one accelerator, as in its data sheet.
 
     Args:
         name: Name of the device.
@@ -45,15 +45,21 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link: bytes per second per device and direction, and seconds per hop."""
+    """One kind of link between devices.
+
+    Attributes:
+        bandwidth: Bytes per second of one device in one direction.
+        latency: Latency of one hop, in seconds.
+    """
 
     bandwidth: float
     latency: float
 
 
-# Dense rates from the makers' data sheets; memory as the driver reports it. H100-96 is the HBM2e
-# model at 500 W of torchtitan's published runs. Its authors place its peak between the SXM and the
-# NVL board; this is the figure of the NVL board. TPUs: cloud.google.com/tpu/docs.
+# Rates are for dense matrices, from the makers' data sheets. Memory is what the driver reports.
+# H100-96 has HBM2e memory and 500 W; torchtitan's published runs used it. The authors of these runs
+# say that its peak lies between the peaks of the SXM and the NVL board. The table has the peak of
+# the NVL board. Source of the TPUs: cloud.google.com/tpu/docs.
 _CHIPS = (
     # Name, GiB, bf16 TFLOP/s, fp8 TFLOP/s, memory GB/s, and GB/s per device and direction inside a
     # node (NVLink, Infinity Fabric, inter-chip interconnect) and between nodes (network card).
@@ -79,17 +85,17 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         for name, memory, half, quarter, bandwidth, _, _ in _CHIPS
     }
 )
-"""Known accelerators by name."""
+"""Known accelerators, by name."""
 _LINKS: Mapping[Accelerator, tuple[float, float]] = {
     ACCELERATORS[chip[0]]: (chip[5], chip[6]) for chip in _CHIPS
 }
-# Names in upper case, and names of families, which mean the most common member.
+# Accelerators by name in upper case. A family's name stands for its most common member.
 _NAMED = {name.upper(): chip for name, chip in ACCELERATORS.items()}
 _NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
 
 
 def name_of(chip: Accelerator) -> str:
-    """Return the name of an accelerator, marked if its values differ from the known ones."""
+    """Return an accelerator's name, or "a modified NAME" if it differs from `ACCELERATORS`."""
     known = ACCELERATORS.get(chip.name, chip)
     return chip.name if chip == known else f"a modified {chip.name}"
 
@@ -104,14 +110,15 @@ class Cluster:
             means A100-80.
         ranks_per_node: Number of devices that the fast link connects: 8 for an HGX board, 72 for an
             NVL72 rack.
-        intra_gbs: Bandwidth of each device in one direction inside a node, in GB/s. None takes the
-            usual value for this accelerator, which `fast` has. Required for an accelerator that is
-            not in `ACCELERATORS`.
-        inter_gbs: The same between nodes, for `slow`.
+        intra_gbs: Bandwidth of each device in one direction inside a node, in GB/s. Defaults to the
+            usual bandwidth of the accelerator. Required if the accelerator is not in
+            `ACCELERATORS`.
+        inter_gbs: Bandwidth of each device in one direction between nodes, in GB/s. Default and
+            requirement are as for ``intra_gbs``.
         intra_us: Latency of one hop inside a node, in microseconds.
         inter_us: Latency of one hop between nodes, in microseconds.
-        memory_fraction: Share of a device's memory that a plan may use. None takes the value of the
-            `TrainSpec`.
+        memory_fraction: Share of a device's memory that a plan may use. Defaults to
+            ``memory_fraction`` of the `TrainSpec`.
 
     Raises:
         ParallelDimsError: A value is invalid. The error lists all of them.
@@ -146,18 +153,18 @@ class Cluster:
 
     @property
     def device(self) -> Accelerator:
-        """The accelerator, also if it was given by name."""
-        return cast(Accelerator, self.accelerator)  # `__post_init__` has replaced a name
+        """The accelerator as an `Accelerator`, even if it was given by name."""
+        return cast(Accelerator, self.accelerator)  # `__post_init__` replaced the name
 
     @property
     def fast(self) -> Link:
-        """Link inside a node, with the given bandwidth or the accelerator's usual one."""
+        """Link inside a node. Its default bandwidth is the usual one of the accelerator."""
         bandwidth = self.intra_gbs or _LINKS[self.device][0]
         return Link(bandwidth=bandwidth * 1e9, latency=self.intra_us * 1e-6)
 
     @property
     def slow(self) -> Link:
-        """Link between nodes, with the given bandwidth or the accelerator's usual one."""
+        """Link between nodes. Its default bandwidth is the usual one of the accelerator."""
         bandwidth = self.inter_gbs or _LINKS[self.device][1]
         return Link(bandwidth=bandwidth * 1e9, latency=self.inter_us * 1e-6)
 
@@ -175,10 +182,16 @@ def _device_violations(cluster: Cluster) -> Iterator[Violation]:
 
 
 def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the groups over which dense layers communicate.
+    """Return the groups over which dense layers communicate, by name.
 
-    ``dense`` is the group that sums the gradients of a parameter: its shards or, if parameters are
-    ``replicated``, its copies. ``ring`` and ``ulysses`` are the parts of ``cp``.
+    | key | group |
+    |---|---|
+    | ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``pp`` | the axis with this name |
+    | ``dense`` | ranks that sum the gradients of one parameter |
+    | ``ring`` | ranks of ``cp`` that exchange keys and values |
+    | ``ulysses`` | ranks of ``cp`` that exchange heads |
+
+    ``dense`` is ``fsdp``, or all ranks of ``loss`` if parameters are ``replicated`` (ZeRO stage 0).
     """
     axes = ("tp", "cp", "fsdp", "dp_replicate", "pp")
     groups = {name: layout.axis_group(name) for name in axes}
@@ -191,17 +204,25 @@ def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, Axis
 
 
 def expert_groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the groups of experts: ``ep``, and ``efsdp``, which sums their gradients."""
+    """Return the groups over which experts communicate, by name.
+
+    ``ep`` dispatches tokens. ``efsdp`` sums the gradients of an expert. If parameters are
+    ``replicated`` (ZeRO stage 0), the value for ``efsdp`` is the group of the expert's copies.
+    """
     shared = layout.axis_group("ep_replicate" if replicated else "efsdp")
     return {"ep": layout.axis_group("ep"), "efsdp": shared}
 
 
 class Links:
-    """Time of collectives: latency plus bytes over bandwidth. All sizes are bytes.
+    """Estimates the time of collectives, as latency plus transferred bytes over bandwidth.
 
-    A ring enters and leaves each node once, so the network cards of all members in the node carry
-    its traffic together (Thakur et al., Optimization of Collective Communication Operations in
-    MPICH).
+    Sizes are in bytes, times in seconds. All-gather and reduce-scatter are ring algorithms (Thakur
+    et al., Optimization of Collective Communication Operations in MPICH). If a group has several
+    ranks in a node, their network cards share the traffic between nodes.
+
+    Args:
+        cluster: Devices and links.
+        efficiency: Share of the bandwidth that collectives reach, from 0 to 1.
     """
 
     __slots__ = ("_fast", "_node", "_shared", "_slow", "_world")
@@ -213,7 +234,7 @@ class Links:
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
     def members(self, group: AxisGroup) -> int:
-        """Return the smallest number of ranks of a group that share a node."""
+        """Return how many ranks of a group are in one node, in the node with the fewest."""
         if group not in self._shared:
             self._shared[group] = group.on_one_node(self._node, self._world)
         return self._shared[group]
@@ -223,19 +244,25 @@ class Links:
         return self.members(group) < group.size
 
     def gather(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-gather or reduce-scatter of ``size`` bytes in total."""
+        """Return the time of an all-gather or a reduce-scatter.
+
+        ``size`` is the number of bytes of the whole, unsharded tensor.
+        """
         return self.latency(group) + self.transfer(group, size)
 
     def latency(self, group: AxisGroup) -> float:
-        """Return the latency of an all-gather or reduce-scatter.
+        """Return the latency of an all-gather or a reduce-scatter, without the transfer of data.
 
-        A ring of ``n`` ranks takes ``n - 1`` steps, and every step waits for the slowest hop.
+        A ring of ``n`` ranks takes ``n - 1`` steps. Each step waits for the slowest hop.
         """
         _, latency = self._slow if self.crosses(group) else self._fast
         return (group.size - 1) * latency
 
     def transfer(self, group: AxisGroup, size: float) -> float:
-        """Return the time in which the links carry ``size`` bytes in total to every rank."""
+        """Return the time of an all-gather or a reduce-scatter without latency.
+
+        ``size`` is the number of bytes of the whole, unsharded tensor.
+        """
         if group.size == 1:
             return 0.0
         bandwidth, _ = self._fast
@@ -262,10 +289,15 @@ class Links:
         return (group.size - members) * slow_latency + max(inside, outside)
 
     def dispatch(self, group: AxisGroup, size: float, inside: float, outside: float) -> float:
-        """Return the time in which every rank sends ``size`` bytes of tokens to experts.
+        """Return the time of sending the tokens of every rank to their experts.
 
-        Each token is sent ``inside`` times inside a node and ``outside`` times between nodes. Both
-        kinds of links work at the same time, and all messages are sent at once.
+        The links inside and between nodes work at the same time. All messages are sent at once.
+
+        Args:
+            group: Ranks that have the experts.
+            size: Number of bytes of one rank's tokens.
+            inside: Number of times that each token is sent inside a node, on average.
+            outside: Number of times that each token is sent between nodes, on average.
         """
         if group.size == 1:
             return 0.0
@@ -276,7 +308,7 @@ class Links:
         return slow_latency + latency + max(inside * size / fast, outside * size / slow)
 
     def send(self, group: AxisGroup, size: float) -> float:
-        """Return the time in which a rank sends ``size`` bytes to the next rank of its group."""
+        """Return the time of sending ``size`` bytes from a rank to the next rank of its group."""
         if group.size == 1:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast

@@ -1,4 +1,9 @@
-"""Configurations of a run, and which of them are legal by the rules of `ParallelDims.check`."""
+"""Configurations of a run, and the search for configurations that keep all rules.
+
+A configuration has degrees, a microbatch size, a kind of recomputation, a pipeline schedule and a
+ZeRO stage. It is legal if it keeps the rules of `ParallelDims.check` and a few rules of the
+planner.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,13 +34,17 @@ from ._train import ANY, Recompute, TrainSpec, Zero
 
 AXES = (*BASE_AXES, "ep", "etp")
 RULES_OF_EXPERTS = tuple(rule for rule in RULES if {"ep", "etp"} & {*rule.degrees})
-# The order in which `legal` chooses degrees, with the degrees that are known after each choice.
-# `dp_replicate` follows from the others.
+# Keys: axes in the order in which `Legality.legal` chooses their degrees. Values: axes with a known
+# degree after the choice. `dp_replicate` follows from the world size and the other degrees.
 CHOICES = {"tp": ("tp",), "cp": ("tp", "cp"), "pp": ("tp", "cp", "pp"), "dp_shard": BASE_AXES}
 
 
 class Degrees(NamedTuple):
-    """Resolved degrees of folded experts, and the sizes of axes that follow from them."""
+    """Degrees of one configuration, and the sizes of the axes that follow from them.
+
+    Every degree is a positive integer. Experts use the same ranks as dense layers
+    (``ep_mode="folded"``).
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -48,12 +57,12 @@ class Degrees(NamedTuple):
 
     @property
     def ring(self) -> int:
-        """Number of ranks between which keys and values move around a ring."""
+        """Number of context-parallel ranks that exchange keys and values in a ring."""
         return _sizes(self)["cp_outer"]
 
     @property
     def dp(self) -> int:
-        """Number of ranks with different sequences."""
+        """Number of data-parallel ranks. Each of them has other sequences."""
         return _sizes(self)["dp"]
 
     @property
@@ -73,31 +82,31 @@ class Degrees(NamedTuple):
 
     @property
     def fills_block(self) -> bool:
-        """Whether ``ep`` and ``etp`` divide the ranks of a dense block."""
+        """Whether ``ep * etp`` divides ``dp_shard * cp * tp``."""
         return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
 
     def dims(self) -> ParallelDims:
-        """Return the configuration with these degrees, folded experts and no Ulysses."""
+        """Return these degrees as `ParallelDims` with ``ep_mode="folded"``, without Ulysses."""
         degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
         return ParallelDims(**degrees, world_size=self.world)
 
     def layout(self) -> RankLayout:
-        """Return the layout of `dims`, without checking the rules."""
+        """Return the rank layout of these degrees in the default order of axes. Checks no rule."""
         return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
 
 
 @lru_cache(maxsize=4096)
 def _sizes(degrees: Degrees) -> dict[str, int]:
-    """Return the size of every axis and view."""
+    """Return the size of every axis and alias, by name."""
     named = degrees._asdict()
     return axis_sizes(Folds(ulysses=True), {**named, "ulysses": named["ulysses_degree"]})
 
 
 def degrees_of(dims: ParallelDims) -> Degrees:
-    """Return the degrees of a resolved configuration.
+    """Convert resolved `ParallelDims` to `Degrees`.
 
-    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. All groups then
-    have the same sizes as in a folded configuration. Only the ranks in each group differ.
+    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. All groups then have
+    the same sizes as with ``ep_mode="folded"``, but other ranks.
     """
     layout = dims.layout()
     own = dims.ep if dims.ep_mode == "peer" else 1
@@ -119,7 +128,7 @@ class Setting(NamedTuple):
     Attributes:
         schedule: Pipeline schedule.
         virtual_stages: Number of stages of each pipeline rank.
-        zero: ZeRO stage. None is stage 3 as in FSDP.
+        zero: ZeRO stage from 0 to 3, or None for FSDP. See ``zero`` of `TrainSpec`.
 
     Examples:
         >>> cluster = Cluster(world_size=8, accelerator="H100")
@@ -137,12 +146,12 @@ USUAL_SETTING = Setting(DEFAULT_SCHEDULE, 1, None)
 
 
 class Point(NamedTuple):
-    """One configuration to estimate.
+    """One configuration whose memory and time can be estimated.
 
     Attributes:
         degrees: Degrees.
         micro_batch: Number of sequences per microbatch on each data-parallel rank.
-        recompute: Activations that backward recomputes.
+        recompute: Kind of recomputation, as in `TrainSpec`.
         setting: Pipeline schedule and ZeRO stage.
         microbatches: Number of microbatches per step.
     """
@@ -156,14 +165,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Degrees without a valid configuration, and the reasons.
+    """Degrees with which no configuration is valid, and the rules that they break.
 
-    If a rule reads some axes only, ``degrees`` has these axes only, and one rejection covers all
-    configurations with these degrees.
+    If the broken rules read only some axes, ``degrees`` has only these axes. The rejection then
+    covers every configuration with these degrees.
 
     Args:
-        degrees: The rejected degrees, by axis.
-        violations: The broken rules.
+        degrees: Rejected degrees, by axis name.
+        violations: Broken rules.
 
     Examples:
         >>> cluster = Cluster(world_size=64, accelerator="H100")
@@ -181,10 +190,16 @@ class Rejection:
 
 
 class Legality:
-    """The rules of `ParallelDims.check` for one model and one run, and two rules of estimates.
+    """Finds the degrees that keep all rules, for one model and one run.
 
-    `legal` chooses degrees axis by axis. If the degrees chosen so far break a rule, no choice of
-    the others can repair that, so one rejection covers all of them.
+    The rules are those of `ParallelDims.check`, and two more rules of the planner. Degrees are
+    chosen axis by axis. If the degrees chosen so far break a rule, no choice for the remaining axes
+    can repair it. One `Rejection` then covers all of these choices.
+
+    Args:
+        model: Shape of the model.
+        train: Training run.
+        fix: Degrees that every configuration must have, by axis name.
     """
 
     def __init__(
@@ -193,7 +208,7 @@ class Legality:
         self._model, self._train, self._fix = model, train, fix or {}
         numbers, _ = read_numbers(model.to_config(), train.seq_len, train.global_batch)
         self._subject = Subject(degrees={}, numbers=numbers, causal_balance=True)
-        # For each rule, a function that returns the degrees that it reads.
+        # By the code of a rule: a function that returns the degrees which the rule reads.
         self._read = {
             rule.code: itemgetter(
                 *map(Degrees._fields.index, names_of(rule.degrees, self._subject))
@@ -204,7 +219,10 @@ class Legality:
         self.rejected: list[Rejection] = []
 
     def violations(self, dims: ParallelDims, degrees: Degrees) -> tuple[Violation, ...]:
-        """Return the errors of one configuration. ``degrees`` are the degrees of ``dims``."""
+        """Return the rules that a configuration breaks. Advice is left out.
+
+        ``dims`` and ``degrees`` are the same configuration: ``degrees`` is ``degrees_of(dims)``.
+        """
         train = self._train
         report = dims.check(
             self._model.to_config(), train.seq_len, train.global_batch, causal_balance=True
@@ -212,10 +230,10 @@ class Legality:
         return (*report.errors, *self._estimate_violations(degrees))
 
     def legal(self, world: int) -> Iterator[Degrees]:
-        """Yield all legal degrees of a world. Rejected ones are appended to ``rejected``.
+        """Yield all legal degrees for a world size. Append the others to ``rejected``.
 
-        If ``ep * etp`` does not divide ``dp_shard * cp * tp``, the degrees are skipped, or rejected
-        if ``ep`` is fixed.
+        If ``ep * etp`` does not divide ``dp_shard * cp * tp``, degrees are rejected only if ``ep``
+        is fixed. Otherwise they are skipped, and not listed in ``rejected``.
         """
         choices = self._choices("ep", world) if self._model.experts else ()
         experts = [ep for ep in choices if self._keeps(Degrees(ep=ep), ("ep",))]
@@ -229,7 +247,7 @@ class Legality:
                 yield from self._with_experts(degrees, experts)
 
     def _choose(self, axis: str, chosen: Iterable[Degrees], world: int) -> Iterator[Degrees]:
-        """Yield the chosen degrees with every legal degree of one more axis."""
+        """Extend each of the chosen degrees by every legal degree of one more axis."""
         for degrees in chosen:
             for degree in self._choices(axis, world // degrees.world):
                 more = degrees._replace(**{axis: degree})
@@ -241,14 +259,20 @@ class Legality:
                     yield more
 
     def _choices(self, axis: str, ranks: int) -> tuple[int, ...]:
-        """Return the degrees to try on an axis that divides a number of ranks."""
+        """Return the degrees to try for an axis: the fixed degree, or all divisors of ``ranks``.
+
+        Empty if the fixed degree does not divide ``ranks``.
+        """
         fixed = self._fix.get(axis)
         if fixed is None:
             return divisors(ranks)
         return (fixed,) if ranks % fixed == 0 else ()
 
     def _with_experts(self, dense: Degrees, experts: Sequence[int]) -> Iterator[Degrees]:
-        """Yield dense degrees with every legal combination of ``ep`` and ``etp`` above 1."""
+        """Extend dense degrees by every legal ``ep`` and ``etp`` with ``ep * etp > 1``.
+
+        ``experts`` has the values of ``ep`` to try.
+        """
         for etp in sorted({1, dense.tp}):
             if self._fix.get("etp", etp) != etp:
                 continue
@@ -271,14 +295,15 @@ class Legality:
         return not errors
 
     def reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
-        """Record that no configuration with these degrees of ``axes`` is legal."""
+        """Append a rejection to ``rejected``. It has only the degrees of ``axes``."""
         named = {axis: getattr(degrees, axis) for axis in axes}
         self.rejected.append(Rejection(degrees=named, violations=(*errors,)))
 
     def _errors(self, degrees: Degrees, rules: Sequence[Rule]) -> list[Violation]:
-        """Return the errors of some rules. The result of a rule is cached by the degrees it reads.
+        """Return the violations of some rules. Advice is left out.
 
-        `ModelShape` has the fields of all rules, so no rule is skipped.
+        The result of each rule is memoized by the degrees that the rule reads. No rule is skipped
+        for a missing field, because `ModelShape` has the fields of all rules.
         """
         errors: list[Violation] = []
         for rule in rules:
@@ -290,11 +315,11 @@ class Legality:
         return errors
 
     def _estimate_violations(self, degrees: Degrees) -> Iterator[Violation]:
-        """Yield the errors of rules that only estimates have."""
-        # An adjustable schedule has at least two stages per rank.
+        """Yield violations of the two rules that only the planner has."""
+        # With an adjustable schedule, each rank has at least two stages.
         stages, layers = max(2, self._train.virtual_stages), self._model.layers
         adjustable = self._train.schedule in ADJUSTABLE and degrees.pp > 1
-        # The embedding and the output matrix can be separate stages.
+        # The embedding and the output matrix can be two more stages, without layers.
         if adjustable and degrees.pp * stages > layers + 2:
             reason = f"pp*virtual_stages={degrees.pp}*{stages} is more than layers={layers} "
             reason += "and both ends"
@@ -309,9 +334,9 @@ class Legality:
 
 
 def check_fixed(fix: object, model: ModelShape, world: int) -> dict[str, int]:
-    """Return the degrees to which a search is restricted.
+    """Check the argument ``fix`` of `plan`, and return it with integers as values.
 
-    Fixing ``etp`` above 1 also fixes ``tp``, to the same degree.
+    If ``etp`` is fixed to more than 1, ``tp`` is fixed to the same degree.
 
     Raises:
         ParallelDimsError: A name is unknown, or no configuration of the world has these degrees.
@@ -351,7 +376,7 @@ def _fixed_violations(
 def batch_violations(
     degrees: Degrees, train: TrainSpec, setting: Setting, micro_batch: int
 ) -> Iterator[Violation]:
-    """Yield the errors of a microbatch size, and of the schedule with that many microbatches."""
+    """Yield a violation if a microbatch size is illegal for the batch or for the schedule."""
     dp, violations = degrees.dp, SCHEDULES[setting.schedule].violations
     local = train.global_batch // dp
     if local % micro_batch:
@@ -364,7 +389,7 @@ def batch_violations(
 
 
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
-    """Return the settings to try with ``pp`` pipeline ranks."""
+    """Return all pairs of schedule and ZeRO stage to try with ``pp`` pipeline ranks."""
     zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
     if pp == 1:
         return [Setting(DEFAULT_SCHEDULE, 1, zero) for zero in zeros]
@@ -378,11 +403,11 @@ def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
 
 
 def _virtual_stages(model: ModelShape, train: TrainSpec, pp: int) -> list[int]:
-    """Return the numbers of stages per rank to try with an adjustable schedule."""
+    """Return the numbers of stages per pipeline rank to try with an adjustable schedule."""
     given, most = train.virtual_stages, (model.layers + 2) // pp
     if given > 1:
         return [given] if given <= most else []
-    # For each number of layers per stage, try the smallest number of stages that gives it.
+    # Several numbers of stages can give the same number of layers per stage. Try only the smallest.
     fewest: dict[int, int] = {}
     for stages in range(2, most + 1):
         fewest.setdefault(ceil(model.layers / (pp * stages)), stages)

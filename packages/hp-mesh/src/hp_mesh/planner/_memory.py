@@ -1,4 +1,7 @@
-"""Bytes on the rank that needs most memory: states, activations, logits and buffers."""
+"""Estimated memory of the rank that needs most: states, activations, logits and buffers.
+
+States are the parameters, the gradients and the optimizer state. All sizes are in bytes.
+"""
 
 from collections.abc import Mapping
 from functools import cache, partial
@@ -13,22 +16,23 @@ from ._train import RECOMPUTE, Recompute, TrainSpec
 
 
 class Rank(NamedTuple):
-    """Memory of the first or the last pipeline rank.
+    """Memory of the first or the last pipeline rank, for any microbatch size.
 
     Attributes:
-        layers: Number of its layers.
-        in_flight: Number of microbatches for which the rank holds activations.
-        activations: For each kind of recomputation, bytes per token that all layers save, and that
-            recomputing one layer needs in addition.
+        layers: Number of layers on the rank.
+        in_flight: Largest number of microbatches whose activations are saved at the same time.
+        activations: For each kind of recomputation, two numbers of bytes per token of a microbatch:
+            activations that all layers save in forward, and additional activations while backward
+            recomputes one layer.
         parameters: Bytes of parameters.
         gradients: Bytes of gradients.
         optimizer: Bytes of optimizer state.
-        gathered: Bytes of unsharded parameters and gradients that stay during the step.
-        passing: Bytes of unsharded parameters and gradients of the layer in use.
-        rows: Bytes of buffers per token of a microbatch.
-        outputs: Bytes of stage outputs per token of each microbatch in flight.
-        received: Bytes of receive buffers per token of each microbatch of a step.
-        logits: Number of logits per token.
+        gathered: Bytes of unsharded parameters and gradients that exist during the whole step.
+        passing: Bytes of unsharded parameters and gradients of the layer that is being computed.
+        rows: Bytes of communication buffers, per token of a microbatch.
+        outputs: Bytes of saved stage outputs, per token of each microbatch in flight.
+        received: Bytes of receive buffers, per token of every microbatch of the step.
+        logits: Number of logits per token; 0 on a rank without the output matrix.
     """
 
     layers: int
@@ -48,10 +52,12 @@ class Rank(NamedTuple):
 def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, int]:
     """Return the number of layers of the largest and of the last pipeline rank.
 
-    The last rank also has the output matrix. Virtual stages have equally many layers. If that is
-    not possible, the first and the last stage have fewer, as in Megatron-LM, which counts embedding
-    and loss as layers. Without virtual stages, the last rank has as many layers fewer as make the
-    slowest rank fastest.
+    The last rank has fewer layers because it also has the output matrix.
+
+    - With one stage per rank, the numbers are chosen so that the slowest rank takes the least time.
+    - With several virtual stages per rank, all stages have the same number of layers if possible.
+      Otherwise the first and the last stage have fewer. Megatron-LM does the same if it counts the
+      embedding and the loss as layers.
     """
     layers = model.layers
     if pp == 1:
@@ -73,13 +79,18 @@ def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, 
 
 
 class MemoryModel:
-    """Memory of training one model, for any configuration.
+    """Estimates the memory of training one model, for any configuration.
 
-    States follow the stages of ZeRO (arXiv 1910.02054, section 5): dense parameters are sharded
-    over ``fsdp``, experts over ``efsdp``. Activations follow arXiv 2205.05198, sections 4 and 5,
-    with sequence parallelism, extended to gated layers and grouped queries. Fused kernels save
-    fewer activations and have no dropout masks. Eager elementwise kernels save all their outputs,
-    and one gathered input of tensor-parallel products per layer (measured: nanotron).
+    | content | source |
+    |---|---|
+    | states | ZeRO stages (arXiv 1910.02054, section 5); ``fsdp`` or ``efsdp`` shards them |
+    | activations | arXiv 2205.05198, sections 4 and 5, with sequence parallelism |
+    | eager elementwise kernels | measured with nanotron |
+
+    The formulas for activations are extended to gated feed-forward layers and grouped-query
+    attention. Fused kernels save fewer activations and have no dropout masks. Eager elementwise
+    kernels save all their outputs, and one gathered input of a tensor-parallel matrix product in
+    each layer.
     """
 
     def __init__(self, model: ModelShape, train: TrainSpec, calibration: Calibration) -> None:
@@ -99,7 +110,7 @@ class MemoryModel:
         self._logit_tokens = calibration.fused_loss_tokens if train.fused_loss else float("inf")
 
     def ranks(self, degrees: Degrees, setting: Setting) -> tuple[Rank, ...]:
-        """Return the first and the last pipeline rank, or the only one."""
+        """Return the memory of the first and the last pipeline rank; of one rank if ``pp`` is 1."""
         pp, tp, ep, etp = degrees.pp, degrees.tp, degrees.ep, degrees.etp
         key = setting, pp, tp, ep, etp, degrees.fsdp, degrees.dp > 1
         if key not in self._ranks:
@@ -110,7 +121,15 @@ class MemoryModel:
         return self._ranks[key]
 
     def need(self, point: Point, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
-        """Return the bytes on the rank that needs most, in the order of `MemorySplit`'s fields."""
+        """Return the memory of the rank that needs most, in bytes, by content.
+
+        Args:
+            point: Configuration.
+            ranks: Result of the method `ranks` for the configuration.
+
+        Returns:
+            One number for each field of `MemorySplit`, in the same order.
+        """
         tokens = point.micro_batch * self._train.seq_len / point.degrees.cp
         first = self._need(point, ranks[0], tokens)
         if len(ranks) == 1:
@@ -122,7 +141,7 @@ class MemoryModel:
         factor, in_flight = self._fragmentation, min(rank.in_flight, point.microbatches)
         saved, working = rank.activations[point.recompute]
         logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
-        # Logits are freed before the first layer is recomputed, which can use their memory.
+        # The logits are freed before backward recomputes a layer, so both can use the same memory.
         again = max(0.0, tokens * working + rank.passing - logits)
         activations = factor * (tokens * saved * in_flight + again)
         rows = rank.rows + rank.outputs * in_flight + rank.received * point.microbatches
@@ -136,7 +155,9 @@ class MemoryModel:
         gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
         layers = self._stage_layers(pp, setting.virtual_stages)[last]
         expert_layers = min(layers, model.expert_layers)
-        # Numbers of parameters of the rank, of its widest layer, and of those that are sharded.
+        # Numbers of parameters. `ends`: embedding and output matrix. `whole`: all of the pipeline
+        # rank before sharding. `owned`: after sharding. `layer`: the largest layer. `sharded`,
+        # `sharded_layer`: the part that is sharded over more than one rank.
         blocks = (layers - expert_layers) * self._dense_layer + expert_layers * self._shared_layer
         ends = (first + (last and not (first and model.tied))) * model.embedding_parameters / tp
         dense = blocks / tp + ends
@@ -151,10 +172,10 @@ class MemoryModel:
         parameters, gradients, optimizer = master * owned, gradient * owned, moments * owned
         gathered = passing = 0.0
         if zero is None and pp > 1:
-            # Parameters and gradients stay unsharded, to gather and reduce them once per step.
+            # FSDP gathers and reduces once per step, so everything stays unsharded in between.
             gathered = half * whole + gradient * sharded
         elif zero in (None, 3):
-            # The layer in use, the next one and the ends.
+            # Unsharded parameters of the current layer, the prefetched layer and the ends.
             gathered = half * (2 * layer + ends)
             passing = (half + gradient) * sharded_layer
         elif zero == 2:
@@ -165,14 +186,14 @@ class MemoryModel:
             parameters = half * whole + master * share
             gradients, optimizer = gradient * whole, moments * share
         if self._eager and degrees.dp > 1:
-            # bf16 gradients to reduce, in addition to the accumulated ones.
+            # A bf16 copy of the gradients is reduced, in addition to the accumulated gradients.
             gathered += half * whole
         if pp > 1:
             parameters += (SCHEDULES[setting.schedule].weight_copies - 1) * half * whole
         in_flight, outputs, received = self._pipeline_buffers(degrees, setting, last=last)
         rows, logits = 0.0, model.vocab / tp if last else 0.0
         if tp > 1:
-            # Gathered rows of a tensor-parallel group, and their gradient before its reduction.
+            # Inputs that are gathered over tp, and their gradients before the reduce-scatter.
             rows += 2 * half * model.hidden
             if self._logit_tokens == float("inf"):
                 rows += self._shared_loss_bytes * logits
@@ -187,7 +208,7 @@ class MemoryModel:
     def _pipeline_buffers(
         self, degrees: Degrees, setting: Setting, *, last: bool
     ) -> tuple[float, float, float]:
-        """Return `Rank.in_flight`, `Rank.outputs` and `Rank.received`."""
+        """Return the fields `in_flight`, `outputs` and `received` of `Rank`, in this order."""
         pp, stages = degrees.pp, setting.virtual_stages
         if pp == 1:
             return 1.0, 0.0, 0.0
@@ -196,14 +217,18 @@ class MemoryModel:
         outputs = self._constants.half_bytes * self._model.hidden / degrees.tp * stages
         if self._train.receive_buffers != "all":
             return in_flight, outputs, 0.0
-        # Forward and backward (`_RecvInfo` in the stage.py of torch's pipelining). Neither end
-        # receives both, but the second rank does, which has little less than the first.
+        # Buffers for inputs and for output gradients (`_RecvInfo` in the stage.py of
+        # torch.distributed.pipelining). The first rank counts like the second, which receives both
+        # and needs almost as much other memory.
         return in_flight, outputs, outputs * (2 - (last or pp == 2) / stages)
 
     def _activations(
         self, degrees: Degrees, layers: int, expert_layers: int
     ) -> Mapping[Recompute, tuple[float, float]]:
-        """Return the saved and recomputed bytes per token of some layers: `Rank.activations`."""
+        """Return the field `activations` of `Rank`, for a rank with ``layers`` layers.
+
+        ``expert_layers`` is the number of layers with experts among them.
+        """
         key = degrees.tp, degrees.etp, layers, expert_layers
         if key not in self._saved:
             again = self._train.recompute_layers
@@ -222,7 +247,7 @@ class MemoryModel:
         return self._saved[key]
 
     def _layer(self, recompute: Recompute, tp: int, etp: int, *, experts: bool) -> float:
-        """Return the bytes per token that one layer saves on each tensor-parallel rank."""
+        """Return the activations that one layer saves on each rank, in bytes per token."""
         model, constants, fused = self._model, self._constants, self._train.fused
         hidden, attention = model.hidden, model.attention_width
         half = constants.half_bytes
@@ -230,21 +255,22 @@ class MemoryModel:
         if recompute == "full":
             return half * hidden / tp
         rows = model.top_k if experts else 0
-        # If tp splits the experts, every tensor-parallel rank has all dispatched rows.
+        # If tp splits the experts, every tensor-parallel rank has all dispatched tokens.
         routed = rows * 2 * hidden / (tp if etp == 1 else 1)
         if recompute == "selective-op":
-            # The layer's input, the attention output, and the products for queries, values and the
-            # first input matrix. The down projection's output is only part of the next input.
+            # Saved are the layer's input, the attention output, the queries and values, and the
+            # output of the first feed-forward matrix. The output of the last feed-forward matrix is
+            # not saved separately, because it is a part of the next layer's input.
             products = model.latents or attention / 2
             saved = hidden + model.query_width + products + width
             return half * (saved / tp + routed)
         if fused == "attention":
-            # Inputs and outputs of norms, rotary embedding, activation and product.
+            # Inputs and outputs of norms, rotary embeddings, activations and the gate's product.
             inputs = model.matrices - 1
             saved = 3 * hidden + 1.5 * attention + (inputs + 2) * width
             saved += rows * (inputs + 2) * model.expert_width
             return half * (saved / tp + hidden + routed)
-        # Kernels that are not fused also save the outputs of norms and activations.
+        # Unfused kernels also save the outputs of norms and activations.
         wide = model.matrices - 1 if fused else model.matrices
         saved = (2 if fused else 4) * hidden + attention + wide * width
         saved += rows * wide * model.expert_width

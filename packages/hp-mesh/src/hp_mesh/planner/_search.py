@@ -1,4 +1,8 @@
-"""Searches: all valid configurations of a world, one of them, the smallest world, and hints."""
+"""Searches: rank all configurations, estimate one, find the smallest world, and give hints.
+
+A configuration has degrees, a microbatch size, a kind of recomputation and a setting (pipeline
+schedule and ZeRO stage).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -51,11 +55,11 @@ from ._shape import ModelShape
 from ._time import COMMUNICATING, TimeModel, Traffic
 from ._train import ANY, RECOMPUTE, Recompute, TrainSpec
 
-# Number of sets of degrees between two reports of progress.
+# `progress` is called once for this number of estimated sets of degrees.
 REPORTED = 256
-# Options that change neither hardware nor numerics, with the value that `hints` tries. "any" tries
-# all values in one search. The default of the other options is never slower than their other
-# values, or already lets the planner choose.
+# Options of `TrainSpec` that `hints` tries, with the value to try. "any" tries all values in one
+# search. An option is missing here if it changes hardware or numerics, if no value is faster than
+# the default, or if the planner already chooses the value.
 HINTED: Mapping[str, Any] = {
     "fused_loss": True,
     "schedule": ANY,
@@ -63,20 +67,21 @@ HINTED: Mapping[str, Any] = {
     "context": "all-gather",
     "dispatch": "copies",
 }
-HINTED_AXES = {"schedule": "pp", "context": "cp", "dispatch": "ep"}  # without them: no effect
+# An option has no effect if the degree of its axis is 1.
+HINTED_AXES = {"schedule": "pp", "context": "cp", "dispatch": "ep"}
 DEFAULTS = {option.name: option.default for option in fields(TrainSpec)}
-# Smallest gain that is worth a hint, as a share of the step time.
+# Smallest reduction of the step time that makes a hint, as a share of the step time.
 GAIN = 0.01
 MOST_HINTS = 3
-LIKELY = 100  # number of configurations of each class that are tried with each option
+LIKELY = 100  # number of configurations of each class with which `hints` tries an option
 
 
 class Found(NamedTuple):
-    """One configuration in the order of a plan.
+    """An estimated configuration. Sorting such tuples gives the order of a plan.
 
     Attributes:
-        fit: Index of its class in `CLASSES`.
-        cost: Seconds of one step, or bytes if it does not fit.
+        fit: Index in `CLASSES`: 0 if the configuration fits, 1 if it is borderline, else 2.
+        cost: Seconds of one step, or bytes of memory if ``fit`` is 2.
         point: The configuration.
     """
 
@@ -94,27 +99,27 @@ def plan(
     calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Rank all valid configurations of a run, and list the reasons against the others.
+    """Rank all valid configurations of a run, and list why the others are rejected.
 
-    Tries every set of degrees for the world size. If ``train`` leaves the micro batch, the
-    recomputation, the schedule or the ZeRO stage open, each set gets the fastest values that fit.
-    Experts are folded into the ranks of the dense layers, and the axes are in the default order;
-    `estimate` also accepts other configurations. The result is deterministic. It needs no torch and
-    communicates nothing.
+    Tries every set of degrees for the world size. If ``train`` leaves the microbatch size, the
+    recomputation, the schedule or the ZeRO stage open, each set of degrees gets the fastest values
+    that fit. All configurations have ``ep_mode="folded"`` and the default order of axes. `estimate`
+    also accepts other modes and orders. The result is deterministic. The function does not need
+    torch and does not communicate.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
-        fix: Degrees by name, such as ``{"tp": 8}``: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``,
-            ``tp``, ``ep`` or ``etp``. Only configurations with these degrees are tried. None tries
-            all.
+        fix: Degrees by name, such as ``{"tp": 8}``. Only configurations with these degrees are
+            tried. Names are ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep`` and
+            ``etp``. By default no degree is fixed.
         calibration: Constants of the cost model.
-        progress: Called from time to time with the number of estimated sets of degrees and their
-            total.
+        progress: Called repeatedly with two numbers: how many sets of degrees are estimated, and
+            how many there are.
 
     Returns:
-        The plan. Its candidates are built when they are read. ``plan.best`` is the recommended one.
+        The plan. ``best`` is the recommended configuration, and ``candidates`` has all of them.
 
     Raises:
         ParallelDimsError: An argument has a wrong type, the accelerator has no fp8 peak for
@@ -176,22 +181,21 @@ def estimate(
 ) -> Candidate:
     """Estimate memory and time of one configuration.
 
-    With a ``ulysses_degree``, the ranks of a Ulysses group exchange heads, and the other ranks of
-    ``cp`` exchange keys and values.
+    If ``dims`` has a ``ulysses_degree``, both kinds of context parallelism are combined: ranks of
+    the ``ulysses`` axis exchange heads, and ranks of ``cp_outer`` exchange keys and values.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
-        train: Batch, precision, recomputation and schedule. Values that it leaves open are chosen
-            as in `plan`.
-        dims: Degrees. Without a world size they are resolved for the cluster's.
-        micro_batch: Number of sequences per microbatch. None takes the value of ``train``.
-        recompute: Activations that backward recomputes. None takes the value of ``train``.
+        train: Batch, precision, recomputation and schedule. Open values are chosen as in `plan`.
+        dims: Degrees. If they have no world size, they are resolved for ``cluster.world_size``.
+        micro_batch: Number of sequences per microbatch. Defaults to ``train.micro_batch``.
+        recompute: Kind of recomputation, as in `TrainSpec`. Defaults to ``train.recompute``.
         calibration: Constants of the cost model.
 
     Returns:
-        The candidate. ``violations`` is empty if it fits. ``trust`` rates the estimate.
-        `Plan.compare` compares it with the best configuration.
+        The configuration with its estimated memory and time. ``violations`` is empty if the
+        configuration fits into memory. ``trust`` says how reliable the estimate is.
 
     Raises:
         ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
@@ -233,19 +237,20 @@ def compare(
     calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Estimate one configuration and compare it with the best of the same run.
+    """Estimate one configuration and compare it with the best configuration of the same run.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
-        train: Batch, precision, recomputation and schedule. Values that it leaves open are chosen
-            separately for both configurations.
+        train: Batch, precision, recomputation and schedule. Open values are chosen separately for
+            each of the two configurations.
         dims: Degrees of the configuration.
         calibration: Constants of the cost model.
-        progress: Called as by `plan`.
+        progress: Called repeatedly with two numbers: how many sets of degrees are estimated, and
+            how many there are.
 
     Returns:
-        Both configurations, and the difference of each part of their memory and step time.
+        Both configurations, and their differences in each part of memory and step time.
 
     Raises:
         ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
@@ -270,10 +275,10 @@ def smallest_world(
     calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> int | None:
-    """Find the smallest number of devices, in whole nodes, on which a run fits.
+    """Find the smallest number of devices, in whole nodes, on which a run fits into memory.
 
-    Tries powers of two nodes first. Then it tries numbers of devices between the last two powers,
-    in steps of at least a sixteenth of the larger one.
+    The search tries 1, 2, 4, 8, ... nodes until the run fits. Then it tries at most seven numbers
+    of devices between the last two, so the run may also fit on slightly fewer devices.
 
     Args:
         model: Shape of the model.
@@ -281,7 +286,8 @@ def smallest_world(
         train: Batch, precision, recomputation and schedule.
         largest: Largest number of devices to try.
         calibration: Constants of the cost model.
-        progress: Called with the number of worlds tried and their largest possible number.
+        progress: Called repeatedly with two numbers: how many world sizes were tried, and an upper
+            bound on how many will be tried.
 
     Returns:
         The number of devices, or None if the run does not fit on ``largest`` devices.
@@ -321,18 +327,19 @@ def smallest_world(
 
 
 def hints(plan: Plan) -> tuple[Hint, ...]:
-    """Find the options of a run that would make its best plan fastest.
+    """Find options of `TrainSpec` that would make the best configuration of a run faster.
 
-    Tries every option that the run leaves at its default, one at a time. Options that need other
-    hardware or change numerics are not tried. Each hint costs one more search, so `plan` does not
-    compute hints itself.
+    Changes one option at a time, if it has its default value in the run. Options that need other
+    hardware or change numerics are not tried. `plan` does not compute hints, because each hint
+    needs one more search.
 
     Args:
         plan: Result of `hp_mesh.planner.plan`.
 
     Returns:
-        At most three hints, the fastest first. With each of them, the best plan takes at least 1 %
-        less time, or fits although nothing fits without it.
+        At most three hints, in order of step time. With a hint's option, the best configuration
+        takes at least 1 % less time. If nothing fits in ``plan``, the hints are options with which
+        a configuration fits.
 
     Raises:
         ParallelDimsError: ``plan`` is not a `Plan`.
@@ -355,10 +362,10 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
 
 
 def _likely_hints(given: Plan) -> Iterator[Hint]:
-    """Yield each option with the step time of the best likely configuration that fits with it.
+    """Yield each option with a first estimate of the step time, if a configuration fits with it.
 
-    Likely configurations are the first `LIKELY` of each class of the plan: fits, borderline and too
-    large.
+    Only the first `LIKELY` configurations of each class of the plan (fits, borderline, too large)
+    are tried, so a full search may find a faster one.
     """
     classes = given.fits, given.borderline, given.too_large
     likely = [degrees_of(one.dims) for candidates in classes for one in candidates[:LIKELY]]
@@ -379,7 +386,10 @@ def _likely_hints(given: Plan) -> Iterator[Hint]:
 
 
 def _planned_seconds(given: Plan, hint: Hint) -> float:
-    """Return the step time of the best of all configurations with an option."""
+    """Return the step time of the best configuration with a hint's option, in seconds.
+
+    Tries all configurations. Returns infinity if none is valid.
+    """
     changes: dict[str, Any] = {hint.field: hint.value}
     train = replace(given.train, **changes)
     found = plan(given.model, given.cluster, train, fix=given.fix, calibration=given.calibration)
@@ -387,17 +397,17 @@ def _planned_seconds(given: Plan, hint: Hint) -> float:
 
 
 class Search:
-    """Estimates memory and time of the configurations of one run.
+    """Estimates memory and time of any configuration of one run.
 
-    Intermediate results that many configurations share are computed once.
+    Intermediate results that several configurations have in common are memoized.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
         calibration: Constants of the cost model.
-        dims: The only configuration to estimate. None estimates folded experts in the default order
-            of axes.
+        dims: The configuration, if only one is estimated. Otherwise None: every configuration then
+            has ``ep_mode="folded"`` and the default order of axes.
     """
 
     def __init__(
@@ -415,8 +425,8 @@ class Search:
         share = train.memory_fraction if share is None else share
         self._limit = cluster.device.memory_gib * GIB * share
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
-        # Kinds of recomputation to try, the fastest first. With fused kernels, "selective" equals
-        # "none".
+        # The kinds of recomputation to try, the fastest first. "selective" is left out with fused
+        # kernels, because it is the same as "none" then.
         kinds = [kind for kind in RECOMPUTE if kind != "selective" or not train.fused]
         self._kinds = [train.recompute] if train.recompute else kinds
         self._settings: dict[int, list[Setting]] = {}
@@ -424,7 +434,12 @@ class Search:
         self._communications: dict[Degrees, tuple[Mapping[str, AxisGroup], Traffic]] = {}
 
     def best(self, degrees: Degrees) -> tuple[Found | None, tuple[Violation, ...]]:
-        """Return the best configuration of some degrees, or the reasons why there is none."""
+        """Choose the best microbatch size, recomputation and setting for a set of degrees.
+
+        Returns:
+            The best configuration and no violations. If no microbatch size is legal: None and the
+            broken rules.
+        """
         train, given = self._train, self._train.micro_batch
         sizes = divisors(train.global_batch // degrees.dp) if given is None else (given,)
         if degrees.pp not in self._settings:
@@ -445,10 +460,11 @@ class Search:
         return best, () if best else wrong
 
     def _best_of(self, degrees: Degrees, setting: Setting, sizes: Sequence[int]) -> Found:
-        """Return the fastest microbatch size and recomputation that fit, for one setting.
+        """Choose the fastest microbatch size and recomputation that fit, for one setting.
 
-        If nothing fits, returns the fastest borderline one, else the smallest one. Memory grows
-        with the microbatch and shrinks with recomputation.
+        If nothing fits, returns the fastest borderline configuration. If nothing is borderline,
+        returns the configuration that needs least memory. ``sizes`` has the microbatch sizes to
+        try, the smallest first. Memory grows with the size and shrinks with recomputation.
         """
         ranks = self._memory.ranks(degrees, setting)
         batch = self._train.global_batch // degrees.dp
@@ -469,17 +485,18 @@ class Search:
                 tried = point(size, kind)
                 need = sum(self._memory.need(tried, ranks))
                 if need > limit:
-                    kinds = kinds[1:]  # larger sizes need even more memory
+                    # A larger microbatch needs even more memory with this kind.
+                    kinds = kinds[1:]
                     continue
                 seconds = sum(self._time.parts(tried, *self._communication(degrees), ranks, need))
                 if seconds < best.cost:
                     best = Found(fit, seconds, tried)
                 if not self._time.retries(need):
-                    break  # more recomputation only takes longer
+                    break  # the other kinds recompute more and so take longer
         return best
 
     def _communication(self, degrees: Degrees) -> tuple[Mapping[str, AxisGroup], Traffic]:
-        """Return the groups of all axes, and the time of the collectives on parameters."""
+        """Return the groups of all axes by name, and the time of the collectives on parameters."""
         if degrees not in self._communications:
             layout = self._dims.layout() if self._dims else degrees.layout()
             replicated, dense = self._train.zero == 0, degrees[:5]  # without the degrees of experts
@@ -490,7 +507,7 @@ class Search:
         return self._communications[degrees]
 
     def candidate(self, found: Found) -> Candidate:
-        """Return the complete estimate of a configuration."""
+        """Return a configuration with all parts of its memory and time, for users."""
         point, degrees = found.point, found.point.degrees
         groups, traffic = self._communication(degrees)
         ranks = self._memory.ranks(degrees, point.setting)
