@@ -389,7 +389,7 @@ def batch_violations(
 
 
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
-    """Return all pairs of schedule and ZeRO stage to try with ``pp`` pipeline ranks."""
+    """Return the schedules, virtual stages and ZeRO stages to try with ``pp`` pipeline ranks."""
     zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
     if pp == 1:
         return [Setting(DEFAULT_SCHEDULE, 1, zero) for zero in zeros]

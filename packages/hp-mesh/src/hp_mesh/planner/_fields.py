@@ -1,4 +1,4 @@
-"""Fields of the planner's inputs: their checks, and their descriptions for the command line."""
+"""Dataclass fields of the planner's inputs: validation, and metadata for command-line options."""
 
 from collections.abc import Iterator
 from dataclasses import field, fields
@@ -14,41 +14,44 @@ from .._errors import (
     take_integers,
 )
 
-SHARES = ("memory_fraction",)  # fields that are at most 1
+SHARES = ("memory_fraction",)  # names of fields whose largest value is 1
 
 
 def option(
     help: str, *, unit: str = "", choices: tuple[object, ...] = (), zero: bool = False
 ) -> dict[str, Any]:
-    """Return the metadata of a field from which the command line makes an option.
+    """Return metadata for a dataclass field. The command line makes an option from it.
 
     Args:
-        help: Description. The command line appends the default.
-        unit: Unit of a number. A field without unit and choices is a flag.
-        choices: Legal values, besides a default of None.
+        help: Help text of the option. The command line appends the default.
+        unit: Unit of a numeric field. A field with neither unit nor choices is a flag.
+        choices: Legal values. If the default is None, it is legal too.
         zero: If True, a number may be 0.
     """
     return {"help": help, "unit": unit, "choices": choices, "zero": zero}
 
 
 def optional(default: object, help: str, **metadata: Any) -> Any:
-    """Return a dataclass field with a default and the metadata of `option`."""
+    """Return a dataclass field with a default and the metadata that `option` returns."""
     return field(default=default, metadata=option(help, **metadata))
 
 
 def check_fields(values: Any) -> list[Violation]:
-    """Check every field of a frozen dataclass, after converting its integers of other types to int.
+    """Check every field of a frozen dataclass, and return the violations.
 
-    The type of a field decides which values are legal. None is legal if it is the default. Fields
-    with this default are checked after the others.
+    Integers of other types, such as those of NumPy, are converted to int first. If the default of a
+    field is None, the value None is legal, and the field is checked after the others. Other values
+    are checked by the type of the field:
 
     | type | legal values |
     |---|---|
-    | a field with ``choices`` | one of them |
+    | a field with ``choices`` | one of the choices |
     | bool | True and False |
-    | int | at least 1; at least 0 if the default is 0 |
-    | float | finite and above 0; also 0 if the default is 0 or with ``zero``; `SHARES`: at most 1 |
+    | int | at least 1 |
+    | float | finite and above 0; fields in `SHARES`: at most 1 |
     | others | not checked here |
+
+    0 is also legal for a number if the default is 0, or if the metadata has ``zero=True``.
     """
     optional_last = sorted(fields(values), key=lambda each: each.default is None)
     every = {each: (each.type, *get_args(each.type)) for each in optional_last}
@@ -76,7 +79,7 @@ def check_fields(values: Any) -> list[Violation]:
 def _choice_violations(
     name: str, value: object, choices: tuple[object, ...]
 ) -> Iterator[Violation]:
-    # True == 1, but one is not legal if the other is.
+    # Types are compared too, because True == 1: the choice True does not make 1 legal.
     typed = [(choice, type(choice) is bool) for choice in choices]
     if (value, type(value) is bool) not in typed:
         yield number_violation(name, value, join_words(map(repr, choices)))

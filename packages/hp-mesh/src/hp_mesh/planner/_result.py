@@ -1,4 +1,7 @@
-"""Parts of a plan: configurations with their memory and time, comparisons and hints."""
+"""Results of the planner: plans, candidates with memory and time, comparisons and hints.
+
+A candidate is a valid configuration with its estimated memory and time.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,10 +19,12 @@ from ._shape import ModelShape
 from ._train import Recompute, TrainSpec, Zero
 
 GIB = 2**30
-# Estimates up to this factor above the limit are borderline: it is the error of estimates.
+# A configuration is borderline if its memory is above the limit by at most this factor. The factor
+# is the largest expected error of an estimate.
 BORDER = 1.15
-# A fastest candidate above this share of the limit leaves little room for errors. Then a candidate
-# is preferred that takes at most CLOSE times as long and saves at least CLEARLY of the limit.
+# If the fastest candidate needs more than the share TIGHT of the memory limit, there is little room
+# for errors. Then a candidate is recommended that takes at most CLOSE times as long and needs less
+# memory, by at least the share CLEARLY of the limit.
 TIGHT = 0.95
 CLOSE = 1.01
 CLEARLY = 0.05
@@ -30,14 +35,14 @@ CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySplit:
-    """Bytes on the rank that needs most memory, by content.
+    """Memory of the rank that needs most, split by content, in bytes.
 
     Args:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients.
         optimizer: Bytes of optimizer state.
-        activations: Bytes of activations that are saved for backward, with those that one layer
-            recomputes.
+        activations: Bytes of activations: those saved for backward, and those that exist while
+            one layer is recomputed.
         logits: Bytes of logits and their gradients.
         buffers: Bytes of unsharded parameters, gradients during reduction, and dispatched tokens.
 
@@ -63,7 +68,7 @@ class MemorySplit:
 
     @property
     def states(self) -> float:
-        """Bytes that stay from step to step: parameters, gradients and optimizer state."""
+        """Sum of parameters, gradients and optimizer state, in bytes."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -74,14 +79,14 @@ class MemorySplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """Seconds of one step, by activity.
+    """Time of one optimizer step, split by activity, in seconds.
 
     Args:
         compute: Seconds of computation.
-        communication: Seconds of communication that does not overlap with computation, by axis:
-            ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``ep`` and ``pp``. Axes of size 1 are
-            absent.
-        bubble: Seconds that a pipeline rank waits for other stages.
+        communication: Seconds of communication that does not overlap with computation. Keys are
+            names of axes: ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``ep`` and ``pp``. Axes of
+            size 1 are absent.
+        bubble: Seconds that a pipeline rank waits for other ranks.
         optimizer: Seconds of the optimizer step.
 
     Examples:
@@ -96,7 +101,7 @@ class TimeSplit:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part by name, with one entry for each axis that communicates."""
+        """Seconds of each part by name. Each axis in ``communication`` is a separate part."""
         ends = {"bubble": self.bubble, "optimizer": self.optimizer}
         return {"compute": self.compute, **self.communication, **ends}
 
@@ -108,22 +113,22 @@ class TimeSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One valid configuration, with its estimated memory and time.
+    """A valid configuration with its estimated memory and time.
 
     Args:
         dims: Degrees.
         micro_batch: Number of sequences per microbatch on each data-parallel rank.
         microbatches: Number of microbatches per step.
-        recompute: Activations that backward recomputes.
-        memory: Bytes on the rank that needs most.
-        time: Seconds of one step.
-        limit: Memory limit of a device, in bytes.
+        recompute: Kind of recomputation, as in `TrainSpec`.
+        memory: Memory of the rank that needs most.
+        time: Time of one step.
+        limit: Memory that may be used on one device, in bytes.
         tokens: Number of tokens of one step.
-        flops: Floating-point operations of the model in one step. Recomputation is not counted;
-            causal attention counts half.
-        peak_tflops: Dense bf16 peak of a device, in TFLOP/s.
+        flops: Floating-point operations of the model in one step. Recomputation is not counted.
+            Only the lower half of the attention scores is counted, because attention is causal.
+        peak_tflops: Peak of dense bf16 matrix products on one device, in TFLOP/s.
         setting: Pipeline schedule and ZeRO stage.
-        trust: Published runs that resemble the configuration.
+        trust: Published runs that resemble the configuration, and the error of their estimates.
 
     Examples:
         >>> cluster = Cluster(world_size=8, accelerator="H100")
@@ -147,7 +152,7 @@ class Candidate:
 
     @property
     def schedule(self) -> ScheduleName:
-        """Pipeline schedule."""
+        """Name of the pipeline schedule."""
         return self.setting.schedule
 
     @property
@@ -157,14 +162,15 @@ class Candidate:
 
     @property
     def zero(self) -> Zero:
-        """ZeRO stage; None is stage 3 as in FSDP."""
+        """ZeRO stage from 0 to 3, or None for FSDP. See ``zero`` of `TrainSpec`."""
         return self.setting.zero
 
     @property
     def fit(self) -> Fit:
-        """``"fits"``, ``"borderline"`` or ``"does not fit"``.
+        """Whether the memory is within the limit.
 
-        Memory of a borderline candidate is above the limit by at most 15 %.
+        ``"fits"``; ``"borderline"`` if the memory is above the limit by at most 15 %; or
+        ``"does not fit"``.
         """
         return classify(self.memory.total, self.limit)
 
@@ -175,24 +181,24 @@ class Candidate:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Estimated training tokens per second on each device."""
+        """Estimated number of tokens per second, divided by the number of devices."""
         return self.tokens / self.time.total / self.world_size
 
     @property
     def tflops(self) -> float:
-        """Model TFLOP/s on each device."""
+        """Operations of the model in TFLOP/s per device. Recomputation is not counted."""
         return self.flops / self.time.total / self.world_size / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: `tflops` as a share of the device's dense bf16 peak."""
+        """Model FLOPs utilization: `tflops` divided by the device's dense bf16 peak."""
         return self.tflops / self.peak_tflops
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """The memory limit that the configuration exceeds, or nothing if it fits.
+        """One violation if the memory is above the limit, else an empty tuple.
 
-        It is advice if the configuration is borderline, else an error.
+        The violation's level is ``"advice"`` for a borderline configuration, else ``"error"``.
         """
         if self.fit == "fits":
             return ()
@@ -203,10 +209,10 @@ class Candidate:
         return (broken("memory", reason, values, level=level),)
 
     def explain(self) -> str:
-        """Describe memory, time and trust.
+        """Describe the configuration, its memory, its time, and how reliable the estimate is.
 
         Returns:
-            Five lines: degrees, microbatches, memory by part, time by part, and trust.
+            A text of five lines: degrees, microbatches, memory by part, time by part, and trust.
         """
         zero = "3 (FSDP)" if self.zero is None else self.zero
         lines = [f"{self.dims.summary()}"]
@@ -232,20 +238,28 @@ class Candidate:
 
 
 def classify(need: float, limit: float) -> Fit:
-    """Return the class of a configuration that needs ``need`` bytes of memory."""
+    """Return whether ``need`` bytes fit into a memory limit of ``limit`` bytes."""
     if need <= limit:
         return "fits"
     return "borderline" if need <= BORDER * limit else "does not fit"
 
 
-def _more(own: Mapping[str, float], best: Mapping[str, float]) -> dict[str, float]:
-    """Return the difference of each part to the best, largest first."""
+def _differences(own: Mapping[str, float], best: Mapping[str, float]) -> dict[str, float]:
+    """Return ``own`` minus ``best`` for each part by name, the largest difference first.
+
+    A part that is missing in one of the arguments counts as 0 there.
+    """
     parts = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in {**own, **best}}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 class Ranking(Sequence[Candidate]):
-    """Candidates in a fixed order. Each is built when it is read."""
+    """Sequence of candidates that builds a candidate when it is accessed.
+
+    Args:
+        sources: Descriptions of the candidates, in order.
+        build: Builds a candidate from its description.
+    """
 
     __slots__ = ("_build", "_sources")
 
@@ -274,7 +288,11 @@ class Ranking(Sequence[Candidate]):
 
 
 def index_of_best(fits: Sequence[Candidate]) -> int:
-    """Return the index of the recommended candidate among those that fit, fastest first."""
+    """Return the index of the recommended candidate.
+
+    ``fits`` has all candidates that fit into memory, the fastest first. Returns 0 if ``fits`` is
+    empty. `Plan.best` describes which candidate is recommended.
+    """
     fastest = fits[0] if fits else None
     if fastest is None or fastest.memory.total <= TIGHT * fastest.limit:
         return 0
@@ -285,7 +303,7 @@ def index_of_best(fits: Sequence[Candidate]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One configuration, compared with the best of its plan.
+    """Differences in memory and time between a configuration and the best one of its plan.
 
     Args:
         own: The configuration.
@@ -303,22 +321,22 @@ class Comparison:
 
     @property
     def slowdown(self) -> float:
-        """Step time, relative to the best."""
+        """Step time of ``own`` divided by the step time of ``best``."""
         return self.own.time.total / self.best.time.total
 
     @property
     def time(self) -> Mapping[str, float]:
-        """Difference of each part of the step time to the best, in seconds, largest first."""
-        return _more(self.own.time.parts, self.best.time.parts)
+        """``own`` minus ``best`` for each part of the step time, in seconds, largest first."""
+        return _differences(self.own.time.parts, self.best.time.parts)
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Difference of each part of memory to the best, in bytes, largest first."""
-        return _more(self.own.memory.parts, self.best.memory.parts)
+        """``own`` minus ``best`` for each part of the memory, in bytes, largest first."""
+        return _differences(self.own.memory.parts, self.best.memory.parts)
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """The memory limit that the configuration exceeds, or nothing if it fits."""
+        """One violation if the memory of ``own`` is above the limit, else an empty tuple."""
         return self.own.violations
 
     def __str__(self) -> str:
@@ -333,19 +351,19 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All valid configurations of a run in ranked order, and all rejections.
+    """All valid configurations of a run, ranked, and all rejected degrees.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
-        candidates: Valid configurations. `best` is the first. The order of the others: those that
-            fit, the fastest first; borderline ones, the fastest first; too large ones, the smallest
-            first. Each is built when it is read.
-        rejected: Degrees without a valid configuration.
-        fitting: Number of candidates that fit.
-        bordering: Number of borderline candidates.
-        fix: Degrees to which the search was restricted.
+        candidates: Valid configurations. The first one is `best`. It is followed by candidates that
+            fit, the fastest first; borderline candidates, the fastest first; and too large
+            candidates, the one with least memory first. A candidate is built when it is accessed.
+        rejected: Degrees with which no configuration is valid.
+        fitting: Number of candidates that fit into memory.
+        bordering: Number of borderline candidates: above the memory limit by at most 15 %.
+        fix: Degrees that all configurations were required to have, by axis name.
         calibration: Constants of the cost model.
 
     Examples:
@@ -367,33 +385,34 @@ class Plan:
 
     @property
     def fits(self) -> Sequence[Candidate]:
-        """Candidates with memory within the limit."""
+        """Candidates whose memory is within the limit."""
         return self.candidates[: self.fitting]
 
     @property
     def borderline(self) -> Sequence[Candidate]:
-        """Candidates with memory above the limit by at most 15 %."""
+        """Candidates whose memory is above the limit by at most 15 %."""
         return self.candidates[self.fitting : self.fitting + self.bordering]
 
     @property
     def too_large(self) -> Sequence[Candidate]:
-        """Candidates with memory above the limit by more than 15 %."""
+        """Candidates whose memory is above the limit by more than 15 %."""
         return self.candidates[self.fitting + self.bordering :]
 
     @property
     def best(self) -> Candidate | None:
-        """The recommended candidate, the nearest miss if nothing fits, or None without candidates.
+        """The recommended candidate, or None without candidates.
 
-        It is the fastest candidate that fits, with one exception. If that one needs more than 95 %
-        of the memory limit, a candidate is preferred that is slower by at most 1 % and needs less
-        memory by at least 5 % of the limit.
+        The recommended candidate is usually `fastest`. If `fastest` needs more than 95 % of the
+        memory limit, another candidate is preferred that is slower by at most 1 % and saves at
+        least 5 % of the limit. If nothing fits, the recommended candidate is the fastest borderline
+        one, or else the one that needs least memory.
         """
         return self.candidates[0] if self.candidates else None
 
     @property
     def fastest(self) -> Candidate | None:
         """The fastest candidate that fits; `best` if nothing fits."""
-        # Only the first candidate can be out of order.
+        # `best` is first. The other candidates that fit are sorted by time.
         return min(self.fits[:2], key=lambda one: one.time.total, default=self.best)
 
     @property
@@ -402,13 +421,13 @@ class Plan:
         return len(self.candidates) + len(self.rejected)
 
     def compare(self, own: Candidate) -> "Comparison":
-        """Compare a configuration with the best of this plan.
+        """Compare a configuration with the best one of this plan.
 
         Args:
-            own: A configuration of the same run, such as a result of `estimate`.
+            own: A candidate of the same run, such as the result of `estimate`.
 
         Returns:
-            Both configurations and the differences of their parts.
+            Both candidates, and their differences in each part of memory and time.
         """
         return Comparison(own=own, best=self.best or own)
 
@@ -425,12 +444,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """One option of a run, with a value that makes the best plan faster.
+    """A change of one option of `TrainSpec` that makes the best configuration faster.
 
     Args:
-        field: Name of a field of `TrainSpec`.
-        value: Value for this field.
-        step_seconds: Estimated seconds of one step of the best plan with this value.
+        field: Name of the option, which is a field of `TrainSpec`.
+        value: Value of the option to set.
+        step_seconds: Estimated seconds per step of the best configuration with this value.
 
     Examples:
         >>> print(Hint(field="fused_loss", value=True, step_seconds=1.5))
@@ -446,7 +465,7 @@ class Hint:
 
 
 def counts_of(plan: Plan) -> str:
-    """Write how many configurations were considered, how many fit, and how many were rejected."""
+    """Return a text with the number of candidates of each class and the number of rejections."""
     return (
         f"{plan.considered} considered: {plan.fitting} fit, {plan.bordering} borderline, "
         f"{len(plan.too_large)} do not fit, {len(plan.rejected)} rejected"

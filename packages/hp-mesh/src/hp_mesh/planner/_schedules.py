@@ -1,4 +1,7 @@
-"""All pipeline schedules, one record each. To add a schedule, add its name and its record."""
+"""Pipeline schedules, with formulas for their waiting time and memory.
+
+To add a schedule, add its name to `ScheduleName` and a `Schedule` to `SCHEDULES`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,20 +18,25 @@ def _one_f_one_b_in_flight(pp: int, stages: int, *, last: bool) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One pipeline schedule. All functions are for a run with at least two pipeline ranks.
+    """A pipeline schedule: functions that compute its waiting time and memory.
+
+    All functions assume at least two pipeline ranks.
 
     Attributes:
-        bubble: Seconds that a rank waits in one step. Arguments: ``pp``, stages per rank, and the
-            seconds of one microbatch on a rank, of its forward pass, and of its weight gradients.
-        source: Publication that describes the bubble and the memory.
-        in_flight: Number of microbatches for which a rank holds activations. Arguments: ``pp``,
-            stages per rank, and whether the rank is the last one.
-        violations: Violations for ``pp`` and a number of microbatches, or None if every number is
-            legal.
-        weight_copies: Number of copies of its weights that a rank holds.
-        overlaps_experts: Whether the forward pass of one microbatch overlaps the expert exchange of
+        bubble: Returns the seconds that a rank waits for other ranks in one step. Arguments:
+            ``pp``; number of stages per rank; and three times of one microbatch on a rank, in
+            seconds: total, forward pass, and weight gradients.
+        source: Publication that describes the schedule's waiting time and memory.
+        in_flight: Returns the number of microbatches whose activations a rank saves at the same
+            time. Arguments: ``pp``; number of stages per rank; and ``last``, which is True for the
+            last rank.
+        violations: Yields a violation if the schedule cannot run. Arguments: ``pp`` and the number
+            of microbatches. It is None if every number of microbatches is legal.
+        weight_copies: Number of copies of its weights that a rank has.
+        overlaps_experts: True if computing one microbatch overlaps with the expert communication of
             another one.
-        adjustable: Whether a rank has 2 or more stages, at choice. Otherwise it has one.
+        adjustable: True if each rank has two or more stages and the number can be chosen. Otherwise
+            each rank has one stage.
     """
 
     bubble: Callable[[int, int, float, float, float], float]
@@ -58,12 +66,13 @@ def _interleaved_violations(pp: int, microbatches: int) -> Iterator[Violation]:
 
 
 def _zero_bubble(pp: int, stages: int, busy: float, forward: float, weights: float) -> float:
-    # The last backward passes fill the bubble with weight gradients.
+    # Weight gradients are computed while a rank would wait, so the wait is shorter than with 1F1B.
     return (pp - 1) * max(0.0, busy - 2 * weights)
 
 
 def _dualpipe_bubble(pp: int, stages: int, busy: float, forward: float, weights: float) -> float:
-    # Microbatches enter from both ends, and weight gradients fill the rest of the bubble.
+    # Microbatches enter at both ends of the pipeline. A rank computes weight gradients while it
+    # would wait.
     both = busy + (busy - forward) - 3 * weights
     return max(0.0, pp / 2 - 1) * max(0.0, both)
 
@@ -75,6 +84,7 @@ def _dualpipe_violations(pp: int, microbatches: int) -> Iterator[Violation]:
         yield broken("dualpipe", reason, {"pp": pp, "microbatches": microbatches})
 
 
+# All schedules by name. The first one is the default.
 SCHEDULES: Mapping[ScheduleName, Schedule] = {
     "1f1b": Schedule(
         bubble=_one_f_one_b_bubble,
