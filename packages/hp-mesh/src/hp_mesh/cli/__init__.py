@@ -1,4 +1,7 @@
-"""Command line: plan, estimate, check, show, explain and groups. Needs no torch."""
+"""The command line ``hp-mesh``, with commands plan, estimate, check, show, explain and groups.
+
+Does not need torch.
+"""
 
 from ._main import main as main
 

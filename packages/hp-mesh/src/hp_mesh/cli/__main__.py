@@ -1,4 +1,4 @@
-"""Run the command line as ``python -m`` of this subpackage."""
+"""Run the command line with ``python -m hp_mesh.cli``."""
 
 from ._main import main
 

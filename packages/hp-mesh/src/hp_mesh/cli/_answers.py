@@ -1,4 +1,7 @@
-"""Answers of the commands: the common form, and the answers about degrees and ranks."""
+"""Answers of the commands check, explain, show and groups, and the classes of all answers.
+
+An answer has lines and tables to print, and a dictionary to print with ``--json``.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +15,14 @@ from .._layout import RankLayout
 from ..planner import Plan
 from ._inputs import Reader, read_check, read_count, read_ranks
 
-MOST_CELLS = 8  # ranks in one row of a table
-MOST_ROWS = 24
-# Okabe and Ito's colours (see `_pictures`), mixed with white.
+MOST_CELLS = 8  # largest number of ranks in one row of a table
+MOST_ROWS = 24  # largest number of rows in a table of ranks or groups
+# Background colours of groups: the colours of Okabe and Ito (see `_pictures`), mixed with white.
 GROUP_COLOURS = (
     *("#a9d3ec", "#f7d58c", "#9fdcc6", "#ecc6da"),
     *("#d9d9d9", "#f2b48c", "#faf4a6", "#a79ccf"),
 )
-# Styles of rich for verdicts and notes.
+# Styles for the package rich, by the words that `Line.style` may have.
 STYLES = {
     **{"good": "bold green", "warn": "yellow", "bad": "red"},
     **{"fits": "bold green", "borderline": "yellow", "does not fit": "red"},
@@ -32,7 +35,7 @@ Json: TypeAlias = Mapping[str, object]
 class Line(NamedTuple):
     """A line of an answer, or a cell of a table.
 
-    ``style`` is a style of rich or a word of `STYLES`, such as ``"fits"``.
+    ``style`` is a style of the package rich, or a key of `STYLES` such as ``"fits"``.
     """
 
     text: str = ""
@@ -40,10 +43,10 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of an answer, with an empty line above it.
+    """A table of an answer, printed below an empty line.
 
-    ``numbers`` names the columns that are aligned to the right. Cells that are not a `Line` are
-    printed without a style.
+    ``numbers`` has the names of the right-aligned columns. A cell is a `Line`, or any object that
+    is printed as ``str(cell)`` without a style.
     """
 
     columns: Sequence[str]
@@ -57,13 +60,13 @@ Block: TypeAlias = Line | Table
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of a command.
+    """Answer of a command, before it is printed.
 
     Args:
-        json: Returns the content of ``--json``.
-        blocks: Lines and tables. They are computed when they are printed.
+        json: Returns the dictionary that ``--json`` prints.
+        blocks: Lines and tables that are printed without ``--json``. They are computed lazily.
         exit_code: Exit code of the command.
-        subject: Ranks or plan that ``--picture`` draws.
+        subject: Ranks or plan that ``--picture`` draws, or None if the command draws nothing.
     """
 
     json: Callable[[], Json]
@@ -73,7 +76,10 @@ class Answer:
 
 
 def answer_check(args: Namespace, reader: Reader) -> Answer:
-    """List the broken rules. The exit code is 2 if one of them is an error."""
+    """Answer the command ``check``: the broken rules.
+
+    The exit code is 2 if a broken rule is an error, and 0 if all are advice.
+    """
     dims, question = read_check(args, reader)
     report = dims.check(**question)
     content = {
@@ -101,7 +107,10 @@ def _check_blocks(dims: ParallelDims, report: Report) -> Iterator[Block]:
 
 
 def answer_explain(args: Namespace, reader: Reader) -> Answer:
-    """List all rules with their verdicts. The exit code is 2 if one verdict is an error."""
+    """Answer the command ``explain``: all rules with their verdicts.
+
+    The exit code is 2 if at least one verdict is an error, else 0.
+    """
     dims, question = read_check(args, reader)
     rules = dims.explain(**question)
     rows = [(Line(r.verdict, r.verdict), r.rule, r.text) for r in rules]
@@ -117,7 +126,12 @@ def answer_explain(args: Namespace, reader: Reader) -> Answer:
 class RankMap:
     """All ranks with their coordinates, and the groups of one axis or alias.
 
-    Ranks are shown in boxes: one per node, or one for all ranks if ``ranks_per_node`` is None.
+    A picture shows the ranks of each node in a box.
+
+    Args:
+        dims: Resolved degrees.
+        ranks_per_node: Number of ranks in one node. If None, all ranks are in one box.
+        axis: Name of the axis or alias whose groups are shown.
     """
 
     dims: ParallelDims
@@ -131,37 +145,43 @@ class RankMap:
 
     @cached_property
     def nesting(self) -> tuple[str, ...]:
-        """Names of the axes with several ranks, outermost first, without a folded ``ep``."""
+        """Names of the axes with more than one rank, the outermost first.
+
+        ``ep`` is left out if experts are folded, because its ranks lie on other axes.
+        """
         folded = self.dims.ep_mode == "folded"
         names = [name for name in self.dims.order if not (folded and name == "ep")]
         return tuple(name for name in names if self.layout.size(name) > 1)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Names of the axes whose coordinates are shown: `nesting`, and a folded ``ep``."""
+        """Names of the axes for which each rank shows its coordinate.
+
+        They are the axes of `nesting`, and ``ep`` if it has more than one rank.
+        """
         ep = ("ep",) if "ep" not in self.nesting and self.layout.size("ep") > 1 else ()
         return (*self.nesting, *ep)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each group of the chosen axis."""
+        """Ranks of each group of the axis `axis`. The index of a group is its number."""
         return tuple(self.layout.groups(self.axis))
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """Index in `groups` by rank."""
+        """Number of the group that a rank belongs to, by rank."""
         return {rank: number for number, group in enumerate(self.groups) for rank in group}
 
     @cached_property
     def boxes(self) -> Sequence[range]:
-        """Ranks of each box. The last box may be partly full."""
+        """Ranks of each box. The last box may have fewer ranks than the others."""
         world = self.layout.world_size
         width = self.ranks_per_node or world
         return [range(at, min(at + width, world)) for at in range(0, world, width)]
 
     @property
     def description(self) -> str:
-        """One line with the number of ranks and nodes and the nesting of the axes."""
+        """One line of text: number of ranks, number of nodes, and order of the axes."""
         nodes = f" on {plural(len(self.boxes), 'node')} of {self.ranks_per_node}"
         if self.ranks_per_node is None:
             nodes = ", nodes not known: give --ranks-per-node"
@@ -169,20 +189,25 @@ class RankMap:
         return f"{plural(self.layout.world_size, 'rank')}{nodes}{nesting}"
 
     def crosses_nodes(self, name: str) -> bool | None:
-        """Return True if groups of an axis or alias have several nodes, None if unknown."""
+        """Return whether groups of an axis or alias have ranks in several nodes.
+
+        Returns None if the number of ranks per node is unknown.
+        """
         node = self.ranks_per_node
         return None if node is None else self.layout.crosses_nodes(name, node)
 
     def links(self, name: str) -> str:
-        """Write whether groups of an axis or alias are inside one node."""
+        """Return "inside a node", "between nodes" or "not known" for an axis or alias."""
         crosses = self.crosses_nodes(name)
         return "not known" if crosses is None else "between nodes" if crosses else "inside a node"
 
     def families(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of axes and aliases with several ranks, in sets with equal groups.
+        """Return the names of axes and aliases in tuples. Names in one tuple have the same groups.
 
-        All groups of a name have the same pattern, so the group of rank 0 identifies it.
+        Names with one rank per group are left out.
         """
+        # All groups of a name have the same pattern. So two names have the same groups if rank 0
+        # has the same group.
         found: dict[tuple[int, ...], list[str]] = {}
         for name in dict.fromkeys((*self.axes, *self.layout.names)):
             if self.layout.size(name) > 1:
@@ -190,17 +215,17 @@ class RankMap:
         return tuple(map(tuple, found.values()))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank, by the names in `axes`."""
+        """Return the coordinate of a rank on each axis of `axes`, by axis name."""
         return {axis: self.layout.coordinate(axis, rank) for axis in self.axes}
 
 
 def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) -> RankMap:
-    """Return all ranks with their coordinates, and the groups of ``axis``.
+    """Create a `RankMap`, which ``show`` prints and draws.
 
-    ``axis`` defaults to the innermost axis. All degrees of ``dims`` must be known.
+    ``axis`` defaults to the innermost axis with more than one rank. ``dims`` must be resolved.
 
     Raises:
-        LayoutError: The layout has no such axis.
+        LayoutError: No axis or alias has the name ``axis``.
     """
     dims.layout().size(axis or "tp")
     found = RankMap(dims=dims, ranks_per_node=ranks_per_node, axis=axis or "tp")
@@ -208,7 +233,7 @@ def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) 
 
 
 def answer_show(args: Namespace, reader: Reader) -> Answer:
-    """Show the coordinates of every rank, and its group of ``--axis``."""
+    """Answer the command ``show``: each rank's coordinates, and its group of the chosen axis."""
     dims, node = read_ranks(args, reader)
     found = reader.checked(reader(map_ranks, dims, node, args.axis))
     return Answer(json=partial(_show_json, found), blocks=_show_blocks(found), subject=found)
@@ -246,7 +271,11 @@ def _show_blocks(found: RankMap) -> Iterator[Block]:
 
 
 def _rank_blocks(found: RankMap) -> Iterator[Block]:
-    """Yield a table with a row for each node, or several rows for a wide node."""
+    """Yield a table with the ranks of each node, in rows of at most `MOST_CELLS` ranks.
+
+    If the table has more than `MOST_ROWS` rows, rows in the middle are left out, and a line says
+    which ranks are missing.
+    """
     width = min(len(found.boxes[0]), MOST_CELLS)
     lines = [
         (node, box[at : at + width])
@@ -276,7 +305,7 @@ def _rank_cells(found: RankMap, node: int, ranks: range) -> Iterator[object]:
 
 
 def answer_groups(args: Namespace, reader: Reader) -> Answer:
-    """List all groups of an axis or alias, or show only the group of ``--rank``."""
+    """Answer the command ``groups``: all groups of an axis or alias, or the group of one rank."""
     dims, node = read_ranks(args, reader)
     rank = reader(read_count, "--rank", args.rank, least=0)
     reader(dims.layout().size, args.name)
@@ -317,14 +346,16 @@ def _groups_blocks(found: RankMap, rank: int | None) -> Iterator[Block]:
 
 
 def violation_json(violation: Violation) -> Json:
-    """Return a violation and its text."""
+    """Return the fields of a violation by name, and its text as ``"text"``."""
     return {**asdict(violation), "text": str(violation)}
 
 
 def ends(count: int, most: int) -> tuple[range, range]:
-    """Choose at most ``most`` of ``count`` positions: from the start, and a quarter from the end.
+    """Return the positions of a list's items to print: a range at the start, and one at the end.
 
-    If ``count`` is at most ``most``, the first range has all positions and the second is empty.
+    ``count`` is the length of the list, and ``most`` the largest number of positions. A quarter of
+    the positions is at the end. If ``count <= most``, the first range has all positions, and the
+    second one is empty.
     """
     if count <= most:
         return range(count), range(count, count)
@@ -333,9 +364,10 @@ def ends(count: int, most: int) -> tuple[range, range]:
 
 
 def with_gap(count: int, most: int, fewer: int | None = None) -> list[int | None]:
-    """Return the positions from 0 to ``count``, or some of them if there are more than ``most``.
+    """Return the positions of a list's items to print, with None for the omitted ones.
 
-    Then the list has the first and the last positions, ``fewer`` in total (default: ``most``), and
+    ``count`` is the length of the list. If it is at most ``most``, all positions are returned.
+    Otherwise the result has ``fewer`` positions from the start and the end (default: ``most``), and
     one None between them.
     """
     head, tail = ends(count, most if fewer is None or count <= most else fewer)
@@ -343,7 +375,10 @@ def with_gap(count: int, most: int, fewer: int | None = None) -> list[int | None
 
 
 def rank_list(ranks: Sequence[int], most: int = 12) -> str:
-    """Write ranks as ``0-7`` if they are consecutive, else one by one without the middle."""
+    """Return ranks as text: ``"0-7"`` if they are consecutive, else ``"0 2 4 ... 30"``.
+
+    At most ``most`` ranks are written one by one.
+    """
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
     shown = with_gap(len(ranks), most)
@@ -351,6 +386,6 @@ def rank_list(ranks: Sequence[int], most: int = 12) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Write a count and a noun, as in ``1 rank`` and ``2 ranks``."""
+    """Return a count with a noun in singular or plural, such as ``"1 rank"`` or ``"2 ranks"``."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending}"

@@ -1,4 +1,7 @@
-"""Estimates of memory and time for all valid configurations of a run. Needs no torch."""
+"""Estimate memory and time of all valid configurations of a training run, and rank them.
+
+Does not need torch.
+"""
 
 from ._calibration import CONSTANTS, Calibration, Trust
 from ._cluster import ACCELERATORS, Accelerator, Cluster

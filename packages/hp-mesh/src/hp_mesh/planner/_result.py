@@ -238,7 +238,7 @@ class Candidate:
 
 
 def classify(need: float, limit: float) -> Fit:
-    """Return whether ``need`` bytes fit into a memory limit of ``limit`` bytes."""
+    """Return the one of `CLASSES` for a need and a limit of memory, both in bytes."""
     if need <= limit:
         return "fits"
     return "borderline" if need <= BORDER * limit else "does not fit"

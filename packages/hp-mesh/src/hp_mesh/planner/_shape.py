@@ -1,4 +1,4 @@
-"""Sizes of decoder models: reading them from configurations, and a table of published models."""
+"""Sizes of decoder models, read from a configuration or from a table of published models."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from ._fields import check_fields
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
-# Fields of a run, which rules also read.
+# Names that rules read from the training run, not from the model.
 OF_RUN = ("seq_len", "global_batch")
-# Fields without a name that every family of models uses in the same way.
+# Fields that `to_config` returns under their own names, because Hugging Face has no common name.
 OWN_NAMES = ("expert_ffn", "dense_layers")
 # Model families without gates in their feed-forward layers.
 UNGATED = (
@@ -37,7 +37,9 @@ UNGATED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder, dense or with experts. Biases are not counted.
+    """Sizes of a decoder model, dense or with experts.
+
+    Numbers of parameters do not include biases.
 
     Args:
         name: Name of the model.
@@ -46,24 +48,28 @@ class ModelShape:
         heads: Number of query heads.
         kv_heads: Number of key and value heads. Defaults to ``heads``.
         head_dim: Width of one head. Defaults to ``hidden // heads``.
-        ffn: Inner width of a dense feed-forward layer. With ``glu``, the width of each of the two
-            input matrices.
+        ffn: Inner width of a dense feed-forward layer. With ``glu``, each of the two input matrices
+            has this width.
         vocab: Size of the vocabulary.
         glu: If True, feed-forward layers have a gate: three matrices instead of two.
-        tied: If True, the output matrix is the embedding.
+        tied: If True, the embedding is also used as the output matrix.
         experts: Number of routed experts per layer; 0 for a dense model.
         top_k: Number of experts per token.
         expert_ffn: Inner width of one expert. Defaults to ``ffn``.
-        shared_ffn: Total inner width of the experts that every token uses.
-        dense_layers: Number of layers without experts, in a model with experts.
-        latent: Width of the latent of keys and values (multi-head latent attention); 0 without it.
-        query_latent: Width of the latent of queries; 0 without it.
-        nope_dim: Width of the part of a query head without positions. If ``nope_dim`` and
-            ``rope_dim`` are 0, the parameters of ``latent`` are counted as two projections, one for
-            keys and one for values.
-        rope_dim: Width of the part of a query head with positions.
-        groups: Number of groups of experts; 0 without groups.
-        top_groups: Number of groups from which a token's experts are chosen; 0 without a limit.
+        shared_ffn: Total inner width of the shared experts, which process every token.
+        dense_layers: Number of layers without experts in a model with experts.
+        latent: Width of the compressed keys and values in multi-head latent attention (arXiv
+            2405.04434, section 2.1); 0 for other attention.
+        query_latent: Width of the compressed queries in multi-head latent attention; 0 if queries
+            are not compressed.
+        nope_dim: Width of the part of a query head without rotary position embedding, in multi-head
+            latent attention. If ``nope_dim`` and ``rope_dim`` are 0, parameters are counted as for
+            one projection to keys and one to values, each twice as wide as ``latent``.
+        rope_dim: Width of the part of a query head with rotary position embedding, in multi-head
+            latent attention.
+        groups: Number of groups into which the router divides the experts; 0 without groups.
+        top_groups: Number of groups from which the router chooses a token's experts; 0 without
+            groups.
 
     Raises:
         ParallelDimsError: A value is invalid. The error lists all of them.
@@ -108,20 +114,19 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: object) -> "ModelShape":
-        """Read the shape of a model from a mapping or a configuration object.
-
-        Configurations of Hugging Face work, with a nested ``text_config`` too, and so does a parsed
-        ``config.json``.
+        """Read the sizes of a model from its configuration.
 
         Args:
-            config: Fields by name, in the spelling of any known model family.
+            config: A Hugging Face configuration object, or a mapping such as a parsed
+                ``config.json``. It may have a nested ``text_config``. The field names of all known
+                model families are accepted, such as ``n_layer`` and ``num_hidden_layers``.
 
         Returns:
-            The shape.
+            The sizes.
 
         Raises:
-            ParallelDimsError: A required field is missing, or the model has layers without softmax
-                attention, such as Mamba layers. The estimates do not cover them.
+            ParallelDimsError: A required field is missing, or the model has layers that the
+                estimates do not cover, such as Mamba layers, which have no softmax attention.
 
         Examples:
             >>> config = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
@@ -131,23 +136,23 @@ class ModelShape:
         return cls(**_read_shape(config))
 
     def to_config(self) -> Mapping[str, int]:
-        """Return the sizes that the rules of degrees read.
+        """Return the sizes that `ParallelDims.check` needs.
 
         Returns:
-            Sizes by their names in Hugging Face configurations, for `ParallelDims.check`.
+            Sizes by their names in Hugging Face configurations.
         """
         return {name: getattr(self, field) for field, name in _CONFIG_NAMES.items()}
 
     @property
     def query_width(self) -> int:
-        """Total width of the query heads of one layer."""
+        """Width of the queries of one layer: number of query heads times head width."""
         return self.heads * (self.head_dim or 0)
 
     @property
     def kv_width(self) -> int:
-        """Total width of the keys of one layer, twice the latent's width if there is one.
+        """Width of the keys of one layer: number of key heads times head width.
 
-        The values have the same width.
+        The values have the same width. With multi-head latent attention, it is ``2 * latent``.
         """
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
@@ -155,7 +160,8 @@ class ModelShape:
     def attention_width(self) -> int:
         """Sum of the widths of queries, keys, values and attention output of one layer.
 
-        With a latent, keys and values are counted for all query heads.
+        With multi-head latent attention, each query head has its own keys and values, and the
+        compressed queries, keys and values are added.
         """
         if not self.latent:
             return 2 * (self.query_width + self.kv_width)
@@ -163,17 +169,23 @@ class ModelShape:
 
     @property
     def latents(self) -> int:
-        """Sum of the widths of one layer's latents; 0 without latents."""
+        """Total width of the compressed queries, keys and values of one layer.
+
+        They exist only in multi-head latent attention. Otherwise the width is 0.
+        """
         return self.latent and self.latent + self.rope_dim + self.query_latent
 
     @property
     def score_width(self) -> int:
-        """Total width of the query heads in the products with keys."""
+        """Width of the queries of one layer in the product with keys, summed over all heads.
+
+        Only in multi-head latent attention, it differs from `query_width`.
+        """
         return self.heads * (self.nope_dim + self.rope_dim) or self.query_width
 
     @property
     def expert_width(self) -> int:
-        """Inner width of one expert."""
+        """Inner width of one expert, as an integer."""
         return self.expert_ffn or 0
 
     @property
@@ -183,15 +195,16 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Number of matrices of one feed-forward layer: 3 with a gate, else 2."""
+        """Number of weight matrices of one feed-forward layer: 3 with a gate, else 2."""
         return 3 if self.glu else 2
 
     @property
     def attention_parameters(self) -> int:
-        """Number of parameters of one layer's attention and of its two norms."""
+        """Number of parameters of the attention and the two norms of one layer."""
         projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         if self.latent and self.nope_dim:
-            # arXiv 2405.04434, section 2.1: latents are projected to queries, keys and values.
+            # The inputs are compressed to latents, and these are projected to queries, keys and
+            # values (arXiv 2405.04434, section 2.1).
             query = self.score_width
             projections = self.hidden * (query if not self.query_latent else self.query_latent)
             projections += self.query_latent * query + self.hidden * (self.latent + self.rope_dim)
@@ -206,7 +219,7 @@ class ModelShape:
 
     @property
     def shared_layer_parameters(self) -> int:
-        """Number of parameters of one layer with experts, without the routed experts."""
+        """Number of parameters of one layer with experts, except those of the routed experts."""
         shared = self.matrices * self.hidden * self.shared_ffn
         return self.attention_parameters + shared + self.hidden * self.experts
 
@@ -241,27 +254,27 @@ class ModelShape:
 
     @property
     def layer_work(self) -> float:
-        """Number of parameters that one token uses in an average layer."""
+        """Number of parameters that one token uses in a layer, as the mean over all layers."""
         routed = self.expert_layers * self.top_k * self.one_expert_parameters
         blocks = (self.layers - self.expert_layers) * self.dense_layer_parameters
         return (blocks + self.expert_layers * self.shared_layer_parameters + routed) / self.layers
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses, with the embedding and the output matrix."""
+        """Number of parameters that one token uses, including embedding and output matrix."""
         return self.dense_parameters + self.expert_layers * self.top_k * self.one_expert_parameters
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Return the floating-point operations of forward and backward for one token.
+        """Return the number of floating-point operations per token, forward and backward.
 
-        Counts six operations for every parameter of a matrix product, plus causal attention over
-        the sequence (arXiv 2204.02311, appendix B). Recomputation is not counted.
+        Every parameter of a matrix product counts as six operations. Causal attention over the
+        sequence is added (arXiv 2204.02311, appendix B). Recomputation is not counted.
 
         Args:
             seq_len: Number of tokens of one sequence.
 
         Returns:
-            Number of operations.
+            Number of operations per token.
         """
         inputs = self.embedding_parameters if not self.tied else 0
         attention = 3 * self.layers * (self.score_width + self.query_width) * seq_len
@@ -269,10 +282,10 @@ class ModelShape:
 
 
 def _config_names() -> Mapping[str, str]:
-    """Return the name in a configuration of each field that a rule reads.
+    """Return a Hugging Face configuration name for each field of `ModelShape` that a rule reads.
 
-    Raises `TypeError` for a field that a shape or the table of names lacks, because the planner
-    would skip the rule.
+    Raises `TypeError` if a rule reads a field that `ModelShape` does not have. Otherwise the
+    planner would skip this rule.
     """
     read = {field for rule in RULES for field in (*rule.fields, *rule.hints)} - {*OF_RUN}
     known = RULED.keys() & ModelShape.__dataclass_fields__.keys()
@@ -314,7 +327,7 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
 
 
 def _read_shape(config: object) -> dict[str, Any]:
-    """Return the arguments of `ModelShape` that a configuration gives."""
+    """Return the arguments of `ModelShape` that a configuration contains, by name."""
     found = {f: (name, as_integer(v)) for f, (name, v) in read_model_fields(config).items()}
     given = {field: value for field, (_, value) in found.items() if value is not None}
     if given.get("experts") and "top_k" not in given:
@@ -330,14 +343,14 @@ def _read_shape(config: object) -> dict[str, Any]:
     if not shape.get("experts"):
         return shape | dict.fromkeys(OF_EXPERTS, 0)
     if given.get("groups", 0) <= 1 or not given.get("top_groups"):
-        shape |= {"groups": 0, "top_groups": 0}  # one group is no limit
+        shape |= {"groups": 0, "top_groups": 0}  # one group does not limit the choice of experts
     if given.get("shared_experts"):
         shape["shared_ffn"] = given["shared_experts"] * (given.get("expert_ffn") or given["ffn"])
     return shape
 
 
 def _other_layers(config: object) -> Iterator[Violation]:
-    """Yield violations for layers that a shape cannot have."""
+    """Yield a violation for each kind of layer that `ModelShape` cannot describe."""
     for what, fields in read_other_layers(config).items():
         texts = join_words((f"{name}={show(value)}" for name, value in fields.items()), "and")
         yield Violation(
@@ -375,7 +388,7 @@ _PUBLISHED: tuple[tuple[str, int, int, int, int, int, dict[str, Any]], ...] = (
     ("gpt-175b", 96, 12288, 96, 49152, 51200, {"glu": False}),
     ("gpt-530b", 105, 20480, 128, 81920, 51200, {"glu": False}),
     ("gpt-1t", 128, 25600, 160, 102400, 51200, {"glu": False}),
-    # Their published configuration files.
+    # The configuration files that the authors of the models published.
     ("mixtral-8x7b", 32, 4096, 32, 14336, 32000, _MIXTRAL),
     ("mixtral-8x22b", 56, 6144, 48, 16384, 32768, _MIXTRAL),
     ("qwen3-30b-a3b", 48, 2048, 32, 6144, 151936, {**_QWEN3, "expert_ffn": 768}),
@@ -392,4 +405,4 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
         for name, layers, hidden, heads, ffn, vocab, others in _PUBLISHED
     }
 )
-"""Shapes of published models by name."""
+"""Sizes of published models, by name."""

@@ -1,4 +1,4 @@
-"""Settings of a training run: batch, precision, recomputation, schedule, sharding, kernels."""
+"""Settings of a training run: batch, precision, recomputation, schedule, sharding and kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,51 +20,70 @@ ANY: Final = "any"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """One optimizer step: AdamW in bf16 on ``global_batch`` sequences of ``seq_len`` tokens.
+    """Settings of a training run. The optimizer is AdamW, and computation is in bf16.
 
     Args:
         seq_len: Number of tokens of one sequence.
-        global_batch: Number of sequences of one step.
-        micro_batch: Number of sequences per microbatch on each data-parallel rank. None lets the
-            planner choose.
-        recompute: Activations that backward recomputes. ``"none"``; ``"selective"``: the attention
-            core (arXiv 2205.05198, section 5); ``"selective-op"``: all but attention outputs and
-            every second matrix product; ``"full"``: whole layers. None lets the planner choose.
-        recompute_layers: Number of layers per pipeline rank that recompute. None means all. Invalid
-            with ``recompute="none"``.
+        global_batch: Number of sequences of one optimizer step, over all ranks.
+        micro_batch: Number of sequences per microbatch on each data-parallel rank. By default the
+            planner chooses.
+        recompute: Activations that backward recomputes instead of saving them. By default the
+            planner chooses one of these kinds:
+
+            - ``"none"``: nothing is recomputed.
+            - ``"selective"``: the attention core (arXiv 2205.05198, section 5).
+            - ``"selective-op"``: everything except attention outputs and every second matrix
+              product.
+            - ``"full"``: whole layers.
+        recompute_layers: Number of layers per pipeline rank to which ``recompute`` applies. By
+            default it applies to all layers. Must be None with ``recompute="none"``.
         float8: If True, linear layers multiply in fp8.
-        schedule: Pipeline schedule. ``"1f1b"``; ``"interleaved"`` with ``virtual_stages`` stages
-            per rank (arXiv 2104.04473); ``"zero-bubble"``: ZB-H1 (arXiv 2401.10241); ``"dualpipe"``
-            (arXiv 2412.19437, section 3.2.1); ``"any"`` lets the planner choose.
-        virtual_stages: Number of stages per pipeline rank with ``schedule="interleaved"`` or
-            ``"any"``, at least 2. With the default, 1, the planner chooses the number.
-        receive_buffers: Receive buffers of pipeline ranks. ``"in-flight"``: one for each microbatch
-            in flight; ``"all"``: one for each microbatch of a step, as in
+        schedule: Pipeline schedule.
+
+            - ``"1f1b"``: one forward, one backward (arXiv 2104.04473).
+            - ``"interleaved"``: 1F1B with several stages per rank (arXiv 2104.04473).
+            - ``"zero-bubble"``: ZB-H1 (arXiv 2401.10241).
+            - ``"dualpipe"``: DualPipe (arXiv 2412.19437, section 3.2.1).
+            - ``"any"``: the planner chooses.
+        virtual_stages: Number of stages per pipeline rank, at least 2, with
+            ``schedule="interleaved"`` or ``"any"``. With the default, 1, the planner chooses it.
+        receive_buffers: Number of receive buffers of a pipeline rank. ``"in-flight"``: one for each
+            microbatch in flight. ``"all"``: one for each microbatch of a step, as in
             ``torch.distributed.pipelining``.
-        zero: ZeRO stage over ``dp_shard`` and ``cp`` (arXiv 1910.02054). 0: nothing is sharded; 1:
-            the optimizer state; 2: gradients too; 3: parameters too, as in DeepSpeed, where each
-            weight is gathered separately and without overlap; None: stage 3 as in FSDP, which
-            prefetches layers. With pipeline stages, FSDP keeps parameters and gradients unsharded
-            during the step. ``"any"`` lets the planner choose.
+        zero: ZeRO stage over ``dp_shard`` and ``cp`` (arXiv 1910.02054).
+
+            - 0: nothing is sharded.
+            - 1: the optimizer state is sharded.
+            - 2: the optimizer state and gradients are sharded.
+            - 3: parameters are sharded too. Each weight is gathered separately and without overlap,
+              as in DeepSpeed.
+            - None: as 3, but whole layers are gathered and prefetched, as in FSDP. With pipeline
+              stages, parameters and gradients are unsharded from the start to the end of a step.
+            - ``"any"``: the planner chooses.
         gradient_dtype: Dtype in which gradients are accumulated and reduced.
         moment_dtype: Dtype of the optimizer's two moments.
-        fused: Operations with fused kernels. True: all of them; attention does not store its scores
-            (``"selective"`` then equals ``"none"``), and elementwise layers save only their inputs.
-            ``"attention"``: only attention. False: the kernels of arXiv 2205.05198.
+        fused: Operations that use fused kernels.
+
+            - True: all operations. Attention does not store its scores, so
+              ``recompute="selective"`` equals ``"none"``. Elementwise operations save only their
+              inputs.
+            - ``"attention"``: only attention.
+            - False: no operation, as in arXiv 2205.05198.
         fused_loss: If True, the loss is computed in chunks of tokens, so that the logits of all
-            tokens never exist at once (arXiv 2410.10989).
-        attention: ``"native"``: kernels with the device's own instructions (cuDNN, Transformer
-            Engine, FlashAttention-3); ``"flash-2"``: FlashAttention-2, as in
-            ``scaled_dot_product_attention``.
-        context: Communication over ``cp``. ``"ring"``: keys and values move around a ring;
-            ``"all-gather"``: keys and values are gathered before attention (Llama 3, section
-            3.3.2).
-        dispatch: Communication of tokens to experts. ``"deduplicated"``: each token is sent once to
-            each node (DeepEP); ``"copies"``: once for each of its experts.
+            tokens never exist at the same time (arXiv 2410.10989).
+        attention: Fused attention kernels. ``"native"``: kernels for the newest instructions of the
+            device (cuDNN, Transformer Engine, FlashAttention-3). ``"flash-2"``: FlashAttention-2,
+            as in ``scaled_dot_product_attention``.
+        context: Communication over ``cp``. ``"ring"``: keys and values are sent around a ring of
+            ranks. ``"all-gather"``: keys and values are gathered before attention (The Llama 3 Herd
+            of Models, section 3.3.2).
+        dispatch: Communication of tokens to experts. ``"deduplicated"``: a token is sent once to
+            each node with at least one of its experts, as in DeepEP. ``"copies"``: a token is sent
+            once for each of its experts.
         fp8_dispatch: If True, tokens are sent to experts in fp8. Results and gradients use bf16.
             Needs a model with experts.
         max_nodes: Largest number of nodes to which one token is sent. Defaults to the limit that
-            follows from the model's groups of experts, if it has any. Needs a model with experts.
+            ``top_groups`` of the `ModelShape` implies, if any. Needs a model with experts.
         memory_fraction: Share of a device's memory that a plan may use.
 
     Raises:
@@ -160,7 +179,7 @@ class TrainSpec:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of the optimizer's two moments for one parameter element."""
+        """Bytes of the optimizer's two moments for one element of a parameter."""
         return 2 * BYTES[self.moment_dtype]
 
 
