@@ -1,4 +1,4 @@
-"""A candidate of a plan as Python for this package, TOML for torchtitan, flags for Megatron-LM."""
+"""Settings of a candidate: Python for this package, TOML for torchtitan, flags for Megatron-LM."""
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
@@ -8,9 +8,11 @@ from ..planner import Candidate, TrainSpec
 from ._plans import arguments, changed_fields, constructor_line
 
 PACKAGE = __name__.partition(".cli")[0]
-# Fields of a run that every framework gets, or that only the estimate reads.
+# Fields of `TrainSpec` that are never listed as not translated: the settings of every framework
+# contain them, or only the estimate needs them (``memory_fraction``).
 STATED = frozenset({"seq_len", "global_batch", "micro_batch", "memory_fraction"})
-# Values that are missing in a table are not translated.
+# Settings of torchtitan and Megatron-LM, by the value of a `TrainSpec` field. If a value is missing
+# here, its field is listed as not translated.
 TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 TITAN_RECOMPUTE: Mapping[str, Mapping[str, object]] = {
     "none": {"mode": "none"},
@@ -38,17 +40,17 @@ MEGATRON_CONTEXT = {"ring": "p2p", "all-gather": "allgather"}
 
 
 def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
-    """Return a candidate as settings for hp-mesh, torchtitan and Megatron-LM.
+    """Return the text that ``--as-code`` prints: settings for three frameworks.
 
-    The settings of each framework end with comments: the options that are not translated, and
-    limits of this framework.
+    The frameworks are hp-mesh, torchtitan and Megatron-LM. The settings of each one end with
+    comments. They list options that are not translated, and limits of the framework.
 
     Args:
-        best: The candidate.
-        train: The training run that was planned.
+        best: Candidate to translate.
+        train: Training run that was planned.
         layers: Number of layers of the model.
     """
-    # With the values that the planner chose, the settings do not depend on the planner.
+    # The settings contain the values that the planner chose, so nothing remains to be chosen.
     train = replace(
         train,
         micro_batch=best.micro_batch,
@@ -63,9 +65,9 @@ def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
 
 
 def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
-    """Yield a comment with the fields of a run that differ from their defaults and have no setting.
+    """Yield a comment that lists the fields of ``train`` that are not translated.
 
-    ``stated`` names the fields that have one.
+    Fields with their default value are left out. ``stated`` has the names of the translated fields.
     """
     others = {name: value for name, value in changed_fields(train).items() if name not in stated}
     if others:
@@ -73,7 +75,11 @@ def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
 
 
 def _degrees(best: Candidate, framework: str) -> dict[str, int]:
-    """Return the degrees by a framework's names. The first name of a degree is the current one."""
+    """Return the degrees of a candidate by the names that a framework uses.
+
+    A framework can have several names for one degree. The first name in `DIALECTS` is the one that
+    recent versions of the framework use.
+    """
     (names,) = (dialect.names for dialect in DIALECTS if dialect.framework == framework)
     current = {field: name for name, field in reversed([*names.items()])}
     degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
@@ -90,13 +96,14 @@ def _python(best: Candidate, train: TrainSpec) -> Iterator[str]:
 
 def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:
     parallelism: dict[str, object] = {**_degrees(best, "torchtitan")}
-    if best.dims.etp == 1:  # versions from 2026 on have no such degree
+    if best.dims.etp == 1:  # recent versions do not have this degree
         del parallelism["expert_tensor_parallel_degree"]
     stated, sequences = {*STATED, "receive_buffers"}, best.micro_batch
     if best.dims.pp > 1:
         sequences *= best.microbatches
         parallelism["pipeline_parallel_microbatch_size"] = best.micro_batch
-        # An interleaved schedule has two stages per rank there, unless their layers are given.
+        # torchtitan's interleaved schedule has two stages per rank by default. Another number needs
+        # a list of the layers of each stage.
         if best.schedule in TITAN_SCHEDULES and best.virtual_stages <= 2:
             parallelism["pipeline_parallel_schedule"] = TITAN_SCHEDULES[best.schedule]
             stated |= {"schedule", "virtual_stages"}

@@ -1,7 +1,7 @@
-"""Options of the commands, and the values that are read from their texts.
+"""Options of the commands, and functions that convert the texts of a command line to values.
 
-argparse keeps all values as text. They are read afterwards, so that one error lists everything
-that is wrong with a command line.
+argparse returns all values as text. They are converted afterwards, so that one error can list
+everything that is wrong with the command line.
 """
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
@@ -32,20 +32,27 @@ from .._model import read_numbers
 from .._rules import Subject, Topology, check_rules, topology_violations
 from ..planner import MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 
-NODE = 8  # ranks of a node, if neither the user nor a file says otherwise
-MOST_RANKS = 2**18  # more would take too long to list
-MOST_DIGITS = 4000  # of an integer; Python reads at most 4300 digits
+NODE = 8  # default number of ranks per node
+MOST_RANKS = 2**18  # largest world size; to list more ranks would take too long
+MOST_DIGITS = 4000  # digits of an integer that are read; Python reads at most 4300
 Value = TypeVar("Value")
 
 
 class Reader:
-    """Calls functions that read inputs, and collects the violations that they raise."""
+    """Calls functions that convert inputs, and collects the errors of all calls.
+
+    Attributes:
+        violations: The collected errors, as violations.
+    """
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
 
     def __call__(self, read: Callable[..., Value], *values: Any, **options: Any) -> Value | None:
-        """Return the result of ``read``, or None if it raises for a wrong input."""
+        """Call ``read`` and return its result.
+
+        If ``read`` raises for a wrong input, returns None and appends to ``violations``.
+        """
         try:
             return read(*values, **options)
         except ParallelDimsError as error:
@@ -66,7 +73,13 @@ class Reader:
 
 
 class Option(NamedTuple):
-    """An option of a command: arguments of argparse's ``add_argument``, and a heading for help."""
+    """An option of a command.
+
+    Attributes:
+        names: Positional arguments of argparse's ``add_argument``, such as ``("--axis",)``.
+        settings: Keyword arguments of ``add_argument``.
+        heading: Heading in the help under which the option is listed; ``""`` without one.
+    """
 
     names: Sequence[str]
     settings: Mapping[str, Any]
@@ -74,18 +87,19 @@ class Option(NamedTuple):
 
 
 def option(help: str, *names: str, heading: str = "", **settings: Any) -> Option:
-    """Return an option with its description, its names and its settings for argparse."""
+    """Create an `Option` with a help text. ``settings`` are passed to ``add_argument``."""
     return Option(names, {"help": help, **settings}, heading)
 
 
 def field_options(spec: type, heading: str = "", *, required: bool | None = None) -> list[Option]:
-    """Return an option for each field of a dataclass that has a description.
+    """Return an option for each field of a dataclass whose metadata has a help text.
 
     Args:
-        spec: `TrainSpec` or `Cluster`.
-        heading: Heading of these options in the help.
-        required: None selects the fields that have a default. True and False select the others, as
-            options that must or may be given.
+        spec: The dataclass: `TrainSpec` or `Cluster`.
+        heading: Heading in the help under which the options are listed.
+        required: Selects the fields. None: fields with a default. True: fields without a default,
+            as options that must be given. False: fields without a default, as options that may be
+            omitted.
     """
     options = []
     for each in fields(spec):
@@ -106,7 +120,7 @@ def field_options(spec: type, heading: str = "", *, required: bool | None = None
 
 
 def add_options(parser: ArgumentParser, options: Iterable[Option]) -> None:
-    """Add options to a parser. Options with a heading are grouped under it in the help."""
+    """Add options to a parser. The help lists options with the same heading together."""
     groups: dict[str, ArgumentParser | _ArgumentGroup] = {"": parser}
     for names, settings, heading in options:
         if heading not in groups:
@@ -119,14 +133,15 @@ def _flag(field: str) -> str:
 
 
 def _word(value: object) -> str:
-    """Write a value as on the command line."""
+    """Return a value as it is written on the command line: True is ``"true"``."""
     return str(value).lower()
 
 
 def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
-    """Return the fields of a dataclass that the command line sets.
+    """Return the fields of a dataclass that are given on the command line, by name.
 
-    Texts that are neither a choice nor a number stay texts. The dataclass refuses them.
+    A text is converted to one of the field's choices or to a number. Any other text is returned
+    unchanged. The dataclass then raises an error for it.
     """
     given = {}
     for each in fields(spec):
@@ -138,7 +153,7 @@ def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
 
 
 def _number(text: Any) -> Any:
-    """Read an integer or a decimal number. Other values are returned unchanged."""
+    """Convert a text to an int or a float. Return any other value unchanged."""
     number = _integer(text) if isinstance(text, str) else text
     if number is None and text.isascii() and "_" not in text:
         with suppress(ValueError):
@@ -147,10 +162,12 @@ def _number(text: Any) -> Any:
 
 
 def read_count(option: str, text: str | None, *, least: int = 1, most: int = LARGEST) -> int | None:
-    """Return the integer from ``least`` to ``most`` that a text has; None if it is None.
+    """Convert the text of an option to an integer from ``least`` to ``most``.
+
+    Returns None if ``text`` is None.
 
     Raises:
-        ParallelDimsError: The text is not such an integer.
+        ParallelDimsError: The text is no integer, or the integer is out of range.
     """
     if text is None:
         return None
@@ -164,9 +181,9 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
 
 
 def _integer(text: str) -> int | None:
-    """Return the number that ASCII digits and an optional minus sign make, or None.
+    """Convert ASCII digits with an optional minus sign to an integer. None for any other text.
 
-    Digits after the first 4,000 are dropped. Such a number is too large for every option.
+    Only the first `MOST_DIGITS` characters are read, because the number is too large in any case.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
@@ -175,7 +192,10 @@ def _integer(text: str) -> int | None:
 
 
 def read_words(words: list[str]) -> dict[str, Any]:
-    """Return the fields that words such as ``tp=8`` set. Values that are no integers stay texts."""
+    """Convert words such as ``tp=8`` to a dictionary from field names to values.
+
+    Values are integers, or texts if they are no integers. Raises one error for all wrong words.
+    """
     reader, found = Reader(), dict[str, Any]()
     for word in words:
         reader(_read_word, word, found)
@@ -197,7 +217,12 @@ def _read_word(word: str, found: dict[str, Any]) -> None:
 
 
 def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], ParallelDims | None]:
-    """Return the given fields of `ParallelDims`, and the resolved degrees; None if one is wrong."""
+    """Read the degrees from the words, ``--config`` and ``--world``.
+
+    Returns:
+        The given fields of `ParallelDims` by name; and the resolved `ParallelDims`, or None if an
+        input is wrong. Then ``reader.violations`` has the reasons.
+    """
     before = len(reader.violations)
     words = reader(read_words, args.words) or {}
     given = reader(_merge_table, args.config, words) or words
@@ -209,7 +234,10 @@ def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], Parallel
 
 
 def _merge_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a file's table. A field that is also given as a word has its value."""
+    """Return the fields of a file's table and the given words. Words replace fields of the file.
+
+    The field names of the file may be those of hp-mesh or of another framework.
+    """
     table = read_table(place) if place else {}
     if not is_of_framework(table):
         return {**table, **words}
@@ -240,7 +268,10 @@ def _check_sizes(given: Mapping[str, object]) -> None:
 
 
 def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | None]:
-    """Return the resolved degrees, and the number of ranks per node or None if it is unknown.
+    """Read the degrees and the number of ranks per node.
+
+    Returns:
+        The resolved degrees; and the number of ranks per node, or None if it is unknown.
 
     Raises:
         ParallelDimsError: An input is wrong.
@@ -253,28 +284,32 @@ def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | Non
 def _read_node(
     args: Namespace, reader: Reader, world: int | None, *, must_fill: bool = True
 ) -> int | None:
-    """Return the number of ranks per node.
+    """Return the number of ranks per node, or None if it is unknown.
 
-    Without ``--ranks-per-node`` it is 8, or None if 8 does not divide the world size. With
-    ``must_fill``, a given number that does not divide the world size is a violation.
+    Without ``--ranks-per-node``, the number is 8. It is unknown if the world size is more than 8
+    and not a multiple of 8. If ``must_fill`` is True, a given number that does not divide the world
+    size is added to ``reader.violations``.
     """
     node = reader(read_count, "--ranks-per-node", args.ranks_per_node)
     if args.ranks_per_node is None:
         return None if world and world > NODE and world % NODE else NODE
     if must_fill and node and world:
         layout = ParallelDims(world_size=world).layout()
-        # The first violation is the error. The others are advice, and take time for each axis.
+        # Only the first violation can be an error. The others are advice, and finding them is slow.
         found = topology_violations(layout, Topology(ranks_per_node=node))
         reader(raise_errors, islice(found, 1))
     return node
 
 
 def read_check(args: Namespace, reader: Reader) -> tuple[ParallelDims, dict[str, Any]]:
-    """Return the resolved degrees, and the arguments of `ParallelDims.check` by name.
+    """Read the degrees, the model and the other inputs of the commands check and explain.
+
+    Returns:
+        The resolved degrees; and the keyword arguments for `ParallelDims.check`.
 
     Raises:
-        ParallelDimsError: An input is wrong. The error also lists the rules of the model that the
-            known degrees break.
+        ParallelDimsError: An input is wrong. The error also lists the rules that the known degrees
+            break for the model.
     """
     given, dims = read_dims(args, reader)
     world = dims.layout().world_size if dims else None
@@ -299,10 +334,16 @@ def _check_model(
     counts: Mapping[str, int | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Raise the rules of a model that the known degrees break. An unknown degree counts as 1.
+    """Raise an error if the known degrees break rules for the model.
 
-    A larger degree cannot repair such an error: each rule asks that a product of degrees divides a
-    number, or is at most this number.
+    An unknown degree counts as 1. No larger value could repair the error, because each rule
+    requires that a product of degrees divides a number or is at most this number.
+
+    Args:
+        given: Known degrees by name.
+        model: Configuration of the model.
+        counts: Numbers for ``seq_len`` and ``global_batch``, or None if they are not given.
+        options: Values for ``causal_balance`` and ``sequence_parallel``.
     """
     numbers, wrong = read_numbers(model, counts["seq_len"], counts["global_batch"])
     degrees = {}
@@ -315,19 +356,27 @@ def _check_model(
 
 
 def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, Any, Any]:
-    """Return the `ModelShape`, the `Cluster` and the `TrainSpec`. Each is None if it is wrong."""
+    """Read the model, the cluster and the training settings.
+
+    Returns:
+        A `ModelShape`, a `Cluster` and a `TrainSpec`, in this order. A value is None if its inputs
+        are wrong. Then ``reader.violations`` has the reasons.
+    """
     model = reader(read_shape, args.model)
     chip = reader(read_chip, args.gpu)
     given = read_fields(args, Cluster)
     node = _read_node(args, reader, world)
     given |= {"ranks_per_node": node} if args.ranks_per_node else {}
-    # With a world of 1 the other values can be checked.
+    # If the world size is wrong, the other values are checked with a world size of 1.
     cluster = chip and reader(Cluster, **{"world_size": world or 1, **chip, **given})
     return model, cluster, reader(TrainSpec, **read_fields(args, TrainSpec))
 
 
 def read_model(name: str) -> ModelShape | Mapping[str, Any]:
-    """Return a model of the catalogue, or the content of a configuration file."""
+    """Return the model of a name in `MODELS`, or the content of a configuration file.
+
+    ``name`` can also be the folder of a ``config.json``.
+    """
     if name in MODELS:
         return MODELS[name]
     if Path(name).is_dir():
@@ -339,13 +388,17 @@ def read_model(name: str) -> ModelShape | Mapping[str, Any]:
 
 
 def read_shape(name: str) -> ModelShape:
-    """Return the shape of a model."""
+    """Return the sizes of a model, by a name in `MODELS` or the path of a configuration file."""
     found = read_model(name)
     return found if isinstance(found, ModelShape) else ModelShape.from_config(found)
 
 
 def read_chip(name: str) -> dict[str, Any]:
-    """Return the arguments of `Cluster` for an accelerator: its name, or the content of a file."""
+    """Return the keyword arguments of `Cluster` that ``--gpu`` gives.
+
+    ``name`` is a name of an accelerator, or a TOML file with the fields of an `Accelerator`. The
+    file may also have fields of `Cluster`, such as ``intra_gbs``.
+    """
     if Path(name.partition(":")[0]).suffix.lower() != ".toml":
         return {"accelerator": name}
     given = read_table(name)
@@ -366,7 +419,11 @@ def read_chip(name: str) -> dict[str, Any]:
 
 
 def read_table(place: str) -> Mapping[str, Any]:
-    """Return a file's table from ``FILE`` or ``FILE:TABLE``. ``a.b`` is table b in table a."""
+    """Return a table of a file.
+
+    ``place`` is ``FILE`` for the whole file, or ``FILE:TABLE``. The table ``a.b`` is inside the
+    table ``a``.
+    """
     path, _, table = (place, "", "") if exists(place) else place.rpartition(":")
     return _read_file(path or place, table if path else "")
 
@@ -380,6 +437,6 @@ def _read_file(path: str, table: str) -> Mapping[str, Any]:
         reason = "YAML needs the package pyyaml; use TOML or JSON"
     except ParallelDimsError:
         raise
-    except ValueError as error:  # the file is no text, or not in its format
+    except ValueError as error:  # the file is not text, or not in the format of its suffix
         reason = " ".join(str(error).split())
     raise refusal("file", f"cannot read {path}: {reason}", {"path": path})

@@ -1,4 +1,4 @@
-"""The command ``hp-mesh``: its commands and their options, and how answers are printed."""
+"""The command line ``hp-mesh``: all commands with their options, and the printing of answers."""
 
 import json
 import os
@@ -27,9 +27,9 @@ from ._code import as_code
 from ._inputs import NODE, Option, Reader, add_options, field_options, option
 from ._plans import NOTHING, answer_estimate, answer_plan
 
-REFUSED = 2
-SUFFIXES = (".svg", ".png", ".pdf")  # of pictures
-WIDE = 10_000  # columns of an output that is no terminal, so that no line is wrapped
+REFUSED = 2  # exit code for wrong input
+SUFFIXES = (".svg", ".png", ".pdf")  # formats of pictures
+WIDE = 10_000  # width in characters if the output is not a terminal, so that no line is wrapped
 EXTRA = "pip install 'hp-mesh[cli]'"
 EXIT_CODES = """exit code:
   0  answered
@@ -100,15 +100,15 @@ PICTURE = option(PICTURE_TEXT, "--picture", "--svg", dest="picture", metavar="FI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command.
+    """A command of ``hp-mesh``, such as ``hp-mesh plan``.
 
     Args:
         name: Name on the command line.
-        summary: Its purpose, in one line.
-        example: Arguments of an example.
-        options: Its options, besides ``--json`` and ``--as-code``.
-        answer: Computes its answer.
-        notes: Explanation of words in the answer.
+        summary: Purpose of the command in one line, for the help.
+        example: Arguments of an example, for the help.
+        options: Options of the command, except ``--json`` and ``--as-code``.
+        answer: Function that computes the answer from the parsed command line.
+        notes: Explanation of words in the answer, for the help.
     """
 
     name: str
@@ -182,16 +182,17 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command of ``hp-mesh``.
 
-    The answer goes to standard output. Errors go to standard error. Tables need the package rich,
-    pictures need matplotlib; the extra ``cli`` installs both. ``--json`` and ``--as-code`` work
-    without them.
+    The answer is written to standard output, and errors to standard error. Tables need the package
+    rich, and pictures need matplotlib. ``pip install 'hp-mesh[cli]'`` installs both. ``--json`` and
+    ``--as-code`` need neither.
 
     Args:
         argv: Arguments of the command line after ``hp-mesh``. Defaults to ``sys.argv[1:]``.
 
     Returns:
-        0 for success, 1 if no usable configuration was found, 2 for wrong input, a missing package
-        or output that cannot be written, 130 after Ctrl-C, 141 if the reader of a pipe is gone.
+        Exit code: 0 for success; 1 if no configuration that fits was found; 2 for wrong input,
+        broken rules, a missing package or output that cannot be written; 130 after Ctrl-C; 141 if
+        the standard output is a closed pipe.
 
     Examples:
         >>> main(["groups", "tp", "tp=2", "--world", "4", "--rank", "3"])
@@ -208,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except OSError as error:  # from the standard output: errors of other files are caught before
-        # Python would fail again at exit when it flushes.
+    except OSError as error:  # writing the standard output failed; other files are handled before
+        # Without the redirection to devnull, Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         args = _parse(argv)
-    except SystemExit as stop:  # argparse has printed its help or an error
+    except SystemExit as stop:  # argparse printed the help or an error
         return stop.code if isinstance(stop.code, int) else REFUSED
     command: Command = args.command
     place = f"hp-mesh {command.name}"
@@ -258,7 +259,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> Namespace:
-    """Return the parsed command line. Its attribute ``command`` is the `Command`."""
+    """Return the parsed command line. The attribute ``command`` is a `Command`."""
     style: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
     purpose = "Plan, check and show parallel degrees."
     parser = ArgumentParser(prog="hp-mesh", description=purpose, epilog=EXIT_CODES, **style)
@@ -281,7 +282,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
         added.set_defaults(command=command)
     parser.set_defaults(picture=None, as_code=False)
     args, rest = parser.parse_known_args(argv)
-    # argparse stops reading degrees at the first option. Degrees may also follow options.
+    # argparse reads degrees only before the first option. They may also follow an option.
     if rest and ("words" not in args or any(word.startswith("-") for word in rest)):
         subparsers.choices[args.command.name].error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -322,10 +323,10 @@ def _print_code(found: Plan) -> None:
 
 
 def _print_blocks(blocks: Iterable[Block]) -> None:
-    """Print lines and tables with rich.
+    """Print lines and tables with the package rich.
 
-    If the standard output is not a terminal, the text is ASCII without colours, and long lines are
-    not wrapped.
+    If the standard output is not a terminal, the text is ASCII and has no colours, and long lines
+    are not wrapped.
     """
     from rich.box import Box
     from rich.console import Console

@@ -1,7 +1,7 @@
 """Pictures with matplotlib: the ranks of ``show`` and the best candidates of ``plan``.
 
-The colours come from Okabe and Ito, "Color Universal Design" (2008), which people with any colour
-vision can distinguish. Each drawn part has a ``gid``, which an SVG file stores as ``id``.
+The colours come from Okabe and Ito, "Color Universal Design" (2008). Colour-blind people can
+distinguish them. Each drawn part has a ``gid``, which an SVG file stores as ``id``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from ._plans import GIB, NOTHING, format_seconds, plan_rows, plan_title, setting
 INK, FAINT, EDGE, GROUND, LIMIT = "#1a1a1a", "#5f6368", "#9aa0a6", "#f4f5f7", "#b00020"
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 SKY, VERMILION, YELLOW, BLACK, GREY = "#56b4e9", "#d55e00", "#f0e442", "#222222", "#cccccc"
-# A part has the same colour in every picture.
+# Each part of the time or the memory has the same colour in every picture.
 TIME_COLOURS = {
     "compute": BLUE,
     "tp": ORANGE,
@@ -42,11 +42,11 @@ MEMORY_COLOURS = {
     "logits": VERMILION,
     "buffers": GREEN,
 }
-POINTS = 72  # per inch
-TITLE, PLAIN, SMALL = 10, 9, 7.5  # points of text
-LINE = 1.3  # height of a line of text, relative to its size
-GAP = 12  # points between nodes
-ASPECT = 2.7  # wanted width of a picture of ranks, relative to its height
+POINTS = 72  # number of points per inch
+TITLE, PLAIN, SMALL = 10, 9, 7.5  # font sizes in points
+LINE = 1.3  # height of a line of text, relative to the font size
+GAP = 12  # distance between nodes in points
+ASPECT = 2.7  # preferred width of a picture of ranks, relative to its height
 LEGEND: dict[str, Any] = {
     "alignment": "left",
     "columnspacing": 1.2,
@@ -55,11 +55,12 @@ LEGEND: dict[str, Any] = {
     "handlelength": 1.2,
     "title_fontproperties": {"weight": "bold", "size": TITLE},
 }
-MOST_NODES, FEWER_NODES = 64, 31  # number of drawn nodes; the second one if some are left out
+# If there are more than 64 nodes, only 31 are drawn. Ranks (cells) of a node are limited likewise.
+MOST_NODES, FEWER_NODES = 64, 31
 MOST_CELLS, FEWER_CELLS = 72, 63
-MOST_ROWS = 8  # of a plan
-COLUMNS = 4  # of the legends of a plan
-MOST_OVER = 1.5  # length of the longest drawn bar of memory, relative to the limit
+MOST_ROWS = 8  # largest number of candidates in a picture of a plan
+COLUMNS = 4  # number of columns of each legend in a picture of a plan
+MOST_OVER = 1.5  # longest drawn bar of memory, relative to the memory limit
 
 
 def draw(subject: RankMap | Plan) -> Figure:
@@ -75,15 +76,15 @@ def save(figure: Figure, path: str) -> None:
 
 
 def draw_ranks(found: RankMap) -> Figure:
-    """Draw a box for each node with a cell for each rank.
+    """Draw a box for each node, with a cell for each rank.
 
-    The cells of one group of the chosen axis have the same colour and number. If there are many
-    nodes, those in the middle are left out.
+    Cells of ranks in the same group of ``found.axis`` have the same colour and group number. If
+    there are more than `MOST_NODES` nodes, nodes in the middle are left out.
     """
     nodes = with_gap(len(found.boxes), MOST_NODES, FEWER_NODES)
     cells = len(with_gap(len(found.boxes[0]), MOST_CELLS, FEWER_CELLS))
     across = min(cells, 4 if cells <= 8 else 8)
-    # Sizes in points. The largest numbers make the widest texts.
+    # Sizes are in points. The texts with the largest numbers are the widest ones.
     texts = [f"{axis} {found.layout.size(axis) - 1}" for axis in found.axes]
     texts.append(f"{found.layout.world_size - 1}  #{len(found.groups) - 1}")
     width = max(across * (max(_width(text, SMALL) for text in texts) + 10), 120) + GAP
@@ -141,7 +142,10 @@ def _draw_gap(axes: Axes, found: RankMap, nodes: range) -> None:
 
 
 def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
-    """Draw a cell for each rank, with ``across`` cells in a row. A cell is 1 wide and 1 high."""
+    """Draw a cell for each rank of a node, with ``across`` cells in a row.
+
+    ``axes`` has the width ``across``. A cell is 1 wide and 1 high.
+    """
     name = "all ranks" if found.ranks_per_node is None else f"node {node}"
     axes.set_title(name, loc="left", weight="bold", size=PLAIN)
     axes.patch.set(gid=f"node {node}", facecolor=GROUND)
@@ -212,7 +216,16 @@ def _draw_bars(
     texts: Sequence[str],
     colours: Mapping[str, str],
 ) -> None:
-    """Draw a stacked bar and its text for each row, and a legend."""
+    """Draw a stacked bar for each candidate with a text next to it, and a legend.
+
+    Args:
+        axes: Axes to draw in.
+        heading: Title of the legend.
+        unit: Unit of the parts.
+        rows: Size of each part by name, for each candidate.
+        texts: Text for each candidate.
+        colours: Colour of each part by name.
+    """
     axes.set(ylim=(len(rows) - 0.4, -0.6))
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=PLAIN)
@@ -231,7 +244,7 @@ def _draw_bars(
         place: Any = axes.get_yaxis_transform()
         axes.text(1.01, i, text, transform=place, va="center", size=PLAIN, color=INK)
     axes.legend(
-        # Matplotlib fills a legend by columns. This order makes it readable by rows.
+        # Matplotlib fills a legend column by column. In this order it can be read row by row.
         handles=[bars for column in range(COLUMNS) for bars in drawn[column::COLUMNS]],
         title=heading,
         loc="lower left",
@@ -243,12 +256,18 @@ def _draw_bars(
 
 
 def _width(text: str, size: float) -> float:
-    """Return the largest width of a bold text in points. Hinting makes letters up to 10 % wider."""
+    """Return the largest possible width of a bold text with font size ``size``, in points.
+
+    Font hinting can make letters up to 10 % wider.
+    """
     path = TextPath((0, 0), text, size=size, prop=FontProperties(weight="bold"))
     return 1.1 * float(path.get_extents().width)
 
 
 def _columns(count: int, wanted: float) -> int:
-    """Return a number of columns near ``wanted``. Prefers one that fills the last row."""
+    """Return the number of columns for a grid of ``count`` items.
+
+    It is near ``wanted``. Numbers with which the last row is full are preferred.
+    """
     near = [n for n in range(1, count + 1) if wanted / 1.6 <= n <= wanted * 1.6]
     return min(near or [1], key=lambda n: (count % n > 0, max(n / wanted, wanted / n)))

@@ -1,4 +1,7 @@
-"""Answers of ``plan`` and ``estimate``: their JSON, their tables, and texts about candidates."""
+"""Answers of the commands plan and estimate, as JSON and as tables, and texts about candidates.
+
+A candidate is a valid configuration with its estimated memory and time.
+"""
 
 import sys
 from argparse import Namespace
@@ -28,15 +31,17 @@ from ._answers import Answer, Block, Json, Line, Table, plural, violation_json
 from ._inputs import MOST_RANKS, Reader, read_count, read_dims, read_run, read_words
 
 GIB = 2**30
+# Parts of the step time that are not communication over an axis.
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
+# Degrees into which the data-parallel degree dp is split.
 SPLIT = ("dp_replicate", "dp_shard")
 NOTHING = "no configuration keeps all rules"
-SILENT = 1.0  # seconds of a search before it shows its progress
-BAR_WIDTH = 30  # characters
+SILENT = 1.0  # seconds after which a search shows its progress
+BAR_WIDTH = 30  # length of the longest bar in characters
 
 
 def answer_plan(args: Namespace, reader: Reader) -> Answer:
-    """Find the best configurations. The exit code is 1 if none fits."""
+    """Answer the command ``plan``: the best configurations. The exit code is 1 if none fits."""
     world = reader(read_count, "--gpus/--world", args.world, most=MOST_RANKS)
     top = reader(read_count, "--top", args.top)
     run = read_run(args, reader, world)
@@ -45,7 +50,7 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
     hint = smallest = None
     with _progress("planning") as progress:
         found = plan(*run, fix=fix, progress=progress)
-        # Hints take several searches, and only tables show them.
+        # Hints need several searches, and are printed only with the tables.
         if not (args.json or args.as_code):
             hint = next(iter(hints(found)), None)
     if not (found.fits or fix):
@@ -61,7 +66,11 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows progress on a terminal's standard error after a second."""
+    """Context manager whose value is a function that prints progress to standard error.
+
+    The arguments of the function are the number of finished steps and the total. It prints only if
+    standard error is a terminal, and only after `SILENT` seconds.
+    """
     begin = monotonic()
 
     def is_shown() -> bool:
@@ -79,7 +88,14 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _plan_json(found: Plan, top: int, smallest: int | None) -> Json:
-    """Return counts, the best candidates and rejections. Memory is in bytes, time in seconds."""
+    """Return the content of ``hp-mesh plan --json``. Memory is in bytes, time in seconds.
+
+    Args:
+        found: Plan.
+        top: Number of candidates to list.
+        smallest: Smallest world size on which the run fits, or None if it was not searched
+            or not found.
+    """
     counts = {
         "considered": found.considered,
         "fits": len(found.fits),
@@ -162,7 +178,7 @@ def _cost_blocks(one: Candidate) -> Iterator[Block]:
 
 
 def _part_blocks(best: Candidate) -> Iterator[Block]:
-    """Yield a table of the parts of memory, and a table of the parts of the step time."""
+    """Yield two tables: the parts of a candidate's memory, and the parts of its step time."""
     memory = {name: part / GIB for name, part in best.memory.parts.items()}
     whole = max(best.limit, best.memory.total) / GIB
     title = f"memory of one GPU; shares of {whole:.1f} GiB"
@@ -178,7 +194,15 @@ def _part_blocks(best: Candidate) -> Iterator[Block]:
 def _bar_table(
     title: str, parts: Mapping[str, float], whole: float, unit: str, digits: str
 ) -> Table:
-    """Return a table with a bar for each part. A part above 0 has at least one mark."""
+    """Return a table with a row for each part: value, share, and a bar of ``#`` signs.
+
+    Args:
+        title: Title of the table.
+        parts: Value of each part by name.
+        whole: Value of which shares are computed.
+        unit: Unit of the values.
+        digits: Format specification of the values, such as ``".1f"``.
+    """
     rows = []
     for name, part in parts.items():
         marks = max(1, round(BAR_WIDTH * part / whole)) if part > 0 else 0
@@ -212,20 +236,25 @@ def _candidates_table(found: Plan, best: Candidate, rows: Sequence["Row"]) -> Ta
 def rejections_by_rule(
     rejected: Iterable[Rejection],
 ) -> dict[str, list[tuple[Mapping[str, int], Violation]]]:
-    """Return the degrees and the violation of each rejection, by rule, most frequent rule first.
+    """Group rejections by broken rule.
 
-    A rejection that breaks several rules is in the list of each of them.
+    Returns:
+        By the code of a rule, the rule with most rejections first: the degrees and the violation of
+        each rejection. A rejection that breaks several rules is listed under each rule.
     """
     found: dict[str, list[tuple[Mapping[str, int], Violation]]] = {}
     for each in rejected:
-        # A rule that is broken several times counts once, with its first violation.
+        # If a rejection has several violations of one rule, only the first one is listed.
         for rule, violation in {v.rule: v for v in reversed(each.violations)}.items():
             found.setdefault(rule, []).append((each.degrees, violation))
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def answer_estimate(args: Namespace, reader: Reader) -> Answer:
-    """Compare a configuration with the best one. The exit code is 1 if it does not fit."""
+    """Answer the command ``estimate``: compare a configuration with the best one.
+
+    The exit code is 1 if the configuration does not fit into memory.
+    """
     _, dims = read_dims(args, reader)
     run = read_run(args, reader, dims.layout().world_size if dims else None)
     own = estimate(*run, reader.checked(dims))
@@ -311,8 +340,11 @@ def _model_json(model: ModelShape) -> Json:
 class Row:
     """A row of a table of candidates.
 
-    ``place`` is the position among all candidates, from 1 on. ``splits`` is the number of other
-    splits of dp that share the row.
+    Attributes:
+        place: Position of the candidate among all candidates. The best one has position 1.
+        candidate: Candidate that the row shows.
+        splits: Number of further candidates that the row stands for. They differ only in how the
+            data-parallel degree is split into ``dp_replicate`` and ``dp_shard``.
     """
 
     place: int
@@ -321,11 +353,11 @@ class Row:
 
 
 def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
-    """Return at most ``most`` rows, best first.
+    """Return the first ``most`` rows of the table of candidates, the best candidate first.
 
-    Candidates that differ only in ``dp_replicate`` and ``dp_shard`` share the row of the fastest
-    one if they take at most 1 % longer. Candidates that do not fit have a row each, because the
-    split decides how much memory they need.
+    Candidates that differ only in ``dp_replicate`` and ``dp_shard`` share one row. It shows the
+    fastest one. The others are included if they take at most 1 % longer. Each candidate that does
+    not fit has its own row, because its memory depends on ``dp_replicate`` and ``dp_shard``.
     """
     rows: list[Row] = []
     leaders: dict[object, Row] = {}
@@ -339,7 +371,8 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
         ):
             leader.splits += 1
         elif len(rows) < most or any(_is_near(one, row.candidate) for row in rows[:most]):
-            # Rows past ``most`` are collected too: candidates fold into them, not into shown rows.
+            # Only the first ``most`` rows are returned. More rows are collected while candidates may
+            # still share one of the returned rows.
             leaders[key] = Row(place=place, candidate=one)
             rows.append(leaders[key])
         else:
@@ -357,7 +390,7 @@ def _all_but_split(one: Candidate) -> tuple[object, ...]:
 
 
 def hint_line(hint: Hint, best: Candidate | None) -> str:
-    """Write which option makes the best plan faster, and by how much."""
+    """Return a sentence that says which option makes the best candidate how much faster."""
     option = f"--{hint.field.replace('_', '-')}"
     option += "" if hint.value is True else f" {hint.value}"
     seconds = f"{format_seconds(hint.step_seconds)} s"
@@ -368,7 +401,7 @@ def hint_line(hint: Hint, best: Candidate | None) -> str:
 
 
 def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
-    """Compare the recommended candidate with the fastest one."""
+    """Return a text that compares the recommended candidate with the fastest one."""
     slower = percent(chosen.time.total / fastest.time.total - 1)
     less = (fastest.memory.total - chosen.memory.total) / GIB
     free = (fastest.limit - fastest.memory.total) / GIB
@@ -379,9 +412,10 @@ def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
 
 
 def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> str:
-    """Return the main reason why a candidate ranks below the best one."""
+    """Return a text with the main reason why a candidate ranks below the best one."""
     if candidate.memory.total > candidate.limit:
-        # Compare with the best if it fits, else name the largest part.
+        # Name the part that exceeds the best candidate's most. If the best one does not fit either,
+        # name the largest part.
         others = best.memory.parts if best.fit == "fits" else {}
         part = _most_extra(candidate.memory.parts, others)
         over = (candidate.memory.total - candidate.limit) / GIB
@@ -409,7 +443,7 @@ def _most_extra(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
 
 
 def plan_title(found: Plan) -> str:
-    """Return one line with the model, the cluster, and the sequences and tokens of one step."""
+    """Return one line of text: model, cluster, and the batch and sequence length of one step."""
     cluster, train = found.cluster, found.train
     return (
         f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
@@ -419,27 +453,30 @@ def plan_title(found: Plan) -> str:
 
 
 def settings(candidate: Candidate) -> str:
-    """Write microbatches, recomputation, schedule and ZeRO stage in one line."""
+    """Return one line of text: microbatches, recomputation, schedule and ZeRO stage."""
     batches = plural(candidate.microbatches, "microbatch")
     sequences = plural(candidate.micro_batch, "sequence")
     return f"{batches} of {sequences}, recompute {candidate.recompute}{variant(candidate)}"
 
 
 def variant(candidate: Candidate) -> str:
-    """Write schedule and ZeRO stage if they are not the defaults."""
+    """Return the schedule and the ZeRO stage as text. Defaults are left out."""
     text = "" if candidate.schedule == "1f1b" else f", {candidate.schedule}"
     text += f" of {candidate.virtual_stages} stages" if candidate.virtual_stages > 1 else ""
     return text if candidate.zero is None else f"{text}, ZeRO {candidate.zero}"
 
 
 def changed_fields(spec: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
+    """Return the fields of a dataclass instance that differ from their defaults, by name."""
     values = {each.name: (getattr(spec, each.name), each.default) for each in fields(spec)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _given_degrees(dims: ParallelDims) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, without the world and ``dp_shard=1``."""
+    """Return the fields that differ from their defaults, by name.
+
+    ``world_size`` and ``dp_shard=1`` are left out.
+    """
     left_out = (("world_size", dims.world_size), ("dp_shard", 1))
     return {
         name: value for name, value in changed_fields(dims).items() if (name, value) not in left_out
@@ -447,7 +484,10 @@ def _given_degrees(dims: ParallelDims) -> dict[str, Any]:
 
 
 def word_line(dims: ParallelDims) -> str:
-    """Write degrees as arguments of the command line, without the world."""
+    """Return degrees as text, as on the command line: ``"dp_shard=8 tp=4"``.
+
+    The world size is left out.
+    """
     words = [
         f"{name}={','.join(value) if name == 'order' else value}"
         for name, value in _given_degrees(dims).items()
@@ -456,21 +496,21 @@ def word_line(dims: ParallelDims) -> str:
 
 
 def constructor_line(dims: ParallelDims) -> str:
-    """Write resolved degrees as a Python expression."""
+    """Return resolved degrees as the text of a Python expression: ``"ParallelDims(tp=4, ...)"``."""
     degrees = {**_given_degrees(dims), "world_size": dims.layout().world_size}
     return f"ParallelDims({arguments(degrees)})"
 
 
 def arguments(values: Mapping[str, object]) -> str:
-    """Write values as the keyword arguments of a Python call."""
+    """Return values as the text of keyword arguments: ``"tp=4, order=('tp', 'pp')"``."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def percent(share: float) -> str:
-    """Write a share in percent, with one decimal below 10 %."""
+    """Return a share from 0 to 1 as text in percent. Values below 10 % have one decimal."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Write seconds with about three digits."""
+    """Return seconds as text with about three digits and without the unit."""
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
