@@ -164,12 +164,12 @@ class RankMap:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each group of the axis `axis`. The index of a group is its number."""
+        """Ranks of each group of the chosen axis or alias. A group's index is its number."""
         return tuple(self.layout.groups(self.axis))
 
     @cached_property
     def group_of(self) -> Mapping[int, int]:
-        """Number of the group that a rank belongs to, by rank."""
+        """Dictionary from a rank to the number of its group, which is an index in `groups`."""
         return {rank: number for number, group in enumerate(self.groups) for rank in group}
 
     @cached_property
@@ -351,11 +351,15 @@ def violation_json(violation: Violation) -> Json:
 
 
 def ends(count: int, most: int) -> tuple[range, range]:
-    """Return the positions of a list's items to print: a range at the start, and one at the end.
+    """Choose which items of a long list to print. Returns two ranges of positions.
 
-    ``count`` is the length of the list, and ``most`` the largest number of positions. A quarter of
-    the positions is at the end. If ``count <= most``, the first range has all positions, and the
-    second one is empty.
+    The first range is at the start of the list. The second range is at the end, and has a quarter
+    of the chosen positions. If ``count <= most``, the first range has all positions, and the second
+    one is empty.
+
+    Args:
+        count: Length of the list.
+        most: Largest number of positions to choose.
     """
     if count <= most:
         return range(count), range(count, count)
@@ -364,11 +368,15 @@ def ends(count: int, most: int) -> tuple[range, range]:
 
 
 def with_gap(count: int, most: int, fewer: int | None = None) -> list[int | None]:
-    """Return the positions of a list's items to print, with None for the omitted ones.
+    """Choose which items of a long list to print. Returns their positions.
 
-    ``count`` is the length of the list. If it is at most ``most``, all positions are returned.
-    Otherwise the result has ``fewer`` positions from the start and the end (default: ``most``), and
-    one None between them.
+    If ``count <= most``, all positions are returned. Otherwise the result has ``fewer`` positions
+    from the start and the end of the list, and one None between them.
+
+    Args:
+        count: Length of the list.
+        most: Largest length of a list that is printed completely.
+        fewer: Number of positions to choose from a longer list. Defaults to ``most``.
     """
     head, tail = ends(count, most if fewer is None or count <= most else fewer)
     return [*head, *([None] if tail else []), *tail]

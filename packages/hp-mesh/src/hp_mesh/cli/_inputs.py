@@ -42,7 +42,7 @@ class Reader:
     """Calls functions that convert inputs, and collects the errors of all calls.
 
     Attributes:
-        violations: The collected errors, as violations.
+        violations: One `Violation` for each collected error.
     """
 
     def __init__(self) -> None:
@@ -181,9 +181,10 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
 
 
 def _integer(text: str) -> int | None:
-    """Convert ASCII digits with an optional minus sign to an integer. None for any other text.
+    """Convert ASCII digits with an optional minus sign to an integer.
 
-    Only the first `MOST_DIGITS` characters are read, because the number is too large in any case.
+    Returns None for any other text. Only the first `MOST_DIGITS` characters are read: a longer
+    number is too large for every option in any case.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
@@ -217,7 +218,7 @@ def _read_word(word: str, found: dict[str, Any]) -> None:
 
 
 def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], ParallelDims | None]:
-    """Read the degrees from the words, ``--config`` and ``--world``.
+    """Read the degrees from words such as ``tp=8``, from ``--config`` and from ``--world``.
 
     Returns:
         The given fields of `ParallelDims` by name; and the resolved `ParallelDims`, or None if an
@@ -342,8 +343,8 @@ def _check_model(
     Args:
         given: Known degrees by name.
         model: Configuration of the model.
-        counts: Numbers for ``seq_len`` and ``global_batch``, or None if they are not given.
-        options: Values for ``causal_balance`` and ``sequence_parallel``.
+        counts: Values of ``seq_len`` and ``global_batch``, or None if not given.
+        options: Values of ``causal_balance`` and ``sequence_parallel``.
     """
     numbers, wrong = read_numbers(model, counts["seq_len"], counts["global_batch"])
     degrees = {}
@@ -373,9 +374,10 @@ def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, A
 
 
 def read_model(name: str) -> ModelShape | Mapping[str, Any]:
-    """Return the model of a name in `MODELS`, or the content of a configuration file.
+    """Return a model of the table `MODELS`, or the content of a configuration file.
 
-    ``name`` can also be the folder of a ``config.json``.
+    ``name`` is a key of `MODELS`, the path of a configuration file, or a folder with a
+    ``config.json``.
     """
     if name in MODELS:
         return MODELS[name]
@@ -388,7 +390,7 @@ def read_model(name: str) -> ModelShape | Mapping[str, Any]:
 
 
 def read_shape(name: str) -> ModelShape:
-    """Return the sizes of a model, by a name in `MODELS` or the path of a configuration file."""
+    """Return the sizes of a model. ``name`` is a key of `MODELS` or a path."""
     found = read_model(name)
     return found if isinstance(found, ModelShape) else ModelShape.from_config(found)
 

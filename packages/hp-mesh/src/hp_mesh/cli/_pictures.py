@@ -267,7 +267,7 @@ def _width(text: str, size: float) -> float:
 def _columns(count: int, wanted: float) -> int:
     """Return the number of columns for a grid of ``count`` items.
 
-    It is near ``wanted``. Numbers with which the last row is full are preferred.
+    The number is near ``wanted``. A number that fills the last row is preferred.
     """
     near = [n for n in range(1, count + 1) if wanted / 1.6 <= n <= wanted * 1.6]
     return min(near or [1], key=lambda n: (count % n > 0, max(n / wanted, wanted / n)))

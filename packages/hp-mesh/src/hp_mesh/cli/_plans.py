@@ -66,10 +66,10 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Context manager whose value is a function that prints progress to standard error.
+    """Context manager that yields a function which prints progress to standard error.
 
-    The arguments of the function are the number of finished steps and the total. It prints only if
-    standard error is a terminal, and only after `SILENT` seconds.
+    The function takes the number of finished steps and their total. Nothing is printed in the first
+    `SILENT` seconds, or if standard error is not a terminal.
     """
     begin = monotonic()
 
@@ -199,7 +199,7 @@ def _bar_table(
     Args:
         title: Title of the table.
         parts: Value of each part by name.
-        whole: Value of which shares are computed.
+        whole: Value that counts as 100 %.
         unit: Unit of the values.
         digits: Format specification of the values, such as ``".1f"``.
     """
@@ -239,8 +239,9 @@ def rejections_by_rule(
     """Group rejections by broken rule.
 
     Returns:
-        By the code of a rule, the rule with most rejections first: the degrees and the violation of
-        each rejection. A rejection that breaks several rules is listed under each rule.
+        A dictionary from the code of a rule to a list with one pair for each rejection: its degrees
+        and its violation. The rule with most rejections comes first. A rejection that breaks
+        several rules is in several lists.
     """
     found: dict[str, list[tuple[Mapping[str, int], Violation]]] = {}
     for each in rejected:
@@ -371,8 +372,8 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
         ):
             leader.splits += 1
         elif len(rows) < most or any(_is_near(one, row.candidate) for row in rows[:most]):
-            # Only the first ``most`` rows are returned. More rows are collected while candidates may
-            # still share one of the returned rows.
+            # Only the first ``most`` rows are returned. More rows are collected as long as a
+            # candidate may still share a returned row.
             leaders[key] = Row(place=place, candidate=one)
             rows.append(leaders[key])
         else:
@@ -390,7 +391,10 @@ def _all_but_split(one: Candidate) -> tuple[object, ...]:
 
 
 def hint_line(hint: Hint, best: Candidate | None) -> str:
-    """Return a sentence that says which option makes the best candidate how much faster."""
+    """Return a text with the option of a hint and the step time with and without this option.
+
+    If no configuration fits without the option, the text says that one fits with it.
+    """
     option = f"--{hint.field.replace('_', '-')}"
     option += "" if hint.value is True else f" {hint.value}"
     seconds = f"{format_seconds(hint.step_seconds)} s"

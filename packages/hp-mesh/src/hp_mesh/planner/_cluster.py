@@ -56,7 +56,7 @@ class Link:
     latency: float
 
 
-# Rates are for dense matrices, from the makers' data sheets. Memory is what the driver reports.
+# Rates are for dense matrices, from the makers' data sheets. The driver reports the memory.
 # H100-96 has HBM2e memory and 500 W; torchtitan's published runs used it. The authors of these runs
 # say that its peak lies between the peaks of the SXM and the NVL board. The table has the peak of
 # the NVL board. Source of the TPUs: cloud.google.com/tpu/docs.
@@ -206,8 +206,9 @@ def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, Axis
 def expert_groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
     """Return the groups over which experts communicate, by name.
 
-    ``ep`` dispatches tokens. ``efsdp`` sums the gradients of an expert. If parameters are
-    ``replicated`` (ZeRO stage 0), the value for ``efsdp`` is the group of the expert's copies.
+    Ranks of ``ep`` send tokens to experts. Ranks of ``efsdp`` sum the gradients of an expert. If
+    parameters are ``replicated`` (ZeRO stage 0), the value of the key ``efsdp`` is the axis
+    ``ep_replicate``.
     """
     shared = layout.axis_group("ep_replicate" if replicated else "efsdp")
     return {"ep": layout.axis_group("ep"), "efsdp": shared}
@@ -234,7 +235,7 @@ class Links:
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
     def members(self, group: AxisGroup) -> int:
-        """Return how many ranks of a group are in one node, in the node with the fewest."""
+        """Return the number of a group's ranks in one node; the smallest number if nodes differ."""
         if group not in self._shared:
             self._shared[group] = group.on_one_node(self._node, self._world)
         return self._shared[group]

@@ -62,7 +62,7 @@ class Degrees(NamedTuple):
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks. Each of them has other sequences."""
+        """Number of data-parallel ranks, which process different sequences."""
         return _sizes(self)["dp"]
 
     @property
@@ -72,7 +72,7 @@ class Degrees(NamedTuple):
 
     @property
     def efsdp(self) -> int:
-        """Number of ranks over which the parameters of experts are sharded."""
+        """Number of ranks over which the parameters of one expert are sharded."""
         return _sizes(self)["efsdp"]
 
     @property
@@ -146,7 +146,7 @@ USUAL_SETTING = Setting(DEFAULT_SCHEDULE, 1, None)
 
 
 class Point(NamedTuple):
-    """One configuration whose memory and time can be estimated.
+    """One configuration of a run, with resolved degrees.
 
     Attributes:
         degrees: Degrees.
@@ -261,7 +261,7 @@ class Legality:
     def _choices(self, axis: str, ranks: int) -> tuple[int, ...]:
         """Return the degrees to try for an axis: the fixed degree, or all divisors of ``ranks``.
 
-        Empty if the fixed degree does not divide ``ranks``.
+        Returns an empty tuple if the fixed degree does not divide ``ranks``.
         """
         fixed = self._fix.get(axis)
         if fixed is None:
@@ -295,7 +295,7 @@ class Legality:
         return not errors
 
     def reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
-        """Append a rejection to ``rejected``. It has only the degrees of ``axes``."""
+        """Append a rejection to ``rejected``, with the degrees of ``axes`` only."""
         named = {axis: getattr(degrees, axis) for axis in axes}
         self.rejected.append(Rejection(degrees=named, violations=(*errors,)))
 

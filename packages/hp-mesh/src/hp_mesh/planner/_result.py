@@ -417,7 +417,7 @@ class Plan:
 
     @property
     def considered(self) -> int:
-        """Number of candidates and rejections."""
+        """Number of candidates plus number of rejections."""
         return len(self.candidates) + len(self.rejected)
 
     def compare(self, own: Candidate) -> "Comparison":

@@ -437,8 +437,8 @@ class Search:
         """Choose the best microbatch size, recomputation and setting for a set of degrees.
 
         Returns:
-            The best configuration and no violations. If no microbatch size is legal: None and the
-            broken rules.
+            The best configuration and an empty tuple. If no microbatch size is legal, returns None
+            and the broken rules.
         """
         train, given = self._train, self._train.micro_batch
         sizes = divisors(train.global_batch // degrees.dp) if given is None else (given,)

@@ -435,9 +435,9 @@ class TimeModel:
         return self._links.send(groups["pp"], self._train.gradient_bytes * shard)
 
     def _average_layer(self, point: Point, groups: Mapping[str, AxisGroup], most: int) -> LayerTime:
-        """Return the mean time of the layers with and without experts.
+        """Return the mean time of a layer for one microbatch, over layers with and without experts.
 
-        ``most`` is the number of layers on the first pipeline rank. No rank has more.
+        ``most`` is the number of layers on the first pipeline rank. No rank has more layers.
         """
         with_experts = self._model.expert_layers / self._model.layers
         if with_experts and point.degrees.pp > 1 and self._model.dense_layers <= most:
@@ -530,7 +530,7 @@ class TimeModel:
         | all-gather | gathers keys and values before attention; does not overlap |
         | Ulysses (arXiv 2309.14509, section 3.2) | exchanges heads before and after attention |
 
-        Ulysses is combined with one of the other two methods.
+        Ulysses can be combined with one of the other two methods.
         """
         degrees = point.degrees
         if degrees.cp == 1:
