@@ -158,7 +158,7 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
             min(Counter(rank // node for rank in group).values()) for group in layout.groups(axis)
         )
         assert groups[axis].size == layout.size(axis)
-        assert links.members(groups[axis]) == fewest
+        assert links.ranks_on_node(groups[axis]) == fewest
         assert links.crosses(groups[axis]) == layout.crosses_nodes(axis, node)
 
 
@@ -189,7 +189,7 @@ def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
             min(Counter(rank // node for rank in group).values()) for group in layout.groups(axis)
         )
         assert groups[axis].size == layout.size(axis)
-        assert links.members(groups[axis]) == fewest
+        assert links.ranks_on_node(groups[axis]) == fewest
 
 
 def test_a_group_that_a_node_ends_in_the_middle_of_is_outside() -> None:

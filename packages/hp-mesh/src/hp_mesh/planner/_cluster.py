@@ -158,13 +158,13 @@ class Cluster:
 
     @property
     def fast(self) -> Link:
-        """Link inside a node. Its default bandwidth is the usual one of the accelerator."""
+        """Link inside a node, with ``intra_gbs`` or else the accelerator's usual bandwidth."""
         bandwidth = self.intra_gbs or _LINKS[self.device][0]
         return Link(bandwidth=bandwidth * 1e9, latency=self.intra_us * 1e-6)
 
     @property
     def slow(self) -> Link:
-        """Link between nodes. Its default bandwidth is the usual one of the accelerator."""
+        """Link between nodes, with ``inter_gbs`` or else the accelerator's usual bandwidth."""
         bandwidth = self.inter_gbs or _LINKS[self.device][1]
         return Link(bandwidth=bandwidth * 1e9, latency=self.inter_us * 1e-6)
 
@@ -234,7 +234,7 @@ class Links:
         self._fast = cluster.fast.bandwidth * efficiency, cluster.fast.latency
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
-    def members(self, group: AxisGroup) -> int:
+    def ranks_on_node(self, group: AxisGroup) -> int:
         """Return the number of a group's ranks in one node; the smallest number if nodes differ."""
         if group not in self._shared:
             self._shared[group] = group.on_one_node(self._node, self._world)
@@ -242,17 +242,17 @@ class Links:
 
     def crosses(self, group: AxisGroup) -> bool:
         """Return whether the ranks of a group are on several nodes."""
-        return self.members(group) < group.size
+        return self.ranks_on_node(group) < group.size
 
     def gather(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-gather or a reduce-scatter.
+        """Return the time of an all-gather or a reduce-scatter, in seconds.
 
         ``size`` is the number of bytes of the whole, unsharded tensor.
         """
         return self.latency(group) + self.transfer(group, size)
 
     def latency(self, group: AxisGroup) -> float:
-        """Return the latency of an all-gather or a reduce-scatter, without the transfer of data.
+        """Return the latency of an all-gather or a reduce-scatter, in seconds.
 
         A ring of ``n`` ranks takes ``n - 1`` steps. Each step waits for the slowest hop.
         """
@@ -260,28 +260,28 @@ class Links:
         return (group.size - 1) * latency
 
     def transfer(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-gather or a reduce-scatter without latency.
+        """Return the time of an all-gather or a reduce-scatter without latency, in seconds.
 
         ``size`` is the number of bytes of the whole, unsharded tensor.
         """
         if group.size == 1:
             return 0.0
         bandwidth, _ = self._fast
-        members = self.members(group)
+        members = self.ranks_on_node(group)
         if members < group.size:
             bandwidth = min(bandwidth, self._slow[0] * members)
         return size * (group.size - 1) / group.size / bandwidth
 
     def all_reduce(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-reduce of ``size`` bytes on each rank."""
+        """Return the time of an all-reduce of ``size`` bytes on each rank, in seconds."""
         return 2 * self.gather(group, size)
 
     def all_to_all(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-to-all in which every rank sends ``size`` bytes."""
+        """Return the seconds of an all-to-all in which each rank sends ``size`` bytes in total."""
         if group.size == 1:
             return 0.0
         fast, latency = self._fast
-        members = self.members(group)
+        members = self.ranks_on_node(group)
         inside = size * (members - 1) / group.size / fast
         if members == group.size:
             return (group.size - 1) * latency + inside
@@ -290,7 +290,7 @@ class Links:
         return (group.size - members) * slow_latency + max(inside, outside)
 
     def dispatch(self, group: AxisGroup, size: float, inside: float, outside: float) -> float:
-        """Return the time of sending the tokens of every rank to their experts.
+        """Return the time of sending the tokens of every rank to their experts, in seconds.
 
         The links inside and between nodes work at the same time. All messages are sent at once.
 
@@ -309,7 +309,7 @@ class Links:
         return slow_latency + latency + max(inside * size / fast, outside * size / slow)
 
     def send(self, group: AxisGroup, size: float) -> float:
-        """Return the time of sending ``size`` bytes from a rank to the next rank of its group."""
+        """Return the seconds of sending ``size`` bytes from a rank to the next one of its group."""
         if group.size == 1:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast

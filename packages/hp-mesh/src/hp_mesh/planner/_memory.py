@@ -15,7 +15,7 @@ from ._shape import ModelShape
 from ._train import RECOMPUTE, Recompute, TrainSpec
 
 
-class Rank(NamedTuple):
+class RankMemory(NamedTuple):
     """Memory of the first or the last pipeline rank, for any microbatch size.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rank(NamedTuple):
 
 
 def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, int]:
-    """Return the number of layers of the largest and of the last pipeline rank.
+    """Return two numbers of layers: of the largest pipeline rank, and of the last one.
 
     The last rank has fewer layers because it also has the output matrix.
 
@@ -97,7 +97,7 @@ class MemoryModel:
         self._model, self._train, self._constants = model, train, calibration
         self._stage_layers = cache(partial(stage_layers, model))
         self._saved: dict[tuple[int, ...], Mapping[Recompute, tuple[float, float]]] = {}
-        self._ranks: dict[tuple[object, ...], tuple[Rank, ...]] = {}
+        self._ranks: dict[tuple[object, ...], tuple[RankMemory, ...]] = {}
         self._dense_layer = model.dense_layer_parameters
         self._shared_layer = model.shared_layer_parameters
         self._experts = model.experts * model.one_expert_parameters if model.expert_layers else 0
@@ -109,7 +109,7 @@ class MemoryModel:
         )
         self._logit_tokens = calibration.fused_loss_tokens if train.fused_loss else float("inf")
 
-    def ranks(self, degrees: Degrees, setting: Setting) -> tuple[Rank, ...]:
+    def ranks(self, degrees: Degrees, setting: Setting) -> tuple[RankMemory, ...]:
         """Return the memory of the first and the last pipeline rank; of one rank if ``pp`` is 1."""
         pp, tp, ep, etp = degrees.pp, degrees.tp, degrees.ep, degrees.etp
         key = setting, pp, tp, ep, etp, degrees.fsdp, degrees.dp > 1
@@ -120,7 +120,7 @@ class MemoryModel:
             )
         return self._ranks[key]
 
-    def need(self, point: Point, ranks: tuple[Rank, ...]) -> tuple[float, ...]:
+    def need(self, point: Point, ranks: tuple[RankMemory, ...]) -> tuple[float, ...]:
         """Return the memory of the rank that needs most, in bytes, by content.
 
         Args:
@@ -137,7 +137,7 @@ class MemoryModel:
         last = self._need(point, ranks[1], tokens)
         return last if sum(last) > sum(first) else first
 
-    def _need(self, point: Point, rank: Rank, tokens: float) -> tuple[float, ...]:
+    def _need(self, point: Point, rank: RankMemory, tokens: float) -> tuple[float, ...]:
         factor, in_flight = self._fragmentation, min(rank.in_flight, point.microbatches)
         saved, working = rank.activations[point.recompute]
         logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
@@ -149,7 +149,7 @@ class MemoryModel:
         states = rank.parameters, rank.gradients, rank.optimizer
         return (*states, activations, factor * logits, buffers)
 
-    def _rank(self, degrees: Degrees, setting: Setting, *, first: bool, last: bool) -> Rank:
+    def _rank(self, degrees: Degrees, setting: Setting, *, first: bool, last: bool) -> RankMemory:
         model, pp, tp, zero = self._model, degrees.pp, degrees.tp, setting.zero
         half, master = self._constants.half_bytes, self._constants.master_bytes
         gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
@@ -200,7 +200,7 @@ class MemoryModel:
         if expert_layers:
             routed = model.top_k / (tp if degrees.etp == 1 else 1)
             rows += 4 * half * routed * model.hidden
-        return Rank(
+        return RankMemory(
             layers, in_flight, self._activations(degrees, layers, expert_layers), parameters,
             gradients, optimizer, gathered, passing, rows, outputs, received, logits,
         )  # fmt: skip
@@ -208,7 +208,7 @@ class MemoryModel:
     def _pipeline_buffers(
         self, degrees: Degrees, setting: Setting, *, last: bool
     ) -> tuple[float, float, float]:
-        """Return the fields `in_flight`, `outputs` and `received` of `Rank`, in this order."""
+        """Return `in_flight`, `outputs` and `received` of `RankMemory`, in this order."""
         pp, stages = degrees.pp, setting.virtual_stages
         if pp == 1:
             return 1.0, 0.0, 0.0
@@ -225,7 +225,7 @@ class MemoryModel:
     def _activations(
         self, degrees: Degrees, layers: int, expert_layers: int
     ) -> Mapping[Recompute, tuple[float, float]]:
-        """Return the field `activations` of `Rank`, for a rank with ``layers`` layers.
+        """Return the field `activations` of `RankMemory`, for a rank with ``layers`` layers.
 
         ``expert_layers`` is the number of layers with experts among them.
         """

@@ -238,7 +238,10 @@ class Candidate:
 
 
 def classify(need: float, limit: float) -> Fit:
-    """Return the one of `CLASSES` for a need and a limit of memory, both in bytes."""
+    """Return the class ("fits", ...) of a configuration that needs ``need`` bytes of memory.
+
+    ``limit`` is the memory that may be used on one device, in bytes.
+    """
     if need <= limit:
         return "fits"
     return "borderline" if need <= BORDER * limit else "does not fit"

@@ -362,10 +362,11 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
 
 
 def _likely_hints(given: Plan) -> Iterator[Hint]:
-    """Yield each option with a first estimate of the step time, if a configuration fits with it.
+    """Yield a hint with a first estimate of the step time for each option of `HINTED`.
 
-    Only the first `LIKELY` configurations of each class of the plan (fits, borderline, too large)
-    are tried, so a full search may find a faster one.
+    An option is left out if no configuration fits with it. Only the first `LIKELY` configurations
+    of each class of the plan (fits, borderline, too large) are tried. So a search over all
+    configurations may find a faster one.
     """
     classes = given.fits, given.borderline, given.too_large
     likely = [degrees_of(one.dims) for candidates in classes for one in candidates[:LIKELY]]
@@ -406,8 +407,8 @@ class Search:
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
         calibration: Constants of the cost model.
-        dims: The configuration, if only one is estimated. Otherwise None: every configuration then
-            has ``ep_mode="folded"`` and the default order of axes.
+        dims: Degrees to estimate, if only one configuration is estimated. By default, all degrees
+            are estimated with ``ep_mode="folded"`` and the default order of axes.
     """
 
     def __init__(
@@ -507,7 +508,7 @@ class Search:
         return self._communications[degrees]
 
     def candidate(self, found: Found) -> Candidate:
-        """Return a configuration with all parts of its memory and time, for users."""
+        """Return a `Candidate`: a configuration with all parts of its memory and time."""
         point, degrees = found.point, found.point.degrees
         groups, traffic = self._communication(degrees)
         ranks = self._memory.ranks(degrees, point.setting)

@@ -12,7 +12,7 @@ from .._layout import AxisGroup
 from ._calibration import Calibration
 from ._cluster import Cluster, Links
 from ._configuration import Degrees, Point
-from ._memory import Rank
+from ._memory import RankMemory
 from ._schedules import SCHEDULES
 from ._shape import ModelShape
 from ._train import TrainSpec
@@ -84,12 +84,12 @@ class Traffic(NamedTuple):
     """Time of the collectives on a layer, and on the embedding or the output matrix, in seconds.
 
     Attributes:
-        hops: Latency of one all-gather, without the transfer of data.
+        latency: Latency of one all-gather, without the transfer of data.
         layer: Collectives on the parameters of an average layer.
         end: Collectives on the embedding. The output matrix has the same size.
     """
 
-    hops: float
+    latency: float
     layer: Collectives
     end: Collectives
 
@@ -124,7 +124,7 @@ class ComputeModel:
         return point.micro_batch * self._train.seq_len / point.degrees.cp
 
     def layer(self, point: Point, *, experts: bool) -> LayerCompute:
-        """Return the time of one layer for one microbatch.
+        """Return the computation time of one layer for one microbatch.
 
         Args:
             point: Configuration.
@@ -325,7 +325,7 @@ class TimeModel:
         self._experts = model.expert_parameters / model.layers
 
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
-        """Return the time of the collectives on parameters.
+        """Return the time of the collectives on a layer's parameters and on the embedding.
 
         ``groups`` has the results of `groups_of` and `expert_groups_of`.
         """
@@ -339,7 +339,7 @@ class TimeModel:
             for size in (owned, end / degrees.fsdp)
         )
         return Traffic(
-            hops=self._links.latency(groups["dense"]),
+            latency=self._links.latency(groups["dense"]),
             layer=Collectives(gather + expert_gather, reduce + expert_reduce, replicas),
             end=Collectives(*self._gather_and_reduce(groups["dense"], end), end_replicas),
         )
@@ -371,7 +371,7 @@ class TimeModel:
         point: Point,
         groups: Mapping[str, AxisGroup],
         traffic: Traffic,
-        ranks: tuple[Rank, ...],
+        ranks: tuple[RankMemory, ...],
         need: float,
     ) -> tuple[float, ...]:
         """Return the parts of the time of one step, on the slowest pipeline rank.
@@ -581,10 +581,11 @@ class TimeModel:
     def _copies(self, group: AxisGroup) -> tuple[float, float]:
         """Return how often a token is sent inside a node and between nodes, on average.
 
+        `TrainSpec.dispatch` determines whether a token is sent once per expert or once per node.
         The router is assumed to choose all experts equally often. If `TrainSpec.max_nodes` or
         `ModelShape.top_groups` limits the nodes of one token, the limit is respected.
         """
-        model, members = self._model, self._links.members(group)
+        model, members = self._model, self._links.ranks_on_node(group)
         copies, nodes = model.top_k, group.size / members
         if self._train.dispatch == "copies":
             return copies * (members - 1) / group.size, copies * (1 - members / group.size)
@@ -624,7 +625,7 @@ class TimeModel:
         cost, zero = self._constants.overlap_cost, point.setting.zero
         if zero == 3:
             # DeepSpeed runs one collective per weight, and does not overlap it.
-            hops = 3 * layers * (self._constants.stage3_collectives - 1) * traffic.hops
+            hops = 3 * layers * (self._constants.stage3_collectives - 1) * traffic.latency
             summed = _exposed(replicas, backward, cost)
             return microbatches * (2 * gather + reduce + hops), summed
         if zero == 0:
