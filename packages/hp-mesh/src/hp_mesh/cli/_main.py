@@ -190,9 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line after ``hp-mesh``. Defaults to ``sys.argv[1:]``.
 
     Returns:
-        Exit code: 0 for success; 1 if no configuration that fits was found; 2 for wrong input,
-        broken rules, a missing package or output that cannot be written; 130 after Ctrl-C; 141 if
-        the standard output is a closed pipe.
+        Exit code: 0 for success; 1 if no configuration fits (``plan``) or the given one does not
+        fit (``estimate``); 2 for wrong input, broken rules, a missing package or output that cannot
+        be written; 130 after Ctrl-C; 141 if the standard output is a closed pipe.
 
     Examples:
         >>> main(["groups", "tp", "tp=2", "--world", "4", "--rank", "3"])

@@ -152,7 +152,8 @@ class ModelShape:
     def kv_width(self) -> int:
         """Width of the keys of one layer: number of key heads times head width.
 
-        The values have the same width. With multi-head latent attention, it is ``2 * latent``.
+        The values have the same width. With multi-head latent attention, the width is
+        ``2 * latent``.
         """
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
@@ -171,7 +172,8 @@ class ModelShape:
     def latents(self) -> int:
         """Total width of the compressed queries, keys and values of one layer.
 
-        They exist only in multi-head latent attention. Otherwise the width is 0.
+        The part of the keys with rotary position embedding is included. The width is 0 if the model
+        does not use multi-head latent attention.
         """
         return self.latent and self.latent + self.rope_dim + self.query_latent
 
@@ -179,7 +181,7 @@ class ModelShape:
     def score_width(self) -> int:
         """Width of the queries of one layer in the product with keys, summed over all heads.
 
-        Only in multi-head latent attention, it differs from `query_width`.
+        The width differs from `query_width` only in multi-head latent attention.
         """
         return self.heads * (self.nope_dim + self.rope_dim) or self.query_width
 

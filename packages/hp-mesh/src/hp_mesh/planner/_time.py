@@ -97,8 +97,9 @@ class Traffic(NamedTuple):
 class ComputeModel:
     """Estimates how long one accelerator computes a layer or the loss.
 
-    Each kernel follows the roofline model (Williams et al., Roofline, 2009). Either arithmetic or
-    memory bandwidth limits its speed. Both reach a fixed share of the data sheet's peak.
+    Each kernel follows the roofline model (Williams et al., Roofline, 2009): either arithmetic or
+    memory bandwidth limits its speed. The two limits are the peaks of the data sheet, multiplied by
+    the efficiencies of `Calibration`.
     """
 
     def __init__(
