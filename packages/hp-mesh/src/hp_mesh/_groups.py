@@ -1,8 +1,9 @@
 """Creation of process groups and device meshes on all ranks or on none.
 
-`create_meshes` is the entry. It is collective: all ranks compare their arguments in one all-reduce,
-create their groups in the same order, and compare in a second all-reduce whether all succeeded. To
-refuse is to take part in the first comparison with invalid arguments, so that all ranks raise.
+`create_meshes` is the main function. It is collective: all ranks compare their arguments in one
+all-reduce, create their groups in the same order, and compare in a second all-reduce whether all
+succeeded. A rank with invalid arguments refuses: it takes part in the first all-reduce and reports
+the problem, so that the other ranks raise an error instead of waiting.
 """
 
 import time
@@ -32,28 +33,31 @@ from ._torch import (
     unused_count,
 )
 
-PREFIX = "parallel_mesh"  # of keys in the world's store
-MOST_FIELDS = 32  # compared values; every rank sends this many numbers
-LATEST = 2**62  # milliseconds times ranks, longer than any build
+PREFIX = "parallel_mesh"  # prefix of this module's keys in the default group's store
+MOST_FIELDS = 32  # upper bound of compared values; every rank sends this many numbers
+LATEST = 2**62  # upper bound of a failure time, in milliseconds times the number of ranks
 
 # How ranks create process groups:
-# "local": Only the members of a group take part. A rank makes a dozen calls, however large the
-#     world is.
-# "joint": All ranks create all groups of an axis, as torch does by default.
-# "split": All ranks split the world's communicator into the groups of an axis, in one call. It is
-#     needed if NCCL was initialized eagerly: torch then creates every group with ``ncclCommSplit``,
-#     a collective of the whole world, and local creation would wait for ranks that never call.
+# "local": Only the members of a group call ``new_group``. A rank makes about 12 calls for any
+#     world size.
+# "joint": All ranks create all groups of a mesh dimension, as torch does by default.
+# "split": All ranks split the default group's communicator into the groups of a mesh dimension, in
+#     one call. This is needed if NCCL was initialized eagerly: torch then creates every group with
+#     ``ncclCommSplit``, a collective over all ranks. If only the members called ``new_group``, they
+#     would wait forever for the other ranks.
 Creation: TypeAlias = Literal["local", "joint", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Values that all ranks share before they create groups.
+    """Values that are equal on all ranks after the first all-reduce of `create_meshes`.
 
     Attributes:
-        equally_many: Whether every rank is in the same number of groups.
-        count: Number of groups from which torch derives the name of the first new group.
-        serial: Number of this call of `create_meshes`, unique in the store of the world.
+        equally_many: Whether every rank has the same number of existing process groups.
+        count: Number of existing process groups that torch must count on every rank when it names
+            the first new group, so that the new names are unused.
+        serial: Number of this call of `create_meshes`. Earlier calls in the same job have other
+            numbers.
     """
 
     equally_many: bool
@@ -68,23 +72,24 @@ def create_meshes(
     compared: Mapping[str, object],
     created: list[dist.ProcessGroup],
 ) -> dict[str, DeviceMesh]:
-    """Create the groups of this rank, and one mesh of the whole world for each view.
+    """Create the process groups of this rank and the device meshes that use them.
 
-    Collective over the world. If a rank fails, all ranks destroy the groups that they created, and
-    raise.
+    Collective over the default group. If a rank fails, all ranks destroy the groups that they
+    created, and raise.
 
     Args:
-        plan: The groups that contain this rank, and the views.
-        device_type: Device type of the meshes, or None for the default.
-        timeout: Timeout of the groups.
-        compared: Values that must be equal on all ranks.
-        created: List to which this function adds the new groups, for `destroy_groups`.
+        plan: The groups that contain this rank, and the names, shape and ranks of each mesh.
+        device_type: Device type of the meshes, or None for `default_device_type`.
+        timeout: Timeout of the groups, or None for torch's default.
+        compared: Values by name that must be equal on all ranks.
+        created: List to which this function appends the new groups, for `destroy_groups`.
 
     Returns:
-        The mesh of each view by its name.
+        The device meshes by name, such as ``"dense"``. Each mesh has all ranks.
 
     Raises:
-        MeshError: The device type is invalid, the values differ, or another rank failed.
+        MeshError: The device type is invalid, the compared values differ between ranks, or another
+            rank failed.
     """
     try:
         kind = checked_device_type(device_type)
@@ -118,10 +123,13 @@ def _create_groups(
     agreement: Agreement,
     created: list[dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
-    """Create the groups that contain this rank, in order, and return the group of each axis.
+    """Create the process groups that contain this rank, in the order of ``plan.groups``.
 
-    If a group cannot be created, a note of the error names the group, and ``created`` has the
-    groups before it.
+    If torch raises an error for a group, a note with the dimensions and ranks of the group is added
+    to the error. ``created`` then has the groups that were created earlier.
+
+    Returns:
+        The group of each mesh dimension by its name.
     """
     world = default_group()
     way = _choose_creation(world, agreement)
@@ -143,8 +151,8 @@ def _create_groups(
 def _choose_creation(world: dist.ProcessGroup, agreement: Agreement) -> Creation:
     if splits_world(world):
         return "split"
-    # If members are in different numbers of groups, torch gives the group different names on them,
-    # and they wait for each other.
+    # With "local", torch puts the rank's number of existing groups into the new group's name. If
+    # this number differs between members, they use different names and wait for each other.
     return "local" if agreement.equally_many else "joint"
 
 
@@ -155,7 +163,10 @@ def _create_group(
     way: Creation,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
-    """Create one group that contains this rank, add it to ``created`` and return it."""
+    """Create one process group that contains this rank, append it to ``created`` and return it.
+
+    If ``way`` is not ``"local"``, the other groups of the same mesh dimension are created too.
+    """
     settings: dict[str, Any] = {"timeout": timeout, "group_desc": ",".join(planned.axes)}
     if way == "local":
         ranks = list(planned.ranks)
@@ -177,12 +188,13 @@ def _create_group(
 
 @contextmanager
 def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
-    """Destroy the groups in ``created`` if the ``with`` body raises on this rank or another one.
+    """Destroy the groups in ``created`` if the ``with`` block raises on any rank.
 
-    Collective over the world: one all-reduce after the body compares whether it succeeded. A rank
-    that failed raises its own error. If another rank failed first, a note says so, because this
-    rank may have failed while it waited for the other one. All other ranks raise `MeshError`. A
-    rank that is interrupted (``KeyboardInterrupt``) does not take part in the all-reduce.
+    Collective over the default group: after the block, one all-reduce shares whether all ranks
+    succeeded. A rank whose block failed raises its own error. If another rank failed earlier, a
+    note with the number of that rank is added to the error, because this rank may have failed only
+    while it waited. Ranks whose block succeeded raise `MeshError` if any rank failed. After a
+    ``KeyboardInterrupt``, a rank skips the all-reduce.
     """
     start = time.monotonic()
     try:
@@ -190,7 +202,7 @@ def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
             yield
         except Exception as error:
             after = time.monotonic() - start
-            with suppress(RuntimeError, MeshError):  # the other ranks or the world may be gone
+            with suppress(RuntimeError, MeshError):  # ranks or the default group may be gone
                 first = _first_failed_rank(after)
                 if first is not None and first != default_group().rank():
                     error.add_note(f"rank {first} failed before this one; see its own error first")
@@ -207,9 +219,9 @@ def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
 
 
 def destroy_groups(created: list[dist.ProcessGroup]) -> None:
-    """Destroy the groups in a list, the last one first, and empty it.
+    """Destroy the process groups in ``created``, the last one first, and empty the list.
 
-    Groups that are already destroyed, alone or with the default group, are skipped.
+    Groups that are already destroyed, separately or with the default group, are skipped.
     """
     while created:
         group = created.pop()
@@ -218,9 +230,9 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
 
 
 def join_as_refusing() -> None:
-    """Take part in the comparison of `create_meshes` on a rank that creates no groups.
+    """Take part in the first all-reduce of `create_meshes` on a rank with invalid arguments.
 
-    The other ranks would otherwise wait for this rank. They raise `MeshError`.
+    The other ranks then raise `MeshError` instead of waiting for this rank.
     """
     with suppress(MeshError):  # this rank raises its own error
         _compare(default_group())
@@ -231,29 +243,30 @@ def _compare(
     fields: Mapping[str, object] | None = None,
     groups: Sequence[PlannedGroup] = (),
 ) -> Agreement:
-    """Compare values over all ranks in one all-reduce.
+    """Check in one all-reduce that values are equal on all ranks.
 
     More all-reduces follow if a group name that is unused on one rank is in use on another.
 
     Args:
         world: The default process group.
-        fields: Values that must be equal on all ranks, by name. To refuse, pass None.
+        fields: Values that must be equal on all ranks, by name. A rank with invalid arguments
+            passes None, which makes all ranks raise.
         groups: The groups that this rank will create.
 
     Returns:
-        The values that all ranks share.
+        The values from which all ranks derive equal names for the new groups.
 
     Raises:
-        MeshError: The values differ, or a rank refuses. All ranks raise it.
+        MeshError: The values differ, or a rank passed None. All ranks raise the error.
     """
     fields = fields or {}
     planned = [group.ranks for group in groups if group.ranks]
     # Fake groups have no peers and no store.
     if dist.get_backend(world) == "fake":
         return Agreement(equally_many=True, count=unused_count(planned), serial=0)
-    # A build that fails leaves addresses in the store, so every attempt has its own number.
+    # After a failed call, addresses remain in the store, so every call gets its own number.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
-    # The largest value belongs to the first rank that refuses; 0 means that none refuses.
+    # The lowest rank with invalid arguments has the largest value; 0 means valid arguments.
     refusal = 0 if fields else world.size() - world.rank()
     digests = [_digest(name, value) for name, value in fields.items()]
     digests += [0] * (MOST_FIELDS - len(digests))
@@ -279,9 +292,16 @@ def _digest(name: str, value: object) -> int:
 
 
 def _extremes(world: dist.ProcessGroup, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the largest and the smallest value of each number over the ranks.
+    """Return the maximum and the minimum of each number over all ranks.
 
-    One all-reduce: the smallest value is the negative of the largest negative.
+    Needs one all-reduce: the minimum is computed as the negative of the maximum of the negatives.
+
+    Args:
+        world: The default process group.
+        numbers: This rank's numbers; equally many on all ranks.
+
+    Returns:
+        A list with the maximum of each number, and a list with the minimum of each number.
     """
     rows = [numbers, [-number for number in numbers]]
     both = torch.tensor(rows, dtype=torch.int64, device=comparison_device_type())
@@ -291,29 +311,35 @@ def _extremes(world: dist.ProcessGroup, numbers: Sequence[int]) -> tuple[list[in
 
 
 def _first_failed_rank(after: float | None) -> int | None:
-    """Return the rank that failed first, or None. One all-reduce over the world.
+    """Find the rank that failed first, in one all-reduce over the default group.
 
     Args:
-        after: Seconds until this rank failed, or None if it did not fail.
+        after: Seconds until this rank failed, or None if this rank succeeded.
+
+    Returns:
+        A global rank, or None if all ranks succeeded.
     """
     world = default_group()
     if dist.get_backend(world) == "fake":
         return None
-    # The largest value belongs to the first rank that failed; 0 means that none failed.
+    # The rank that failed first has the largest value; 0 means success.
     late = 0 if after is None else round(1000 * after) * world.size() + world.rank()
     failure = 0 if after is None else LATEST - late
     (first, number), _ = _extremes(world, [failure, joint_group_number()])
     if first == 0:
         return None
-    # Ranks may have stopped at different groups. The next group gets the same name on all.
+    # Ranks may have failed at different groups. Equal numbers make the name of the next group equal
+    # on all ranks.
     raise_joint_group_number(number)
     return (LATEST - first) % world.size()
 
 
 def default_device_type() -> str:
-    """Return the accelerator's type if the default group has a backend for it, else ``"cpu"``.
+    """Return the device type of meshes for which the user gave no device type.
 
-    If gloo is the only backend, the result is ``"cpu"``, although gloo accepts CUDA tensors.
+    It is the type of the current accelerator, such as ``"cuda"``, if the default group has a
+    backend for this type, else ``"cpu"``. If gloo is the only backend, the result is ``"cpu"``,
+    although gloo accepts CUDA tensors.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == "gloo":
@@ -322,20 +348,25 @@ def default_device_type() -> str:
 
 
 def comparison_device_type() -> str:
-    """Return the device type of tensors with which ranks compare their arguments.
+    """Return the device type of the tensors with which ranks compare their arguments.
 
-    If there is a gloo backend, it is the CPU: no device is needed, and no NCCL communicator is
-    created early. The result does not depend on arguments, which may differ between ranks.
+    It is ``"cpu"`` if the default group has a gloo backend: the comparison then needs no
+    accelerator, and creates no NCCL communicator. Else it is `default_device_type`. The device type
+    that the user gave is not used, because it may differ between ranks.
     """
     return "cpu" if "gloo" in dist.get_backend_config() else default_device_type()
 
 
 def checked_device_type(device_type: object) -> str:
-    """Return the device type, or the default for None.
+    """Return a valid device type without index, such as ``"cuda"``.
+
+    Args:
+        device_type: Device type from the user, or None for `default_device_type`. ``"meta"`` is
+            valid without a backend, because meta tensors have no data.
 
     Raises:
-        MeshError: The default group has no backend for it, or it has an index. ``"meta"`` needs no
-            backend, because its tensors have no data.
+        MeshError: The value is not a device type, has an index (``"cuda:0"``), or the default group
+            has no backend for the type.
     """
     if device_type is None:
         device_type = default_device_type()
@@ -359,5 +390,5 @@ def checked_device_type(device_type: object) -> str:
 
 
 def _backends() -> list[str]:
-    """Return the device types for which the default group has a backend."""
+    """Return the device types for which the default group has a backend, such as ``["cpu"]``."""
     return [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]

@@ -5,14 +5,14 @@ Terms:
 - An axis is a mesh dimension. The size of a base axis, such as ``tp``, is a degree.
 - To fold axes is to flatten them into one: ``fsdp`` has the ranks of ``dp_shard`` and ``cp``.
   An axis can be split into several: ``cp`` into ``cp_outer`` and ``ulysses``.
-- A view is one division of all ranks into axes, as in a device mesh of the whole world.
+- A view is one device mesh over all ranks. The same ranks have several views.
 - An alias is a second name of an axis.
 - A group is a set of ranks that differ in the coordinate of one axis only.
 - The levels of an axis are (size, stride) pairs like the dimensions of a strided tensor. With the
   levels ``((2, 1), (4, 16))``, a group has 4 pairs of neighbouring ranks, at a distance of 16.
 
-`view_axes` and `axis_parts` are the tables of all axes. Levels follow from them, and coordinates
-and groups follow from the levels. Nothing here communicates or needs torch.
+`view_axes` and `axis_parts` are the tables of all axes. The levels are computed from these tables,
+and coordinates and groups from the levels. This module does not communicate or import torch.
 """
 
 import operator
@@ -27,17 +27,18 @@ from typing import NamedTuple, SupportsIndex, TypeAlias
 from ._errors import LayoutError, join_words, show
 
 ALIASES = {"batch": "dp", "dp_ep": "dp", "dp_cp": "loss", "ep_shard": "ep"}
-Levels: TypeAlias = tuple[tuple[int, int], ...]  # the innermost first
+Levels: TypeAlias = tuple[tuple[int, int], ...]  # (size, stride) pairs, smallest stride first
 
 
 class Folds(NamedTuple):
-    """Options that decide which axes exist and which axes they fold.
+    """Options that decide which mesh dimensions exist and how they are flattened or split.
 
     Attributes:
-        peer: The experts' axis ``ep`` is a base axis (``ep_mode="peer"``).
-        over_tp: The ranks of ``tp`` split each expert.
-        fsdp_folds_cp: Parameters are sharded over ``cp`` too.
-        ulysses: ``cp`` is split into ``cp_outer`` and ``ulysses``.
+        peer: If True (``ep_mode="peer"``), ``ep`` is a mesh dimension of its own. If False, ``ep``
+            reuses the ranks of ``dp_shard``, ``cp`` and ``tp``.
+        over_tp: If True, tensor parallelism shards each expert over the ranks of ``tp``.
+        fsdp_folds_cp: If True, FSDP shards parameters over the ranks of ``cp`` too.
+        ulysses: If True, ``cp`` is split into the dimensions ``cp_outer`` and ``ulysses``.
     """
 
     peer: bool = False
@@ -47,19 +48,23 @@ class Folds(NamedTuple):
 
     @property
     def sharding(self) -> tuple[str, ...]:
-        """Axes with different samples, without ``dp_replicate``.
+        """Mesh dimensions along which data is sharded, except ``dp_replicate``.
 
-        They are ``dp_shard`` and, in peer mode, ``ep``.
+        They are ``("dp_shard", "ep")`` if ``peer`` is True, else ``("dp_shard",)``.
         """
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
 
 
 @cache
 def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each view, outermost first.
+    """Return the names of the mesh dimensions of each view (one device mesh over all ranks).
 
-    An axis is looked up in the first view that has it. The dense view is first: ``tp`` and ``fsdp``
-    are then axes of one torch mesh, as FSDP with tensor parallelism requires.
+    If several views have a dimension, the first of these views is used. The dense view is first:
+    ``tp`` and ``fsdp`` are then sliced from the same torch mesh, as FSDP with tensor parallelism
+    requires.
+
+    Returns:
+        The names of the dimensions, outermost first, by the name of the view.
     """
     data = ("dp_replicate", *folds.sharding)
     replicate = "dp_replicate" if folds.fsdp_folds_cp else "replicate"
@@ -78,10 +83,15 @@ def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
 
 @cache
 def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return the axes that are folded into each axis that is not a base axis.
+    """Return how each derived mesh dimension is made of base dimensions.
 
-    Several axes in a key are the result of splitting the folded axis, outermost first. The sizes of
-    all but the first of them are degrees. The first has the remaining factor.
+    A derived dimension flattens base dimensions: ``fsdp`` flattens ``dp_shard`` and ``cp``. If a
+    key has several names, the flattened dimension is split again.
+
+    Returns:
+        A dict. A value has the names of the dimensions that are flattened, outermost first. Its key
+        has the names of the resulting dimensions, outermost first. All sizes in a key except the
+        first are given as degrees. The first size is the remaining factor.
     """
     data = ("dp_replicate", *folds.sharding)
     parts: dict[tuple[str, ...], tuple[str, ...]] = {("dp",): data, ("loss",): (*data, "cp")}
@@ -93,10 +103,10 @@ def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
         parts["cp_outer", "ulysses"] = ("cp",)
     experts = ("efsdp",) if folds.peer else ("efsdp", "ep")
     if folds.over_tp:
-        # Activations are split over tp, so weights of experts must be split over the same ranks.
+        # Activations are sharded over tp, so the experts' weights are sharded over the same ranks.
         parts |= {experts: ("dp_shard", "cp"), ("etp",): ("tp",)}
     elif folds.peer:
-        # The ranks of tp hold other experts or other shards of an expert.
+        # Ranks of one tp group hold different FSDP shards of the experts, so efsdp includes tp.
         parts |= {experts: ("dp_shard", "cp", "tp"), ("etp",): ()}
     else:
         parts[*experts, "etp"] = ("dp_shard", "cp", "tp")
@@ -105,11 +115,12 @@ def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return the size of every axis of every view.
+    """Return the size of every mesh dimension by its name.
 
     Args:
-        folds: Options that decide which axes exist.
-        degrees: Positive degrees; ``"ulysses"`` among them if ``folds.ulysses`` is set.
+        folds: Options that decide which dimensions exist.
+        degrees: Sizes of the base dimensions and of ``ep`` and ``etp``, all positive. It must have
+            ``"ulysses"`` if ``folds.ulysses`` is True.
     """
     sizes = {axis: degrees[axis] for axis in view_axes(folds)["base"]}
     for (first, *others), parts in axis_parts(folds).items():
@@ -130,14 +141,16 @@ def _aliases(folds: Folds) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One division of all ranks into axes.
+    """Names, shape and ranks of one device mesh over all ranks.
 
     Attributes:
-        name: Name of the view.
-        axes: Names of the axes, outermost first.
-        shape: Sizes of the axes.
-        levels: Levels of all axes together, the innermost first. Empty if ``listed`` is not.
-        listed: All ranks in row-major order of the axes, if an axis has no levels. Else empty.
+        name: Name of the view, such as ``"dense"``.
+        axes: Names of the mesh dimensions, outermost first.
+        shape: Sizes of the mesh dimensions, outermost first.
+        levels: (size, stride) pairs of all dimensions, innermost first, from which the ranks are
+            computed. Empty if ``listed`` is not empty.
+        listed: All ranks in row-major order. Empty unless the ranks of a dimension have irregular
+            distances, so that strides cannot describe them.
     """
 
     name: str
@@ -147,12 +160,21 @@ class View:
     listed: tuple[int, ...] = ()
 
     def ranks(self) -> Sequence[int]:
-        """Return all ranks in row-major order of the axes."""
+        """Return all ranks in the row-major order of ``shape``."""
         return self.listed or _ranks_from(0, self.levels)
 
 
 def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
-    """Return the ranks of the group that begins with ``first``, in row-major order of levels."""
+    """Return the ranks of one group.
+
+    Args:
+        first: Lowest rank of the group.
+        levels: (size, stride) pairs, smallest stride first. The group has the rank ``first`` plus
+            the sum of ``index * stride``, for every combination of indices below the sizes.
+
+    Returns:
+        The ranks; the index of the first pair changes fastest.
+    """
     if len(levels) == 1:
         ((size, stride),) = levels
         return range(first, first + size * stride, stride)
@@ -163,12 +185,23 @@ def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
 
 
 def _first_rank(rank: int, levels: Levels) -> int:
-    """Return the first rank of the group that contains ``rank``."""
+    """Return the lowest rank of the group that contains ``rank``.
+
+    ``levels`` are the (size, stride) pairs of the group, as in `_ranks_from`.
+    """
     return rank - sum([rank // stride % size * stride for size, stride in levels])
 
 
 def _slices(shape: Sequence[int], axis: int) -> Iterator[slice]:
-    """Yield the positions of each group of an axis in a row-major list of all ranks."""
+    """Yield one slice for each group along a mesh dimension.
+
+    Args:
+        shape: Shape of a device mesh over all ranks.
+        axis: Index of the mesh dimension.
+
+    Yields:
+        A slice that selects the ranks of the group from the row-major list of the mesh's ranks.
+    """
     stride = prod(shape[axis + 1 :])
     span = shape[axis] * stride
     for outer in range(0, prod(shape), span):
@@ -177,7 +210,10 @@ def _slices(shape: Sequence[int], axis: int) -> Iterator[slice]:
 
 
 def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
-    """Merge each level with the next one if together they are one sequence of equal distances."""
+    """Merge neighbouring (size, stride) pairs that one pair can describe.
+
+    For example, ``(2, 1)`` and ``(4, 2)`` become ``(8, 1)``.
+    """
     merged: list[tuple[int, int]] = []
     for size, stride in levels:
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -188,7 +224,15 @@ def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
 
 
 def _fold(parts: Iterable[Levels | None]) -> Levels | None:
-    """Return the levels of the axis that folds some axes, or None if one of these has none."""
+    """Return the (size, stride) pairs of the dimension that flattens several mesh dimensions.
+
+    Args:
+        parts: The pairs of each flattened dimension. A part is None if its groups have irregular
+            distances between ranks.
+
+    Returns:
+        The pairs, smallest stride first. None if a part is None.
+    """
     levels: list[tuple[int, int]] = []
     for part in parts:
         if part is None:
@@ -198,15 +242,15 @@ def _fold(parts: Iterable[Levels | None]) -> Levels | None:
 
 
 def _split(levels: Levels, sizes: Sequence[int]) -> list[Levels | None]:
-    """Return the levels of the axes into which one axis is split.
+    """Split one mesh dimension into several, and return the (size, stride) pairs of each.
 
     Args:
-        levels: Levels of the axis that is split.
-        sizes: Sizes of the resulting axes, outermost first.
+        levels: Pairs of the dimension that is split, smallest stride first.
+        sizes: Sizes of the resulting dimensions, outermost first.
 
     Returns:
-        The levels of each resulting axis. All are None if one of the sizes neither divides a level
-        nor is a multiple of it: the groups then have no common strides.
+        The pairs of each resulting dimension, outermost dimension first. Every entry is None if
+        the sizes do not divide evenly into the pairs. Strides cannot describe the groups then.
     """
     remaining = [*reversed(levels)]
     axes: list[Levels | None] = []
@@ -226,12 +270,14 @@ def _split(levels: Levels, sizes: Sequence[int]) -> list[Levels | None]:
 
 
 class AxisGroup(NamedTuple):
-    """The common structure of all groups of one axis.
+    """Size and strides of the groups along one mesh dimension.
 
     Attributes:
         size: Number of ranks per group.
-        levels: Levels of the axis. A group has one rank for each combination.
-        listed: The ranks of all groups, if the axis has no levels. Else empty.
+        levels: (size, stride) pairs, smallest stride first. With ``((2, 1), (4, 16))``, a group has
+            4 pairs of neighbouring ranks, at a distance of 16.
+        listed: The ranks of all groups. Empty unless the groups have irregular distances between
+            ranks, so that strides cannot describe them.
     """
 
     size: int
@@ -239,9 +285,15 @@ class AxisGroup(NamedTuple):
     listed: tuple[tuple[int, ...], ...] = ()
 
     def on_one_node(self, ranks_per_node: int, world_size: int) -> int:
-        """Return the smallest number of ranks of a group that share a node.
+        """Return the smallest number of ranks that a group has on one node.
 
-        Groups need not be aligned with nodes. The result is the minimum over all groups and nodes.
+        If a group is spread over 2 nodes, with 3 ranks on one and 1 rank on the other, it counts
+        as 1. The result is the minimum over all groups.
+
+        Args:
+            ranks_per_node: Number of ranks per node. Node ``i`` starts at rank
+                ``i * ranks_per_node``.
+            world_size: Number of all ranks.
         """
         node, shares = ranks_per_node, 1
         if self.listed:
@@ -259,8 +311,9 @@ class AxisGroup(NamedTuple):
         return shares
 
     def _fewest_on_one_node(self, node: int, world_size: int) -> int:
-        # Groups are not aligned with nodes, so their ranks are counted. The pattern repeats after
-        # the least common multiple of both lengths.
+        # Node boundaries cut the groups unevenly, so the ranks of each group on each node are
+        # counted. The pattern repeats after the least common multiple of the group's span and the
+        # node's size.
         size, stride = self.levels[-1]
         ranks = range(min(world_size, lcm(size * stride, node)))
         nodes = Counter((_first_rank(rank, self.levels), rank // node) for rank in ranks)
@@ -272,8 +325,9 @@ class PlannedGroup:
     """One process group that contains this rank.
 
     Attributes:
-        axes: All axes that have these ranks.
-        ranks: Global ranks, ascending. Empty if the group is the default group, which exists.
+        axes: Names of all mesh dimensions that share this group.
+        ranks: Global ranks, ascending. Empty if the group is torch's default group, which exists
+            already.
     """
 
     axes: tuple[str, ...]
@@ -282,13 +336,14 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """The process groups and views that one rank needs for its device meshes.
+    """The process groups and ranks from which one rank builds its device meshes.
 
     Attributes:
         layout: Coordinates and groups of all ranks.
-        groups: The groups that contain this rank, without duplicates. All ranks list them in the
-            same order of axes, so that creating them cannot deadlock.
-        views: Each view, with all ranks in row-major order of its axes.
+        groups: The groups that contain this rank, without duplicates. All ranks list the groups in
+            the same order of mesh dimensions, so creating the groups in order cannot deadlock.
+        views: One pair for each device mesh over all ranks: its names and shape, and its ranks in
+            row-major order.
     """
 
     layout: "RankLayout"
@@ -299,10 +354,17 @@ class MeshPlan:
 def plan_mesh(
     degrees: Mapping[str, int], folds: Folds, order: Sequence[str], rank: int
 ) -> MeshPlan:
-    """Return the layout, and the groups and views of one rank.
+    """Compute the process groups and device meshes of one rank, without communication.
 
-    Axes with equal groups share one process group, such as all axes of size 1. Two axes have equal
-    groups on every rank or on no rank, so the order of the groups is the same on all ranks.
+    Mesh dimensions with equal groups share one process group. For example, all dimensions of size 1
+    share one. If two dimensions have equal groups on one rank, they have on every rank, so the
+    order of the groups is the same on all ranks.
+
+    Args:
+        degrees: Sizes of the mesh dimensions, as in `axis_sizes`.
+        folds: Options that decide which dimensions exist.
+        order: Names of the base dimensions, outermost first.
+        rank: Global rank of this process.
     """
     layout = RankLayout(degrees, folds, order)
     axes_of: dict[tuple[int, ...], list[str]] = {}
@@ -315,17 +377,24 @@ def plan_mesh(
 
 
 class RankLayout:
-    """Coordinates and groups of all ranks, for every axis and alias of every view.
+    """Coordinates and groups of all ranks along every mesh dimension.
 
-    `ParallelDims.layout` returns it. It communicates nothing. The ranks of one group take time in
-    proportion to the size of the group, so layouts of 100,000 ranks are as fast as small ones. Only
-    if ``order`` separates ``dp_shard``, ``cp`` and ``tp``, and ``ep`` or ``etp`` divides them
-    unevenly, the groups of experts are found in a list of all ranks.
+    `ParallelDims.layout` returns a `RankLayout`. It is computed without communication. A mesh
+    dimension is called an axis. An alias is a second name of an axis. A view is one device mesh
+    over all ranks. The same ranks have several views: the view ``"dense"`` has the axes ``fsdp``
+    and ``tp``, and the view ``"sparse"`` has the axes ``efsdp`` and ``ep``.
+
+    The ranks of one group are computed from strides, in time proportional to the size of the group.
+    A layout of 100,000 ranks is therefore as fast as a small one. There is one slow case: expert
+    groups that strides cannot describe are found in a list of all ranks. It occurs if other axes
+    stand between ``dp_shard``, ``cp`` and ``tp`` in ``order``, and ``ep`` or ``etp`` does not
+    divide evenly into them.
 
     Args:
-        degrees: Positive degrees by name; ``"ulysses"`` among them if ``folds.ulysses`` is set.
+        degrees: Size of each base axis and of ``ep`` and ``etp``, by name, all positive. It must
+            have ``"ulysses"`` if ``folds.ulysses`` is True.
         folds: Options that decide which axes exist.
-        order: Names of the axes, outermost first.
+        order: Names of the base axes, outermost first.
 
     Examples:
         >>> layout = ParallelDims(cp=2, tp=2, world_size=8).layout()
@@ -344,7 +413,10 @@ class RankLayout:
 
     @cached_property
     def _levels(self) -> Mapping[str, Levels | None]:
-        """Levels of each axis, or None for an axis without common strides of its groups."""
+        """(size, stride) pairs of each mesh dimension by its name, smallest stride first.
+
+        The value is None if strides cannot describe the groups of the dimension.
+        """
         levels: dict[str, Levels | None] = {}
         stride = 1
         for name in reversed(self._order):
@@ -362,25 +434,28 @@ class RankLayout:
 
     @property
     def views(self) -> Mapping[str, View]:
-        """Views by name, in the order in which axis names are searched."""
+        """Names, shape and ranks of each device mesh over all ranks, by the name of the view.
+
+        `find` searches the views in this order.
+        """
         return {name: self._view(name) for name in view_axes(self._folds)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all axes and aliases."""
+        """Names of all mesh dimensions, followed by their second names (aliases)."""
         return (*_axis_names(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
-        """Return the first view that has all the given axes.
+        """Return the first view (device mesh over all ranks) that has all the given axes.
 
         Args:
-            *names: Axes or aliases.
+            *names: Names or aliases of mesh dimensions, in any order.
 
         Returns:
-            The view, and the names of the axes with aliases resolved.
+            The view, and a tuple of ``names`` in which each alias is replaced by the axis.
 
         Raises:
-            LayoutError: A name does not exist or is given twice, or no view has all of them.
+            LayoutError: A name does not exist or is given twice, or no view has all the names.
         """
         if not names:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
@@ -394,13 +469,13 @@ class RankLayout:
         raise LayoutError(self._explain_no_view(names, axes))
 
     def size(self, name: str) -> int:
-        """Return the number of ranks on an axis.
+        """Return the size of a mesh dimension.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
 
         Returns:
-            The number of ranks of each group of the axis.
+            The number of ranks in each group along the dimension.
 
         Raises:
             LayoutError: The name does not exist.
@@ -408,10 +483,10 @@ class RankLayout:
         return self._sizes[self._resolve(name)]
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Return the coordinate of a rank on one axis.
+        """Return the coordinate of a rank on one mesh dimension.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
             rank: Global rank.
 
         Returns:
@@ -430,14 +505,14 @@ class RankLayout:
         return coordinate
 
     def coordinates(self, rank: int, view: str = "base") -> dict[str, int]:
-        """Return the coordinates of a rank on all axes of a view.
+        """Return the coordinates of a rank in one device mesh over all ranks.
 
         Args:
             rank: Global rank.
-            view: Name of the view.
+            view: Name of the mesh, such as ``"base"``, ``"dense"`` or ``"sparse"``.
 
         Returns:
-            Coordinates by axis, outermost first.
+            The coordinate on each mesh dimension by its name, outermost first.
 
         Raises:
             LayoutError: The rank or the view does not exist.
@@ -448,15 +523,15 @@ class RankLayout:
         """Return the rank at the given coordinates.
 
         Args:
-            coordinates: One coordinate for each axis of the view.
-            view: Name of the view.
+            coordinates: One coordinate for each dimension of the mesh, by the dimension's name.
+            view: Name of a device mesh over all ranks, such as ``"base"`` or ``"sparse"``.
 
         Returns:
             The global rank.
 
         Raises:
-            LayoutError: The view does not exist, an axis is missing or unknown, or a coordinate is
-                out of range.
+            LayoutError: The mesh does not exist, a dimension is missing or unknown, or a coordinate
+                is out of range.
 
         Examples:
             >>> layout = ParallelDims(tp=2, world_size=4).layout()
@@ -483,15 +558,15 @@ class RankLayout:
         return rank
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the group of an axis that contains a rank.
+        """Return the group along a mesh dimension that contains a rank.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
             rank: Global rank.
 
         Returns:
-            Global ranks that differ from ``rank`` along this axis only, and ``rank``. They ascend,
-            as in torch process groups.
+            ``rank`` and all ranks that differ from ``rank`` in the coordinate of this dimension
+            only. They are global ranks in ascending order, as in torch process groups.
 
         Raises:
             LayoutError: The name or the rank does not exist.
@@ -504,13 +579,13 @@ class RankLayout:
         return tuple(_ranks_from(_first_rank(number, levels), levels))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """Return all groups of an axis.
+        """Return all groups along a mesh dimension.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
 
         Returns:
-            The ranks of each group, sorted by the first rank.
+            One tuple of global ranks for each group. The groups are sorted by their first rank.
 
         Raises:
             LayoutError: The name does not exist.
@@ -520,13 +595,14 @@ class RankLayout:
         return sorted(tuple(ranks[group]) for group in _slices(view.shape, view.axes.index(axis)))
 
     def axis_group(self, name: str) -> AxisGroup:
-        """Return the size and the strides of all groups of an axis.
+        """Return the size and the strides of the groups along a mesh dimension.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
 
         Returns:
-            The size and the levels of the axis. If the axis has no levels, the groups are listed.
+            The number of ranks per group, and (size, stride) pairs from which the ranks of a group
+            can be computed. If strides cannot describe the groups, all groups are listed instead.
 
         Raises:
             LayoutError: The name does not exist.
@@ -537,15 +613,15 @@ class RankLayout:
         return AxisGroup(self._sizes[axis], levels or (), listed)
 
     def crosses_nodes(self, name: str, ranks_per_node: int) -> bool:
-        """Return whether a group of an axis has ranks on several nodes.
+        """Return whether a group along a mesh dimension has ranks on several nodes.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
             ranks_per_node: Number of ranks per node. Node ``i`` starts at rank
                 ``i * ranks_per_node``.
 
         Returns:
-            True if at least one group of the axis has ranks on more than one node.
+            True if at least one group has ranks on more than one node.
 
         Raises:
             LayoutError: The name does not exist, or ``ranks_per_node`` is not a positive integer.
@@ -574,10 +650,14 @@ class RankLayout:
         return self._views[name]
 
     def _list_expert_view(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return all ranks in row-major order of the sparse or the expert view.
+        """Return all ranks in row-major order of a mesh with expert dimensions.
 
-        Used if an axis of experts has no levels. The order is that of the folded axes before they
-        are split. The ranks of each group are then sorted, as in torch process groups.
+        Used if strides cannot describe the groups of ``ep``, ``etp`` or ``efsdp``. The ranks of
+        ``dp_shard``, ``cp`` and ``tp`` are put in one row, from which consecutive ranks form the
+        groups. The ranks of each group are then sorted, as in torch process groups.
+
+        Args:
+            shape: Shape of the view ``"sparse"`` or ``"expert"``.
         """
         experts = [
             parts for axes, parts in axis_parts(self._folds).items() if axes[-1] in ("ep", "etp")
@@ -621,7 +701,10 @@ def _keys(mapping: object) -> list[object] | None:
 
 
 def _index(value: object) -> int | None:
-    """Return a non-negative integer of any type as an int, None for anything else."""
+    """Convert a non-negative integer, such as a numpy integer, to int.
+
+    Returns None if ``value`` is a bool, negative or not an integer.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     number = operator.index(value)

@@ -1,4 +1,7 @@
-"""The default process group, and all private names of torch that hp-mesh uses (2.11 to 2.13)."""
+"""Access to the default process group and to private names of torch.
+
+No other module of hp-mesh uses private names of torch. They exist in torch 2.11 to 2.13.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +17,10 @@ from ._errors import MeshError
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the default process group: all ranks of this job.
+    """Return torch's default process group, which has all ranks of the job.
 
     Raises:
-        MeshError: It does not exist.
+        MeshError: ``init_process_group`` was not called.
     """
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise MeshError("no default process group; call torch.distributed.init_process_group first")
@@ -25,39 +28,42 @@ def default_group() -> dist.ProcessGroup:
 
 
 def splits_world(world: dist.ProcessGroup) -> bool:
-    """Return whether all ranks together must split new groups off the world's communicator.
+    """Return whether all ranks must take part in the creation of each new process group.
 
-    ``ProcessGroup.bound_device_id`` is set if NCCL was initialized eagerly (``device_id=`` of
-    ``init_process_group``). ``torch.distributed.config.use_torchcomms`` (2.13) requires the same.
-    There is no public replacement.
+    This is the case if NCCL was initialized eagerly (``device_id=`` of ``init_process_group``):
+    torch then splits the communicator of the default group. It is also the case if
+    ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True.
+
+    Reads the attribute ``bound_device_id`` of the default group, ``world``. There is no public
+    replacement.
     """
     config = getattr(dist, "config", None)
     return world.bound_device_id is not None or bool(getattr(config, "use_torchcomms", False))
 
 
 def registered_groups() -> int:
-    """Return the number of process groups of this rank.
+    """Return the number of process groups that exist in this process: ``len(_world.pg_names)``.
 
-    ``new_group(use_local_synchronization=True)`` hashes ``len(_world.pg_names)`` into the name of
-    the group. Members with different numbers would wait for each other forever. A group name as an
-    argument of ``new_group`` would be a public replacement.
+    ``new_group(use_local_synchronization=True)`` hashes this number into the name of the new group.
+    If the number differs between members, they use different names and wait for each other forever.
+    There is no public replacement; a name as an argument of ``new_group`` would be one.
     """
     return len(distributed_c10d._world.pg_names)
 
 
 def unused_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
-    """Return the lowest group count with which the next groups get unused names.
+    """Return the lowest number of existing groups with which all new groups get unused names.
 
-    If only its members create a group, torch names it after its ranks and the number of groups
-    (``_process_group_name``), which grows by one with each group. After groups are destroyed the
-    number is lower, and an existing group over the same ranks can have the name.
+    ``new_group(use_local_synchronization=True)`` derives the name of a group from its ranks and the
+    number of existing groups (``_process_group_name``). The number decreases when a group is
+    destroyed. A new group can therefore get the name of an existing group with the same ranks.
 
     Args:
-        groups: Ranks of the next groups, in the order of their creation.
-        at_least: Lower bound of the result. The number of existing groups is another one.
+        groups: Ranks of the new groups, in the order of their creation.
+        at_least: Lower bound of the result.
 
     Returns:
-        A group count for `group_count`.
+        A number for `group_count`. It is at least `registered_groups`.
     """
     used = {*distributed_c10d._world.pg_names.values()}
     count = max(at_least, registered_groups())
@@ -76,9 +82,10 @@ def _local_name(ranks: list[int], count: int) -> str:
 
 @contextmanager
 def group_count(count: int) -> Iterator[None]:
-    """Raise `registered_groups` to ``count`` inside the ``with`` statement, if it is lower.
+    """Increase the number of existing groups to ``count`` inside the ``with`` block.
 
-    Placeholder entries in ``_world.pg_names`` raise the number. Skipped numbers do no harm.
+    torch uses the number in the names of new groups (see `registered_groups`). Placeholder entries
+    in ``_world.pg_names`` increase the number. If it is ``count`` or higher, it stays unchanged.
     """
     names: Any = distributed_c10d._world.pg_names
     fillers = [object() for _ in range(count - len(names))]
@@ -91,39 +98,43 @@ def group_count(count: int) -> Iterator[None]:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether a group exists: it was not destroyed, alone or with the default group.
+    """Return whether a process group exists.
 
-    Reads ``_world.pg_map``. The public functions raise the same error for this and other reasons.
+    The result is False after the group was destroyed, separately or with the default group. Reads
+    ``_world.pg_map``. A public function cannot replace this: it raises the same error for a
+    destroyed group as for other problems.
     """
     return group in distributed_c10d._world.pg_map
 
 
 def joint_group_number() -> int:
-    """Return the number in the name of the next group that all ranks create together.
+    """Return the number that torch uses as the name of the next group that all ranks create.
 
+    Groups that only their members create (``use_local_synchronization=True``) have other names.
     Reads ``_world.group_count``.
     """
     return int(distributed_c10d._world.group_count)
 
 
 def raise_joint_group_number(number: int) -> None:
-    """Raise `joint_group_number` to ``number``, if it is lower.
+    """Increase `joint_group_number` to ``number``. A higher number stays unchanged.
 
-    Ranks that stopped at different groups would otherwise give the next group different names, and
-    wait for each other. Numbers are only skipped, so no name is used twice.
+    If ranks failed at different groups, their numbers differ. They would use different names for
+    the next group and wait for each other.
     """
     distributed_c10d._world.group_count = max(joint_group_number(), number)
 
 
 class _StoreByThread(tuple[str, Store]):
-    """A (backend, store) pair of ``_world.pg_map`` with another store for some threads.
+    """A (backend, store) pair whose store depends on the thread that reads it.
 
-    `torch.distributed.new_group` unpacks the pair.
+    It replaces the pair of the default group in torch's ``_world.pg_map``.
+    `torch.distributed.new_group` unpacks the pair and uses the store for the new group.
     """
 
     def __init__(self, pair: tuple[str, Store]) -> None:
-        self.pair = pair  # for all other threads
-        self.stores: dict[int, Store] = {}  # by thread identifier
+        self.pair = pair  # the original pair, for all threads that are not in `stores`
+        self.stores: dict[int, Store] = {}  # store of each thread, by ``threading.get_ident()``
 
     def __iter__(self) -> Iterator[Any]:
         backend, store = self.pair
@@ -133,18 +144,23 @@ class _StoreByThread(tuple[str, Store]):
         return (*self,)[index]
 
 
-_pairs_lock = Lock()  # of changes of ``_world.pg_map``, not of its readers
+_pairs_lock = Lock()  # held while ``_world.pg_map`` is changed; reading needs no lock
 
 
 @contextmanager
 def store_prefix(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
-    """Use a prefix of the world's store for groups that this thread creates inside ``with``.
+    """Put a prefix before the store keys of groups that this thread creates inside ``with``.
 
-    ``new_group(use_local_synchronization=True)`` names a group after its ranks and the number of
-    groups. After a group is destroyed, a new group can get the same name, and its members would
-    read the old addresses from the store. The prefix avoids this. It is set by replacing the store
-    in ``_world.pg_map``, for this thread only. A public replacement would be a name or a store as
-    an argument of ``new_group``.
+    ``new_group(use_local_synchronization=True)`` derives the name of a group from its ranks and the
+    number of existing groups. After a group is destroyed, a new group can get the same name. Its
+    members would then read the addresses of the destroyed group from the store. Different prefixes
+    avoid this. The store in ``_world.pg_map`` is replaced by a ``PrefixStore``, for this thread
+    only. There is no public replacement; a name or a store as an argument of ``new_group`` would be
+    one.
+
+    Args:
+        prefix: Prefix of the keys.
+        world: The default process group.
     """
     pairs: dict[dist.ProcessGroup, tuple[str, Store]] = distributed_c10d._world.pg_map
     thread = get_ident()
@@ -163,10 +179,11 @@ def store_prefix(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def share_rank_map(mesh: DeviceMesh, other: DeviceMesh) -> None:
-    """Replace the rank tuple of ``mesh`` by the equal tuple of ``other``, to save memory.
+    """Let ``mesh`` use the tuple of ranks that ``other`` holds, to save memory.
 
-    Each mesh and submesh has a tuple ``_flatten_rank_map`` as long as the world: 4.7 MB at 131,072
-    ranks. There is no public replacement.
+    Each mesh and sub-mesh has a tuple ``_flatten_rank_map`` with one entry for each rank of the
+    job: 4.7 MB for 131,072 ranks. If the tuples differ, nothing changes. There is no public
+    replacement.
     """
     ranks = getattr(other, "_flatten_rank_map", None)
     if ranks is not None and ranks == getattr(mesh, "_flatten_rank_map", None):
@@ -174,24 +191,35 @@ def share_rank_map(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def register_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
-    """Register the group of ``fold`` with ``root``, a mesh of all ranks.
+    """Register a flattened mesh dimension with the mesh whose dimensions it flattens.
 
-    ``fold`` is a one-dimensional mesh with the ranks of several axes of ``root``. The attribute
-    ``_alias_groups`` of ``root`` has names of process groups by axis name. It belongs to this
-    package; hp-dtensor reads it in addition to ``DeviceMesh._flatten_mapping``.
+    The name of the process group is added to the dict ``root._alias_groups``, under the name of the
+    dimension. hp-mesh defines this attribute. hp-dtensor reads it in addition to torch's
+    ``DeviceMesh._flatten_mapping``.
 
     The group is not added to ``_flatten_mapping``, because torch's DTensor (2.13) would then merge
-    two all-gathers of ``[Shard(0), Shard(0)]`` into one. The result is wrong if the axes do not
-    divide the rows.
+    the two all-gathers of ``[Shard(0), Shard(0)]`` into one. The result is wrong if the number of
+    rows is not divisible by the sizes of the mesh dimensions.
+
+    Args:
+        root: Mesh of all ranks.
+        fold: One-dimensional mesh that flattens several dimensions of ``root``.
     """
     names: dict[str, str] = vars(root).setdefault("_alias_groups", {})
     names[(fold.mesh_dim_names or ("",))[0]] = fold.get_group().group_name
 
 
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
-    """Flatten all axes of a mesh into one. The result is a slice of the same root mesh.
+    """Flatten all dimensions of a mesh into one.
 
-    Calls ``DeviceMesh._flatten``. The public ``DeviceMesh.from_group`` returns a mesh without a
-    root.
+    Calls ``DeviceMesh._flatten``. The public ``DeviceMesh.from_group`` cannot replace it, because
+    torch does not combine its result with other slices of the same root mesh.
+
+    Args:
+        mesh: Mesh with one or more dimensions.
+        name: Name of the flattened dimension. None joins the names of the dimensions by ``_``.
+
+    Returns:
+        A one-dimensional slice of the root mesh of ``mesh``.
     """
     return mesh._flatten(name)
