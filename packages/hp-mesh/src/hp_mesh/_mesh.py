@@ -1,4 +1,4 @@
-"""`ParallelMesh`: torch device meshes for every axis and alias of a configuration."""
+"""`ParallelMesh`: torch device meshes for every mesh dimension of a configuration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 
 class ParallelMesh:
-    """Torch device meshes of all axes, over one set of process groups.
+    """All device meshes of one training run, over one set of process groups.
 
-    `ParallelDims.build_mesh` returns it. A view is one division of all ranks into axes; it has one
-    device mesh of the whole world. ``mesh["tp"]`` is the one-dimensional mesh of an axis or alias.
-    ``mesh["dp_replicate", "fsdp"]`` is the mesh of several axes of one view, outermost first. Both
-    are slices of the mesh of a view, so FSDP, tensor parallel, DTensor and checkpoints accept and
-    combine them. Indexing never communicates.
+    `ParallelDims.build_mesh` returns a `ParallelMesh`. A mesh dimension is called an axis. An alias
+    is a second name of an axis: ``"batch"`` is ``"dp"``. A view is one device mesh over all ranks.
+    The same ranks have several views: ``"dense"`` has the axes ``fsdp`` and ``tp``, and
+    ``"sparse"`` has the axes ``efsdp`` and ``ep``.
+
+    ``mesh["tp"]`` is a one-dimensional mesh. ``mesh["dp_replicate", "fsdp"]`` has several axes of
+    one view, outermost first. Both are slices of the mesh of a view, so FSDP, tensor parallel,
+    DTensor and checkpoints accept and combine them. Indexing never communicates.
 
     Args:
-        dims: Resolved degrees.
+        dims: Degrees, without None or -1.
         layout: Coordinates and groups of all ranks.
-        views: One mesh of the whole world for each view.
-        created: Groups that `close` destroys.
-        topology: Number of ranks per node, or None.
+        views: The device meshes over all ranks, by the name of the view.
+        created: Process groups that `close` destroys.
+        topology: Number of ranks per node, or None if it is unknown.
 
     Examples:
         On 4 ranks:
@@ -63,27 +66,28 @@ class ParallelMesh:
         self._closed = False
 
     def __repr__(self) -> str:
-        """Return the axes that multiply to the world, outermost first, and their sizes."""
+        """Return the sizes of the base axes, outermost first, and the device type or "closed"."""
         view = self.layout.views["base"]
         axes = ", ".join(f"{axis}={size}" for axis, size in zip(view.axes, view.shape, strict=True))
         where = "closed" if self._closed else f"on {self.device_type}"
         return f"ParallelMesh({axes}; {self.layout.world_size} ranks, {where})"
 
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
-        """Return the mesh of one axis or alias, or of several axes of one view.
+        """Return the device mesh of one axis, or of several axes of one view.
 
-        ``layout.views`` lists the views and their axes. The dimensions of the result have the names
-        of the axes, also if an alias was given. ``mesh["batch"]`` is an exception: its dimension is
-        called ``"batch"``, because data loaders look for this name.
+        A view is one device mesh over all ranks. ``layout.views`` lists the views and their axes.
 
         Args:
-            names: One name, or several axes of one view, outermost first.
+            names: Name or alias of one axis, or several names in a tuple, outermost first. All of
+                them must be in one view.
 
         Returns:
-            A torch mesh.
+            A torch mesh with one dimension for each name. The dimension has the name of the axis,
+            even if an alias was given. Only the dimension of ``mesh["batch"]`` is called
+            ``"batch"``, because data loaders look for this name.
 
         Raises:
-            LayoutError: A name does not exist, or no view has all of them in this order.
+            LayoutError: A name does not exist, or no view has all names in this order.
             MeshError: The mesh is closed.
         """
         key = names if isinstance(names, str) else _as_names(names)
@@ -93,21 +97,21 @@ class ParallelMesh:
         return mesh
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the mesh has an axis or alias of this name."""
+        """Return whether ``name`` is the name or alias of a mesh dimension."""
         return name in self.layout.names
 
     def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
-        """Return ``mesh[names]``, or None if one of its axes has a single rank.
+        """Return ``mesh[names]``, or None if one of the axes has size 1.
 
         Args:
-            names: One name, or several axes of one view, outermost first.
+            names: Name or alias of one axis, or several names in a tuple, as in ``mesh[names]``.
 
         Returns:
-            A torch mesh, or None. Code that skips a kind of parallelism at size 1 can test for
-            None.
+            A torch mesh. The result is None if an axis has size 1, so that code can skip this kind
+            of parallelism.
 
         Raises:
-            LayoutError: A name does not exist, or no view has all of them in this order.
+            LayoutError: A name does not exist, or no view has all names in this order.
             MeshError: The mesh is closed.
         """
         mesh = self[names]
@@ -128,7 +132,11 @@ class ParallelMesh:
         return mesh
 
     def _register_folds(self, full: DeviceMesh) -> None:
-        """Register the groups of axes that fold several axes of a mesh of the whole world."""
+        """Register flattened mesh dimensions with a mesh over all ranks.
+
+        Registers every axis of another view whose ranks are the ranks of several dimensions of
+        ``full``, for example ``dp`` with a mesh that has ``dp_replicate`` and ``dp_shard``.
+        """
         layout, axes = self.layout, full.mesh_dim_names or ()
         along = [{*dist.get_process_group_ranks(group)} for group in full.get_all_groups()]
         for axis in dict.fromkeys(axis for view in layout.views.values() for axis in view.axes):
@@ -139,31 +147,34 @@ class ParallelMesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all axes and aliases."""
+        """Names of all mesh dimensions, followed by their second names (aliases)."""
         return self.layout.names
 
     @property
     def device_type(self) -> str:
-        """Device type of all meshes."""
+        """Device type of all meshes, such as ``"cuda"``."""
         return self._view("base").device_type
 
     def view(self, name: str) -> DeviceMesh:
-        """Return the mesh of the whole world for one view.
+        """Return one of the device meshes over all ranks.
 
         Args:
-            name: Name of the view, such as ``"base"`` or ``"sparse"``.
+            name: Name of the mesh, such as ``"base"``, ``"dense"`` or ``"sparse"``.
+                ``layout.views`` lists the names and the mesh dimensions.
 
         Returns:
-            A torch mesh with one dimension for each axis of the view.
+            A torch mesh of all ranks.
 
         Raises:
-            LayoutError: The view does not exist.
+            LayoutError: No mesh has this name.
             MeshError: The mesh is closed.
         """
         full = self._view(name)
         if name not in self._with_folds:
             self._register_folds(full)
-            self._with_folds.add(name)  # not before: after an interrupt the next call repeats it
+            self._with_folds.add(
+                name
+            )  # after the registration, so that an interrupted call is repeated
         return full
 
     def _view(self, name: str) -> DeviceMesh:
@@ -179,13 +190,13 @@ class ParallelMesh:
         return self._closed
 
     def crosses_nodes(self, name: str) -> bool:
-        """Return whether a group of an axis has ranks on several nodes.
+        """Return whether a group along a mesh dimension has ranks on several nodes.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
 
         Returns:
-            True if at least one group of the axis has ranks on more than one node.
+            True if at least one group has ranks on more than one node.
 
         Raises:
             LayoutError: The name does not exist.
@@ -196,13 +207,13 @@ class ParallelMesh:
         return self.layout.crosses_nodes(name, self.topology.ranks_per_node)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Return the process group of one axis.
+        """Return the process group of this rank along one mesh dimension.
 
         Args:
-            name: Axis or alias.
+            name: Name or alias of a mesh dimension.
 
         Returns:
-            The process group of this rank.
+            The torch process group that contains this rank.
 
         Raises:
             LayoutError: The name does not exist, or it is not a string.
@@ -216,26 +227,29 @@ class ParallelMesh:
         return self[name].get_group()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
-        """Return a mesh over the same groups. Closing the copy does not destroy them.
+        """Return a `ParallelMesh` that uses the same process groups.
 
-        Modules that hold a mesh can be copied. No group is created and nothing is communicated.
+        This lets ``copy.deepcopy`` copy modules that hold a mesh. The copy does not create process
+        groups, and closing it does not destroy the shared groups.
         """
         memo[id(self)] = copy = ParallelMesh(self.dims, self.layout, self._views, [], self.topology)
         copy._closed = self._closed
         return copy
 
     def close(self) -> None:
-        """Destroy the process groups that the build created.
+        """Destroy the process groups that `ParallelDims.build_mesh` created.
 
-        Every rank calls it, after its last collective on these groups. A second call is a no-op.
+        Every rank calls this method, after its last collective on these groups. A second call is a
+        no-op. The default group and the groups of other meshes remain. Groups that are already
+        destroyed are skipped.
 
-        Groups that this mesh did not create remain: the default group, and the groups of other
-        meshes. Groups that are already destroyed are skipped. Slices of this mesh, and tensors that
-        are sharded over them, cannot communicate afterwards.
+        After the call, slices of this mesh cannot communicate. DTensors over these slices cannot
+        communicate either.
 
         Note:
-            DTensor caches meshes, with their groups, by ranks and names. After this call, do not
-            use DTensors over an equal mesh that the same process builds later.
+            DTensor caches meshes and their groups by ranks and dimension names. If the same process
+            later builds a mesh with equal ranks and names, do not use DTensors on the new mesh:
+            they may find the destroyed groups in the cache.
         """
         self._closed = True
         self._meshes.clear()
@@ -243,10 +257,10 @@ class ParallelMesh:
         destroy_groups(self._created)
 
     def __enter__(self) -> Self:
-        """Return this mesh. The end of the ``with`` statement closes it; see `close`.
+        """Return this mesh. The end of the ``with`` block calls `close`.
 
-        If ``with`` statements of one mesh are nested, the inner one closes it. Meshes that are
-        built inside have their own groups and must be closed separately.
+        If ``with`` blocks of one mesh are nested, the end of the inner block closes the mesh.
+        Meshes that are built inside the block have their own groups and must be closed separately.
 
         Raises:
             MeshError: The mesh is closed.
@@ -256,7 +270,7 @@ class ParallelMesh:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the mesh, also after an exception."""
+        """Call `close`, also after an exception."""
         self.close()
 
 
@@ -266,7 +280,10 @@ def build_mesh(
     topology: Topology | None,
     timeout: timedelta | None,
 ) -> ParallelMesh:
-    """Create the groups and meshes of ``dims``; see `ParallelDims.build_mesh`."""
+    """Create the process groups and meshes of ``dims``.
+
+    `ParallelDims.build_mesh` explains the arguments and errors.
+    """
     world = default_group()
     try:
         _check_types(topology, timeout)
@@ -283,12 +300,14 @@ def build_mesh(
 
 
 def _is_fold(full: DeviceMesh, along: Sequence[set[int]], ranks: Sequence[int]) -> bool:
-    """Return whether ``ranks`` are all ranks along several axes of a mesh, in row-major order.
+    """Return whether a group of ranks is several flattened dimensions of a mesh.
+
+    The result is True if ``ranks`` are the ranks of at least two dimensions, in row-major order.
 
     Args:
-        full: Mesh of the whole world.
-        along: Ranks of this rank's group on each axis of the mesh.
-        ranks: Ranks of one group that contains this rank.
+        full: Mesh over all ranks.
+        along: For each dimension of the mesh, the ranks in the group of this rank.
+        ranks: Ranks of a group that contains this rank.
     """
     members = {*ranks}
     folded = [len(group) > 1 and group <= members for group in along]
@@ -319,7 +338,15 @@ def _as_names(names: object) -> tuple[str, ...]:
 
 
 def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
-    """Return a mesh over the same groups in which one axis has another name."""
+    """Return a copy of a mesh in which one dimension has another name.
+
+    The copy uses the same process groups.
+
+    Args:
+        full: Mesh over all ranks.
+        axis: Name of the dimension in ``full``.
+        name: Name of the dimension in the copy.
+    """
     axes = full.mesh_dim_names or ()
     renamed = DeviceMesh.from_group(
         [full.get_group(each) for each in axes],

@@ -1,9 +1,10 @@
-"""One mesh of all ranks for the whole process, and functions that return slices of it.
+"""One stored device mesh of all ranks per process, and functions that return slices of it.
 
 `build_world_mesh` builds the mesh and stores it. The getters (`get_dp_mesh`, `get_tp_mesh` and the
-other functions ``get_..._mesh``) return slices of a given mesh. To fold axes is to flatten them
-into one. The model mesh (`get_dp_model_mesh`) includes the ranks of ``cp``; the data mesh
-(`get_dp_mesh`) does not. Both include the ranks of ``ep``.
+other functions ``get_..._mesh``) return slices of a given mesh. An axis is a mesh dimension. To
+fold axes is to flatten them into one. `get_dp_model_mesh` returns the mesh for FSDP, which includes
+the ranks of ``cp``. `get_dp_mesh` returns the mesh for data loading, which does not. Both include
+the ranks of ``ep``.
 """
 
 from collections.abc import Mapping
@@ -57,9 +58,9 @@ LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
 class MeshAxisName(StrEnum):
-    """Axis names of world meshes and of expert-parallel meshes.
+    """Names of mesh dimensions, for meshes that `build_world_mesh` and similar functions return.
 
-    Members are strings, so they index meshes in the same way as plain names.
+    A member is a string, so ``mesh[MeshAxisName.tp]`` is ``mesh["tp"]``.
 
     Examples:
         >>> MeshAxisName.dp_shard == "dp_shard"
@@ -79,18 +80,19 @@ class MeshAxisName(StrEnum):
     cp = "cp"
 
 
-# Axes of a world mesh, outermost first.
+# Mesh dimensions that a `WorldMesh` can have, outermost first.
 AXES = ("pp", "dp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
-# Ranks of cp have the same dense parameters and share their samples: they are part of the sharding
-# of parameters, but not of data loading. Ranks of ep have different samples: they are part of both.
+# FSDP shards parameters over the ranks of cp and ep too. For data loading, the ranks of ep count as
+# data-parallel ranks because their samples differ. The ranks of cp have parts of the same samples.
 _SHARD = ("dp_shard", "ep", "cp")
 _EXPERTS = ("ep_replicate", "ep_shard")
 
 Folds: TypeAlias = tuple[tuple[str, ...], ...]
-# The possible results of each getter. A key has one tuple for each axis of the result: the axes of
-# a torch mesh that are folded into it. The mesh must have the first of them; the others are folded
-# in if the mesh has them. The value has the names of the folded axes in a `ParallelMesh`.
+# The possible results of each getter. The inner dict has one entry for each alternative; the first
+# one whose required axes exist is used. A key has one tuple for each axis of the result: the names
+# of the mesh axes that are flattened into this axis. The first name of the tuple is required, the
+# others are optional. The value has the names of the flattened axes in a `ParallelMesh`.
 RESULTS: dict[str, dict[Folds, tuple[str, ...]]] = {
     "get_dp_model_mesh": {
         (("dp_replicate",), _SHARD): ("replicate", "fsdp"),
@@ -110,24 +112,26 @@ RESULTS: dict[str, dict[Folds, tuple[str, ...]]] = {
     "get_tp_mesh": {(("tp",),): ("tp",)},
     "get_cp_mesh": {(("cp",),): ("cp",)},
     "get_pp_mesh": {(("pp",),): ("pp",)},
-    "get_pp_stage_mesh": {(("pp",),): ("pp",)},  # it returns all other axes
+    "get_pp_stage_mesh": {(("pp",),): ("pp",)},  # requires pp, but returns all other axes
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShard:
-    """Division of the data-parallel ranks into replicas that shard the parameters (HSDP).
+    """Number of HSDP replicas, or number of ranks in each replica.
+
+    With HSDP, the ranks of one replica shard the parameters, and each replica has all parameters.
+    If neither ``replicas`` nor ``shard_degree`` is given, each node is one replica.
 
     Args:
         replicas: Number of replicas.
-        shard_degree: Number of ranks per replica. If neither this nor ``replicas`` is given, each
-            node is one replica.
-        ranks_per_node: Number of ranks per node. Defaults to the environment variable
-            ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets.
+        shard_degree: Number of ranks per replica.
+        ranks_per_node: Number of ranks per node, used if each node is one replica. Defaults to the
+            environment variable ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets.
 
     Raises:
         ParallelDimsError: A value is not a positive integer, or ``ranks_per_node`` is given
-            together with another value.
+            together with ``replicas`` or ``shard_degree``.
 
     Examples:
         >>> HybridShard(replicas=2).split(dp_size=8, world_size=16)
@@ -149,18 +153,19 @@ class HybridShard:
             raise refusal("nodes", reason, {"ranks_per_node": ranks, **given})
 
     def split(self, dp_size: int, world_size: int) -> tuple[int, int]:
-        """Return the number of replicas and the number of ranks per replica.
+        """Divide the data-parallel ranks into replicas.
 
         Args:
             dp_size: Number of data-parallel ranks.
-            world_size: Number of all ranks, on nodes of equal size.
+            world_size: Number of all ranks. All nodes have equally many ranks.
 
         Returns:
-            Two numbers with the product ``dp_size``.
+            The number of replicas, and the number of ranks per replica. Their product is
+            ``dp_size``.
 
         Raises:
-            ParallelDimsError: No such numbers exist, for example with more nodes than data-parallel
-                ranks.
+            ParallelDimsError: The given numbers do not divide ``dp_size``, or the environment
+                variable ``LOCAL_WORLD_SIZE`` is needed but not set.
         """
         given, source = self._given(), ""
         sizes = {"dp_size": dp_size, "world_size": world_size}
@@ -202,11 +207,11 @@ class HybridShard:
 
 @runtime_checkable
 class HasDegree(Protocol):
-    """A configuration of one kind of parallelism."""
+    """Any object with an attribute ``degree``, such as a configuration of tensor parallelism."""
 
     @property
     def degree(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks over which this kind of parallelism divides its work."""
 
 
 DegreeLike: TypeAlias = int | HasDegree
@@ -214,12 +219,15 @@ DegreeLike: TypeAlias = int | HasDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldMesh:
-    """All meshes over one world of ranks, with the names of the requested axes.
+    """A `ParallelMesh` with the names of the mesh dimensions that the user requested.
+
+    Functions such as `get_tp_mesh` take a `WorldMesh` as argument.
 
     Args:
-        mesh: Meshes of all axes and aliases.
-        axes: Names of the axes that the getters can return, outermost first. An axis of one rank is
-            included if its degree was given. ``ep`` shares the ranks of the data-parallel axes.
+        mesh: All device meshes and process groups.
+        axes: Names of the requested mesh dimensions, outermost first. A dimension of size 1 is
+            included if its degree was given. ``ep`` does not multiply the number of ranks: it
+            reuses the ranks of the other dimensions.
 
     Examples:
         On 4 ranks:
@@ -235,7 +243,7 @@ class WorldMesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All axes except ``ep`` as one torch mesh of the whole world, outermost first."""
+        """One torch mesh of all ranks, with the dimensions ``axes`` except ``ep``."""
         return _slice(self.mesh, _world_axes(self.mesh, self.axes))
 
 
@@ -253,24 +261,26 @@ def build_world_mesh(
 ) -> WorldMesh:
     """Build the mesh of all ranks and store it for `get_world_mesh`.
 
-    Collective, like `ParallelDims.build_mesh`. It creates all process groups that the functions
-    ``get_*_mesh`` return. A degree can be an integer, or an object with an integer attribute
-    ``degree``. The order of the axes is the default order of `ParallelDims`, with ``tp`` innermost.
+    Collective over the default process group. All process groups that the functions ``get_*_mesh``
+    return are created here. A degree is an integer, or an object with an integer attribute
+    ``degree``. The mesh dimensions are in the default order of `ParallelDims`: ``pp`` is outermost
+    and ``tp`` is innermost.
 
     Args:
-        dp: Number of data-parallel ranks, -1 for all remaining ranks, or a `HybridShard`. It may be
-            omitted only if no other degree is given; then all ranks are data-parallel.
+        dp: Number of data-parallel ranks, -1 for all remaining ranks, or a `HybridShard`. If no
+            degree is given, all ranks are data-parallel. ``dp`` is required if another degree is
+            given.
         tp: Number of ranks that share one layer.
         cp: Number of ranks that share one sequence.
         pp: Number of pipeline stages.
-        ep: Number of ranks with different experts. It divides the number of ranks that shard
-            parameters: ``dp``, without the replicas of a `HybridShard`, times ``cp``. -1 means
-            ``dp`` without the replicas. Each expert is split over ``tp``, like the other layers.
+        ep: Number of ranks with different experts. It must divide ``shard * cp``, where ``shard``
+            is ``dp``, or the ranks per replica of a `HybridShard`. -1 means ``shard``. Tensor
+            parallelism shards each expert over ``tp``, like the other layers.
         device_type: Device type of the meshes, such as ``"cuda"``. Defaults to the accelerator's
             type if the default process group has a backend for it, else ``"cpu"``.
 
     Returns:
-        The world mesh. The functions ``get_*_mesh`` take it as their argument.
+        The world mesh, as an argument for the functions ``get_*_mesh``.
 
     Raises:
         ParallelDimsError: The degrees do not fit the number of ranks.
@@ -294,7 +304,8 @@ def build_world_mesh(
         degrees = {n: _degree(n, degree) for n, degree in given.items() if degree is not None}
         dims = _choose_dims(dp, degrees, default_group().size())
     except (MeshError, ParallelDimsError):
-        # The number of ranks per node may differ between ranks, and valid ranks wait in the build.
+        # The error may occur on this rank only, because LOCAL_WORLD_SIZE may differ between nodes.
+        # The other ranks wait in `build_mesh` and must be informed.
         join_as_refusing()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
@@ -307,7 +318,8 @@ def get_world_mesh() -> WorldMesh | None:
     """Return the mesh that `build_world_mesh` stored.
 
     Returns:
-        The mesh, or None before `build_world_mesh` and after `reset_world_mesh`.
+        The mesh. The result is None if there is no stored mesh: before `build_world_mesh` and
+        after `reset_world_mesh`.
 
     Examples:
         >>> get_world_mesh() is None
@@ -317,7 +329,9 @@ def get_world_mesh() -> WorldMesh | None:
 
 
 def reset_world_mesh() -> None:
-    """Remove the stored world mesh and destroy its process groups. Collective.
+    """Remove the stored world mesh and destroy its process groups.
+
+    Every rank calls this function, after its last collective on these groups.
 
     Examples:
         >>> reset_world_mesh()  # a no-op without a world mesh
@@ -329,18 +343,21 @@ def reset_world_mesh() -> None:
 
 
 def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = None) -> WorldMesh:
-    """Build a mesh of all ranks with the axes ``ep_replicate`` and ``ep_shard``, innermost last.
+    """Build a mesh of all ranks with the dimensions ``ep_replicate`` and ``ep_shard``.
 
-    Collective. Both axes together are the data mesh. The mesh is not stored: close it with
-    ``result.mesh.close()``.
+    Ranks of one ``ep_shard`` group hold different experts. Ranks of one ``ep_replicate`` group hold
+    the same experts. All ranks have different samples. ``ep_shard`` is innermost.
+
+    Collective over the default process group. The mesh is not stored for `get_world_mesh`. To
+    destroy its process groups, call ``result.mesh.close()``.
 
     Args:
-        degree: Size of ``ep_shard``. A negative number means the world size. ``ep_replicate`` has
-            the remaining factor.
+        degree: Size of ``ep_shard``. A negative number means all ranks. The size of
+            ``ep_replicate`` is the number of ranks divided by ``degree``.
         device_type: Device type of the meshes, as in `build_world_mesh`.
 
     Returns:
-        The meshes, which the getters take as their argument.
+        The world mesh, as an argument for `get_ep_mesh`, `get_dp_mesh` and similar functions.
 
     Raises:
         ParallelDimsError: The degree does not divide the number of ranks.
@@ -385,7 +402,7 @@ def _choose_dims(
 
 
 def _degree(name: str, value: DegreeLike | str, *, inferable: bool = True) -> int:
-    # The degree of a configuration may be None, which is an error: it does not mean -1.
+    # An object's attribute ``degree`` may be None. This is an error; None does not mean -1 here.
     degree = value.degree if isinstance(value, HasDegree) else value
     return cast(int, as_degree(name, degree, inferable=inferable, optional=False))
 
@@ -398,23 +415,21 @@ AnyMesh: TypeAlias = WorldMesh | ParallelMesh | DeviceMesh
 
 
 def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh over which FSDP or DDP replicates and shards parameters.
+    """Return the mesh for FSDP or DDP: the ranks over which parameters are sharded or replicated.
 
-    With HSDP it has two axes, replicas outermost. Without HSDP it has one axis. Ranks of ``cp``
-    hold the same parameters, so they are part of the sharding. For data loading use `get_dp_mesh`.
-
-    Neither this getter nor another one communicates or creates process groups.
+    The ranks of ``cp`` are included, because they hold the same parameters. Use `get_dp_mesh` for
+    data loading. The function does not communicate or create process groups.
 
     Args:
-        mesh: A world mesh, a `ParallelMesh` or a torch mesh with axis names. A `ParallelMesh` has
-            the data-parallel axes, and all other axes with more than one rank.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A torch mesh. With HSDP it has two dimensions: first the replicas, then the ranks that shard
+        parameters. Without HSDP it has one dimension.
 
     Raises:
-        LayoutError: ``mesh`` has no data-parallel axis, or it is a torch mesh with axes that have
-            to be folded into one first. The error names the call of `flatten_mesh`.
+        LayoutError: ``mesh`` has no data-parallel dimension, or it is a torch mesh with separate
+            dimensions that must be flattened first. The error names the call of `flatten_mesh`.
 
     Examples:
         On 4 ranks:
@@ -428,20 +443,21 @@ def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the one-dimensional mesh of ranks with different samples, for data loading.
+    """Return the mesh for data loading: the ranks with different samples.
 
-    It includes the ranks of ``ep``, which have different samples. It does not include the ranks of
-    ``cp``, which have parts of the same samples.
+    The ranks of ``ep`` are included, because they have different samples. The ranks of ``cp`` are
+    not included, because they have parts of the same samples. The function does not communicate or
+    create process groups.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no data-parallel axis, or it is a torch mesh with axes that have
-            to be folded into one first. The error names the call of `flatten_mesh`.
+        LayoutError: ``mesh`` has no data-parallel dimension, or it is a torch mesh with separate
+            dimensions that must be flattened first. The error names the call of `flatten_mesh`.
 
     Examples:
         On 4 ranks:
@@ -455,17 +471,20 @@ def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh over which HSDP shards parameters: ``dp_shard`` with ``cp`` and ``ep``.
+    """Return the mesh of the ranks that shard the parameters of one HSDP replica.
+
+    The ranks of ``dp_shard``, ``cp`` and ``ep`` are included. The function does not communicate or
+    create process groups.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``dp_shard``, or it is a torch mesh with a separate axis
-            ``cp`` or ``ep``.
+        LayoutError: ``mesh`` has no dimension ``dp_shard``, or it is a torch mesh with a separate
+            dimension ``cp`` or ``ep``.
 
     Examples:
         On 4 ranks:
@@ -479,16 +498,18 @@ def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh over which HSDP replicates parameters.
+    """Return the mesh of the ranks that hold the same shard in different HSDP replicas.
+
+    The function does not communicate or create process groups.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``dp_replicate``.
+        LayoutError: ``mesh`` has no dimension ``dp_replicate``.
 
     Examples:
         On 4 ranks:
@@ -502,17 +523,19 @@ def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
-    """Return the process group of `get_dp_mesh`.
+    """Return the process group of the ranks with different samples.
+
+    It is the group of `get_dp_mesh`.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        The process group.
+        The torch process group that contains this rank.
 
     Raises:
-        LayoutError: ``mesh`` has no data-parallel axis, or it is a torch mesh with axes that have
-            to be folded into one first.
+        LayoutError: ``mesh`` has no data-parallel dimension, or it is a torch mesh with separate
+            dimensions that must be flattened first.
 
     Examples:
         On 4 ranks:
@@ -526,16 +549,16 @@ def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
 
 
 def get_ep_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks with different experts.
+    """Return the mesh of the ranks with different experts.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``ep`` or ``ep_shard``.
+        LayoutError: ``mesh`` has neither a dimension ``ep`` nor a dimension ``ep_shard``.
 
     Examples:
         On 4 ranks:
@@ -549,16 +572,16 @@ def get_ep_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_tp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks that share one layer.
+    """Return the mesh for tensor parallelism: the ranks that share one layer.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``tp``.
+        LayoutError: ``mesh`` has no dimension ``tp``.
 
     Examples:
         On 4 ranks:
@@ -572,16 +595,16 @@ def get_tp_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_cp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks that share one sequence.
+    """Return the mesh for context parallelism: the ranks that share one sequence.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``cp``.
+        LayoutError: ``mesh`` has no dimension ``cp``.
 
     Examples:
         On 4 ranks:
@@ -595,16 +618,16 @@ def get_cp_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of ranks with different pipeline stages.
+    """Return the mesh for pipeline parallelism: one rank of each pipeline stage.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``pp``.
+        LayoutError: ``mesh`` has no dimension ``pp``.
 
     Examples:
         On 4 ranks:
@@ -618,16 +641,16 @@ def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of the ranks of one pipeline stage: all axes except ``pp``.
+    """Return the mesh of all ranks in this rank's pipeline stage.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh.
+        A torch mesh with all dimensions except ``pp``.
 
     Raises:
-        LayoutError: ``mesh`` has no axis ``pp``, or no other axis.
+        LayoutError: ``mesh`` has no dimension ``pp``, or ``pp`` is its only dimension.
 
     Examples:
         On 4 ranks:
@@ -646,14 +669,14 @@ def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_device_mesh_info(mesh: AnyMesh) -> str:
-    """Describe the axes of a mesh in one line.
+    """Describe the dimensions of a mesh in one line.
 
     Args:
-        mesh: World mesh, `ParallelMesh` or torch mesh, as in `get_dp_model_mesh`.
+        mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh.
 
     Returns:
-        The number of ranks, the device type, and the sizes of the axes. Folded ``ep`` is no factor
-        of the number of ranks; it has its own clause at the end.
+        A string with the number of ranks, the device type, and the size of each dimension. If
+        ``ep`` reuses the ranks of other dimensions, the string ends with its size.
 
     Raises:
         LayoutError: ``mesh`` is not a mesh.
@@ -678,20 +701,23 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """Flatten the axes of a torch mesh into one axis.
+    """Flatten all dimensions of a torch mesh into one dimension.
 
-    Collective over the mesh of which ``mesh`` is a slice. The result is a slice of the same mesh,
-    so FSDP and tensor parallel can combine both. Keep the result: each call may create groups.
+    Collective over the root mesh, the mesh from which ``mesh`` was sliced. The result is a slice of
+    the same root mesh, so FSDP and tensor parallel can combine the result with other slices. Each
+    call may create process groups, so call the function once and store the result.
 
     Args:
-        mesh: A torch mesh with axis names.
-        name: Name of the flattened axis. Defaults to the names of its axes, joined by ``_``.
+        mesh: A torch mesh with names of dimensions.
+        name: Name of the flattened dimension. Defaults to the names of the dimensions, joined by
+            ``_``.
 
     Returns:
         A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` is not a torch mesh or has no axis names, or the name is taken.
+        LayoutError: ``mesh`` is not a torch mesh, its dimensions have no names, or the root mesh
+            has another dimension called ``name``.
 
     Examples:
         On 4 ranks:
@@ -728,8 +754,8 @@ def _get_mesh(getter: str, mesh: AnyMesh) -> DeviceMesh:
     separate = next((part for part in parts if len(part) > 1), None)
     if separate is None:
         return _slice(source, tuple(part[0] for part in parts))
-    # Folding the separate axes would create a process group. Only private functions of torch put a
-    # flattened axis and another axis into one mesh.
+    # Flattening the separate axes here would create a process group, but getters do not
+    # communicate. Only private functions of torch combine a flattened axis and another axis.
     call = f"flatten_mesh(mesh[{', '.join(map(repr, separate))}])"
     if len(parts) == 1:
         advice = f"keep the result of {call} and use it instead, or use build_world_mesh"
@@ -750,7 +776,19 @@ def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[Folds, tuple[
 
 
 def _source_and_axes(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
-    """Return the mesh that a getter slices, and the names of its axes, outermost first."""
+    """Return the mesh that ``get_*_mesh`` functions slice, and the names of its dimensions.
+
+    Args:
+        mesh: Argument of a ``get_*_mesh`` function.
+
+    Returns:
+        The mesh, and the names of the dimensions that the functions can use, outermost first. For a
+        `ParallelMesh` they are the data-parallel dimensions, and the other dimensions of size above
+        1.
+
+    Raises:
+        LayoutError: The argument is not a mesh, or the dimensions of a torch mesh have no names.
+    """
     if isinstance(mesh, WorldMesh):
         return mesh.mesh, mesh.axes
     if isinstance(mesh, DeviceMesh):
@@ -772,7 +810,15 @@ def _describe(value: object) -> str:
 
 
 def _world_axes(source: ParallelMesh | DeviceMesh, present: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes whose sizes multiply to the number of ranks: all but a folded ``ep``."""
+    """Remove ``ep`` from the names of mesh dimensions if it reuses the ranks of other dimensions.
+
+    Args:
+        source: The mesh.
+        present: Names of mesh dimensions.
+
+    Returns:
+        Names of dimensions. The product of their sizes is the number of ranks.
+    """
     if isinstance(source, DeviceMesh) or ("dp" not in present and source.dims.ep_mode == "peer"):
         return present
     return tuple(name for name in present if name != "ep")
