@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 
 class _Origin:
-    """Base class with one slot: True if `from_config` took ``etp`` from ``tp``.
+    """Base class with one attribute that is not a dataclass field of `ParallelDims`.
 
-    The slot is not a dataclass field, so ``==`` and `to_dict` ignore it.
+    ``_etp_from_tp`` is True if `ParallelDims.from_config` set ``etp`` to the value of ``tp``. The
+    attribute is not a field, so ``==`` and `ParallelDims.to_dict` ignore it.
     """
 
     __slots__ = ("_etp_from_tp",)
@@ -59,15 +60,15 @@ class _Origin:
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims(_Origin):
-    """Parallel degrees of one training run: how many ranks each axis has.
+    """Parallel degrees of one training run: the sizes of the mesh dimensions.
 
-    The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size; with
-    ``ep_mode="peer"``, ``ep`` is one more factor. One of these degrees may be -1: it is then
-    inferred from the world size. Each value is checked at once. The product is checked when the
-    world size is known, here or in `resolve`.
+    The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size. With
+    ``ep_mode="peer"``, ``ep`` is another factor. One of these degrees may be -1: this degree is
+    then inferred from the world size. Each value is checked when the object is created. The product
+    is checked when the world size is known, which may be later, in `resolve`.
 
     Degrees may be integers of any type, or strings such as ``"8"``. An instance is frozen, hashable
-    and compared by its fields. It needs no torch and communicates nothing.
+    and compared by its fields. `ParallelDims` works without torch. Only `build_mesh` communicates.
 
     Args:
         dp_replicate: Number of replicas of the sharded model.
@@ -78,25 +79,26 @@ class ParallelDims(_Origin):
         pp: Number of pipeline stages.
         ep: Number of ranks that hold different experts.
         etp: Number of ranks that share one expert: 1 or ``tp``. Any number if ``free_etp`` is True.
-        ulysses_degree: Number of ranks of ``cp`` that exchange heads instead of keys and values. It
-            divides ``cp``.
-        world_size: Number of ranks. If None, `resolve` sets it later.
-        ep_mode: With ``"folded"``, experts use the ranks of the dense layers:
-            ``ep * etp * efsdp == dp_shard * cp * tp``, where ``efsdp`` ranks shard each expert.
-            With ``"peer"``, ``ep`` is a separate axis. Its ranks have different samples, and dense
-            parameters are sharded over it too.
-        order: Names of the axes, outermost first. Consecutive ranks differ along the last axis.
-            One string with commas works too. ``ep`` may be left out if it is folded.
-        fsdp_folds_cp: If True, parameters are sharded over ``cp`` too. If False, they are not, and
-            gradients have to be reduced over ``mesh["replicate"]``, which has the ranks of
-            ``dp_replicate`` and ``cp``.
-        free_etp: If True, folded experts may be split over any ``etp``, as in Megatron-LM. The
-            groups of ``etp`` are then consecutive among the ranks of ``dp_shard``, ``cp`` and
-            ``tp``, and they can differ from the groups of ``tp``.
+        ulysses_degree: Number of ranks that use DeepSpeed-Ulysses attention (all-to-all of heads)
+            inside context parallelism. It divides ``cp``. Defaults to None: no Ulysses attention.
+        world_size: Number of ranks. If it is None, the world size is set later, in `resolve`.
+        ep_mode: With ``"folded"``, experts reuse the ranks of the dense layers, and
+            ``ep * etp * efsdp == dp_shard * cp * tp``. FSDP shards each expert over ``efsdp``
+            ranks. With ``"peer"``, ``ep`` is a mesh dimension of its own. Ranks along ``ep`` then
+            have different samples, and dense parameters are sharded over them too.
+        order: Names of the mesh dimensions, outermost first, as a sequence or as one string with
+            commas. Consecutive ranks differ along the last dimension. ``ep`` is optional if
+            ``ep_mode`` is ``"folded"``.
+        fsdp_folds_cp: If True, FSDP shards parameters over ``cp`` too. If False, the ranks of
+            ``cp`` hold replicas, and gradients must be reduced over ``mesh["replicate"]``, which
+            has the ranks of ``dp_replicate`` and ``cp``.
+        free_etp: If True, ``etp`` may differ from 1 and ``tp``, as in Megatron-LM. Each group of
+            ``etp`` then consists of consecutive ranks of ``dp_shard``, ``cp`` and ``tp``, and may
+            differ from the groups of ``tp``. Has no effect if ``ep_mode`` is ``"peer"``.
 
     Raises:
-        ParallelDimsError: A value is not a degree, or the degrees break a rule. The error lists all
-            broken rules.
+        ParallelDimsError: A value is not a degree, or the degrees break a rule, for example
+            because their product is not the world size. The error lists all broken rules.
 
     Examples:
         >>> dims = ParallelDims(cp=2, tp=2, ep=4, world_size=16)
@@ -136,10 +138,11 @@ class ParallelDims(_Origin):
         return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
-        """Return every degree as a number.
+        """Return every degree by its name, as a positive integer.
 
         Raises:
-            ParallelDimsError: A degree still has to be inferred, or the product is too large.
+            ParallelDimsError: A degree is -1 because the world size is unknown, or the product of
+                the degrees is too large.
         """
         if self.world_size is not None:
             return {name: getattr(self, name) for name in DEGREES}
@@ -153,17 +156,18 @@ class ParallelDims(_Origin):
         return degrees
 
     def resolve(self, world_size: int) -> "ParallelDims":
-        """Return a copy for a world size, with every degree a number.
+        """Set the world size and infer the degree that is -1.
 
         Args:
             world_size: Number of ranks.
 
         Returns:
-            A configuration without None or -1 among its degrees. It is this one if nothing changes.
+            A copy in which every degree is a positive integer. If this instance already has this
+            world size, it is returned itself.
 
         Raises:
-            ParallelDimsError: The product of the degrees is not ``world_size``, or this
-                configuration has another world size.
+            ParallelDimsError: The product of the degrees is not ``world_size``, or this instance
+                already has another world size.
         """
         world = as_degree("world_size", world_size)
         if self.world_size == world:
@@ -180,29 +184,31 @@ class ParallelDims(_Origin):
 
     @classmethod
     def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
-        """Read degrees from a mapping, or from the attributes of an object, and resolve them.
+        """Read degrees from a configuration of this or another framework.
 
-        Reads the fields of this class, ``dp`` for ``dp_shard``, and the names that torchtitan,
-        Megatron-LM, accelerate and DeepSpeed use. Some frameworks have further names of degrees,
-        such as ``pp_size``. They are not read: if such a name has a value above 1, the error says
-        which name to use. All other names are ignored.
+        These names are read: the fields of this class, ``dp`` (for ``dp_shard``), and the names of
+        torchtitan, Megatron-LM, accelerate and DeepSpeed. Some names in other frameworks, such as
+        ``pp_size``, are known but not read. If such a name has a value above 1, an error says which
+        name to use. All other names are ignored.
 
-        A field that is absent or None has its default. ``etp`` is an exception: with the names of
-        this class or of Megatron-LM it defaults to ``tp``, as in Megatron-LM, and `summary` says
-        so. An ``order`` with dashes has Megatron-LM's meaning: innermost first.
+        A field that is absent or None has its default. ``etp`` is an exception: its default is
+        ``tp``, as in Megatron-LM, if ``config`` uses only names of this class and of Megatron-LM.
+        An ``order`` with dashes, such as ``"tp-cp-ep-dp-pp"``, is innermost first, as in
+        Megatron-LM.
 
         Args:
-            config: Degrees by name, among other fields. An empty mapping means all defaults.
+            config: A mapping, or an object with attributes. It may have other fields too. An empty
+                mapping means all defaults.
             world_size: Number of ranks. Defaults to the field ``world_size`` of ``config``.
 
         Returns:
-            The resolved degrees.
+            The degrees for this world size, all positive integers.
 
         Raises:
             ParallelDimsError: A value is not a degree; the degrees do not fit the world size; two
-                names of one degree have different values; a name of a degree that is not read has a
-                value above 1; the world size is missing or differs; or ``config`` has none of the
-                names that are read.
+                names of one degree have different values; a known name that is not read has a
+                value above 1; the world size is missing, or differs from the one in ``config``; or
+                ``config`` has none of the names that are read.
 
         Examples:
             >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
@@ -225,13 +231,13 @@ class ParallelDims(_Origin):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
-        """Read degrees from a mapping that `to_dict` made.
+        """Create an instance from the result of `to_dict`.
 
         Args:
-            mapping: Fields of this class by name.
+            mapping: Fields of this class by name. Absent fields have their defaults.
 
         Returns:
-            The degrees.
+            An instance with these fields.
 
         Raises:
             ParallelDimsError: A key is not a field of this class, or the degrees are wrong.
@@ -244,10 +250,10 @@ class ParallelDims(_Origin):
         return cls(**resolve_fields({**_DEFAULTS, **arguments}, unknown))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as integers, strings, None and a list, ready for JSON.
+        """Return all fields in a form that JSON can store.
 
         Returns:
-            One item for each field of this class.
+            The value of each field by its name. ``order`` is a list. `from_dict` reads the result.
         """
         return {**self._fields(), "order": list(self.order)}
 
@@ -255,20 +261,20 @@ class ParallelDims(_Origin):
     def from_toml(
         cls, path: str | PathLike[str], table: str | None = None, world_size: int | None = None
     ) -> "ParallelDims":
-        """Read degrees from a TOML file or from one table of it.
+        """Read degrees from a TOML file or from one table of the file.
 
-        A table with names of a framework, such as torchtitan's ``"parallelism"``, is read by the
-        rules of `from_config`. A table with fields of this class only is read by the rules of
-        `from_dict`.
+        If the table has a name of another framework, such as ``tensor_parallel_degree`` of
+        torchtitan, it is read as in `from_config`. If not, it is read as in `from_dict`.
 
         Args:
             path: Path of the file.
             table: Name of a table, with dots between levels, such as ``"run.mesh"``. Defaults to
-                the top level.
-            world_size: Number of ranks. Defaults to ``world_size`` of the table, if it is there.
+                the top level of the file.
+            world_size: Number of ranks. Defaults to the field ``world_size`` of the table. If both
+                are absent, call `resolve` later.
 
         Returns:
-            The degrees.
+            An instance with these degrees.
 
         Raises:
             ParallelDimsError: The table does not exist, or its degrees are wrong.
@@ -286,27 +292,34 @@ class ParallelDims(_Origin):
     def from_yaml(
         cls, path: str | PathLike[str], table: str | None = None, world_size: int | None = None
     ) -> "ParallelDims":
-        """Read degrees from a YAML file or from one table of it. Needs PyYAML.
+        """Read degrees from a YAML file or from one mapping in the file. Needs PyYAML.
+
+        If the mapping has a name of another framework, such as ``dp_shard_size`` of accelerate, it
+        is read as in `from_config`. If not, it is read as in `from_dict`.
 
         Args:
             path: Path of the file.
-            table: Name of a table, with dots between levels. Defaults to the top level.
-            world_size: Number of ranks. Defaults to ``world_size`` of the table, if it is there.
+            table: Name of the mapping, with dots between levels, such as ``"run.mesh"``. Defaults
+                to the top level of the file.
+            world_size: Number of ranks. Defaults to the field ``world_size`` of the mapping. If
+                both are absent, call `resolve` later.
 
         Returns:
-            The degrees, by the rules of `from_toml`.
+            An instance with these degrees.
 
         Raises:
-            ParallelDimsError: The table does not exist, or its degrees are wrong.
+            ParallelDimsError: The mapping does not exist, or its degrees are wrong.
         """
         return cls._from_table(read_yaml(path, table), world_size)
 
     @staticmethod
     def add_arguments(parser: "ArgumentParser") -> None:
-        """Add one optional argument for each field except ``world_size`` to a command line.
+        """Add a command-line option for each field of this class except ``world_size``.
+
+        The options have the names of the fields, with dashes: ``--dp-shard``, ``--tp``.
 
         Args:
-            parser: Parser to which the arguments are added.
+            parser: Parser to which the options are added.
 
         Examples:
             >>> from argparse import ArgumentParser
@@ -324,14 +337,15 @@ class ParallelDims(_Origin):
 
     @classmethod
     def from_args(cls, args: "Namespace", world_size: int | None = None) -> "ParallelDims":
-        """Read degrees from parsed command-line arguments; see `add_arguments`.
+        """Read degrees from the command-line options that `add_arguments` added.
 
         Args:
-            args: Result of ``parse_args``. An argument that was not given has its default.
-            world_size: Number of ranks. If None, `resolve` sets it later.
+            args: Result of ``parse_args``. Options that the user did not give have the default of
+                their field.
+            world_size: Number of ranks. If it is None, call `resolve` later.
 
         Returns:
-            The degrees.
+            An instance with these degrees.
 
         Raises:
             ParallelDimsError: A value is not a degree, or the degrees break a rule.
@@ -352,27 +366,31 @@ class ParallelDims(_Origin):
     ) -> Report:
         """List the rules that these degrees break for a model, its sequences and its batch.
 
-        A rule is skipped if it needs a field that is absent or None. Unknown fields are ignored. A
-        known field that is not a positive integer is an error of rule ``"number"``.
+        A rule is skipped if a field that it needs is absent or None. Unknown fields of the model
+        are ignored. If a known field has an invalid value, the report has an error of the rule
+        ``"number"``.
 
         Args:
-            model: A mapping, a configuration object such as one of Hugging Face, or an object with
-                such a ``config``.
-            seq_len: Number of tokens of one sequence.
-            global_batch: Number of sequences of one step, over all ranks.
-            causal_balance: If True, ``2 * cp`` must divide the sequence, so that each rank gets an
-                early and a late part.
-            sequence_parallel: If True, the ranks of ``tp`` hold parts of the sequence between
-                layers, so ``tp`` must divide it. If False, each of them holds the whole sequence.
-            topology: If given, each axis that crosses nodes is reported as advice.
+            model: A mapping, a configuration object such as a Hugging Face ``PretrainedConfig``, or
+                an object with an attribute ``config``, such as a Hugging Face model.
+            seq_len: Number of tokens per sequence.
+            global_batch: Number of sequences per optimizer step, over all ranks.
+            causal_balance: If True, ``2 * cp`` must divide ``seq_len``. Each rank then computes an
+                early and a late part of the sequence, which balances causal attention.
+            sequence_parallel: If True, activations between layers are sharded over ``tp`` along the
+                sequence, so ``tp`` must divide ``seq_len``. If False, each rank of ``tp`` holds
+                whole sequences.
+            topology: Number of ranks per node. If given, the report has advice for each mesh
+                dimension whose groups cross nodes.
 
         Returns:
-            Errors and advice. ``skipped`` has the names of the absent fields.
+            A sequence of violations: errors and advice. Its attribute ``skipped`` has the names of
+            the absent fields.
 
         Raises:
-            ParallelDimsError: ``model`` cannot have fields (a string or a number, for example) or
-                has two values for one field, an option is not a bool, or a degree still has to be
-                inferred.
+            ParallelDimsError: ``model`` has no fields (for example a string or a number); the model
+                has two values for one field; an option is not a bool; or a degree is -1 because the
+                world size is unknown.
 
         Examples:
             >>> dims = ParallelDims(tp=4, world_size=8)
@@ -414,18 +432,21 @@ class ParallelDims(_Origin):
         causal_balance: bool = False,
         sequence_parallel: bool = True,
     ) -> None:
-        """Raise one error that lists every error that `check` finds.
+        """Raise an error if the degrees break a rule for a model, its sequences and its batch.
+
+        Advice, for example about unequal pipeline stages, does not raise; `check` returns it.
 
         Args:
-            model: A mapping, a configuration object such as one of Hugging Face, or an object with
-                such a ``config``.
-            seq_len: Number of tokens of one sequence.
-            global_batch: Number of sequences of one step, over all ranks.
-            causal_balance: If True, ``2 * cp`` must divide the sequence.
-            sequence_parallel: If True, ``tp`` must divide the sequence.
+            model: A mapping, a configuration object such as a Hugging Face ``PretrainedConfig``, or
+                an object with an attribute ``config``, such as a Hugging Face model.
+            seq_len: Number of tokens per sequence.
+            global_batch: Number of sequences per optimizer step, over all ranks.
+            causal_balance: If True, ``2 * cp`` must divide ``seq_len``.
+            sequence_parallel: If True, ``tp`` must divide ``seq_len``.
 
         Raises:
-            ParallelDimsError: At least one rule is broken. ``violations`` lists all of them.
+            ParallelDimsError: At least one rule is broken. The attribute ``violations`` lists all
+                broken rules.
 
         Examples:
             >>> ParallelDims(tp=4, dp_shard=1).validate({}, seq_len=61, sequence_parallel=False)
@@ -450,24 +471,26 @@ class ParallelDims(_Origin):
         sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
-        """List every rule with the numbers that it read and its verdict.
+        """Explain for every rule of `check` which numbers were compared and whether the rule holds.
 
         Args:
             model: A mapping or a configuration object, as in `check`. Defaults to an empty
                 mapping.
-            seq_len: Number of tokens of one sequence.
-            global_batch: Number of sequences of one step, over all ranks.
-            causal_balance: If True, ``2 * cp`` must divide the sequence.
-            sequence_parallel: If True, ``tp`` must divide the sequence.
-            topology: If given, one explanation for each axis says whether it crosses nodes.
+            seq_len: Number of tokens per sequence.
+            global_batch: Number of sequences per optimizer step, over all ranks.
+            causal_balance: If True, ``2 * cp`` must divide ``seq_len``.
+            sequence_parallel: If True, ``tp`` must divide ``seq_len``.
+            topology: Number of ranks per node. If given, the result also says which mesh dimensions
+                cross nodes.
 
         Returns:
-            One explanation for each rule, always in the same order. With ``topology``, one for the
-            world size and one for each axis follow.
+            One explanation for each rule, always in the same order. If ``topology`` is given, an
+            explanation for the world size and one for each mesh dimension follow.
 
         Raises:
-            ParallelDimsError: ``model`` is neither a mapping nor an object with attributes, has two
-                values for one field, or a degree still has to be inferred.
+            ParallelDimsError: ``model`` is neither a mapping nor an object with attributes; the
+                model has two values for one field; or a degree is -1 because the world size is
+                unknown.
 
         Examples:
             >>> print(ParallelDims(tp=2, world_size=4).explain()[0].text)
@@ -487,25 +510,29 @@ class ParallelDims(_Origin):
         )
 
     def _axis_degrees(self) -> dict[str, int]:
-        """Return the degrees that sizes of axes follow from."""
+        """Return the degrees by name, in the form that `RankLayout` takes.
+
+        The dict has ``"ulysses"`` only if ``ulysses_degree`` is set.
+        """
         degrees = self._resolved()
         return (
             degrees if self.ulysses_degree is None else degrees | {"ulysses": self.ulysses_degree}
         )
 
     def _plan_mesh(self, world_size: int, rank: int) -> "tuple[ParallelDims, MeshPlan]":
-        """Return the resolved degrees, and the groups and views of one rank."""
+        """Return the degrees for a world size, and the process groups that one rank must create."""
         dims = self.resolve(world_size)
         return dims, plan_mesh(dims._axis_degrees(), dims._folds(), dims.order, rank)
 
     def layout(self) -> RankLayout:
-        """Return the position of every rank on every axis.
+        """Return an object that computes coordinates and groups of any rank.
 
         Returns:
-            The layout. It depends on the degrees and the order only.
+            The layout of all ranks. It depends on the fields of this instance only and needs no
+            process group.
 
         Raises:
-            ParallelDimsError: A degree still has to be inferred.
+            ParallelDimsError: A degree is -1 because the world size is unknown.
 
         Examples:
             >>> ParallelDims(tp=2, world_size=4).layout().group("tp", rank=3)
@@ -520,31 +547,31 @@ class ParallelDims(_Origin):
         topology: Topology | None = None,
         timeout: timedelta | None = None,
     ) -> "ParallelMesh":
-        """Create the process groups of all axes and return them as torch device meshes.
+        """Create the process groups of all mesh dimensions and return torch device meshes.
 
-        Collective: every rank of the default process group calls it with the same degrees. One
-        all-reduce over the world compares the degrees before a group is created. A second one
-        compares the success of all ranks afterwards. If one rank fails, every rank destroys the
-        groups that it created, and raises.
+        Collective: every rank of the default process group calls this method with the same
+        arguments. One all-reduce compares the arguments before groups are created. A second
+        all-reduce compares whether all ranks succeeded. If one rank fails, every rank destroys the
+        groups that it created, and raises. Set the accelerator's current device before the call.
 
         Args:
             device_type: A device type for which the default process group has a backend, or
-                ``"meta"``. Defaults to the accelerator's type; to ``"cpu"`` if the world has no
-                backend for it. Set the accelerator's current device before.
-            topology: Number of ranks per node. The mesh then reports the axes that cross nodes.
+                ``"meta"``. Defaults to the accelerator's type if the default process group has a
+                backend for it, else to ``"cpu"``.
+            topology: Number of ranks per node, for `ParallelMesh.crosses_nodes`.
             timeout: Timeout of the new groups. Defaults to torch's default. If one rank fails while
-                groups are created, another rank can wait for it that long.
+                groups are created, another rank can wait this long before it raises.
 
         Returns:
-            The meshes. If they are used as a context manager, their groups are destroyed at the end
-            of the block.
+            The meshes. As a context manager, the result destroys its groups at the end of the
+            ``with`` block.
 
         Raises:
             MeshError: There is no default process group; the ranks have different degrees; the
                 device type or the timeout is invalid; the device type has no backend; or another
                 rank failed.
-            ParallelDimsError: The degrees or the topology of this rank do not fit its world. Ranks
-                with correct degrees raise `MeshError` instead.
+            ParallelDimsError: The degrees or the topology of this rank do not fit the number of
+                ranks. Ranks with correct degrees raise `MeshError` instead.
             RuntimeError: torch could not create a group of this rank. A note names the group.
 
         Examples:
@@ -562,8 +589,8 @@ class ParallelDims(_Origin):
         """Return all degrees in one line.
 
         Returns:
-            For example ``"dp_replicate=1 dp_shard=4 ..."``. It says ``(from tp)`` after ``etp`` if
-            `from_config` took ``etp`` from ``tp``.
+            A string such as ``"pp=1 dp_replicate=1 dp_shard=4 cp=1 tp=2 ep=1 etp=1 world=8"``.
+            ``etp=2 (from tp)`` means that `from_config` set ``etp`` to the value of ``tp``.
         """
         degrees = degrees_from(self._fields())
         words: dict[str, object] = {name: degrees[name] for name in (*BASE_AXES, "ep", "etp")}
@@ -580,33 +607,34 @@ class ParallelDims(_Origin):
     def dp_size(self) -> int:
         """Number of ranks with different samples.
 
-        It is ``dp_replicate * dp_shard``, times ``ep`` in peer mode.
+        It is ``dp_replicate * dp_shard``. With ``ep_mode="peer"``, ``ep`` is another factor.
         """
         return self.layout().size("dp")
 
     @property
     def non_dp_size(self) -> int:
-        """Number of ranks that share their samples: ``cp * tp * pp``."""
+        """Number of ranks that work on the same samples: ``cp * tp * pp``."""
         degrees = self._resolved()
         return degrees["cp"] * degrees["tp"] * degrees["pp"]
 
     @property
     def efsdp(self) -> int:
-        """Number of ranks over which each expert is sharded."""
+        """Number of ranks over which FSDP shards the parameters of each expert."""
         return self.layout().size("efsdp")
 
     @property
     def seq_len_divisor(self) -> int:
-        """Number of which a sequence length must be a multiple, with balanced causal attention.
+        """Smallest number of tokens that every sequence length must be a multiple of.
 
-        It is ``2 * cp * tp`` if ``cp`` is above 1, else ``tp``.
+        It is ``2 * cp * tp`` if ``cp`` is above 1, because each rank of ``cp`` computes an early
+        and a late part of the sequence to balance causal attention. Else it is ``tp``.
         """
         degrees = self._resolved()
         return degrees["tp"] * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether the model has more than one replica."""
+        """Whether ``dp_replicate`` is above 1."""
         return self._resolved()["dp_replicate"] > 1
 
     @property
@@ -616,37 +644,37 @@ class ParallelDims(_Origin):
 
     @property
     def dp_enabled(self) -> bool:
-        """Whether ranks have different samples."""
+        """Whether `dp_size` is above 1: different ranks have different samples."""
         return self.dp_size > 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether dense parameters are sharded over more than one rank."""
+        """Whether FSDP shards dense parameters over more than one rank."""
         return self.layout().size("fsdp") > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split over ranks."""
+        """Whether ``cp`` is above 1: sequences are split over ranks."""
         return self._resolved()["cp"] > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are split over ranks."""
+        """Whether ``tp`` is above 1: layers are split over ranks."""
         return self._resolved()["tp"] > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether there is more than one pipeline stage."""
+        """Whether ``pp`` is above 1: there are several pipeline stages."""
         return self._resolved()["pp"] > 1
 
     @property
     def ep_enabled(self) -> bool:
-        """Whether different ranks hold different experts."""
+        """Whether ``ep`` is above 1: different ranks hold different experts."""
         return self.ep > 1
 
     @property
     def etp_enabled(self) -> bool:
-        """Whether single experts are split over ranks."""
+        """Whether ``etp`` is above 1: each expert is split over ranks."""
         return self.etp > 1
 
 
