@@ -1,7 +1,7 @@
-"""Degrees from the configurations of several frameworks, from mappings and from files.
+"""Read the arguments of `ParallelDims` from configurations of several frameworks and from files.
 
-`DIALECTS` lists the names that each framework uses. `arguments_from_config` reads them, and
-converts the three that do not set one field of `ParallelDims` directly.
+`DIALECTS` lists the names of degrees in the configuration of each framework.
+`arguments_from_config` reads the values of these names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -25,7 +25,7 @@ from ._errors import (
     show,
 )
 
-# Fields of `ParallelDims` with their help on a command line. `world_size` is not among them.
+# Command-line help for each field of `ParallelDims` except `world_size`.
 OPTIONS = {
     "dp_replicate": "number of replicas of the sharded model",
     "dp_shard": "number of ranks that shard parameters; -1: all ranks that the other degrees leave",
@@ -41,14 +41,14 @@ OPTIONS = {
     "free_etp": "true: etp may be any degree whose product with ep divides dp_shard*cp*tp",
 }
 FIELDS = (*OPTIONS, "world_size")
-# Names that do not set one field directly. `arguments_from_config` converts them.
+# Targets that are not fields of `ParallelDims`. `arguments_from_config` converts their values.
 DATA = "data"  # number of data-parallel ranks: sets dp_replicate and dp_shard
-SEQUENCE = "sequence"  # ranks that exchange heads: sets cp and ulysses_degree
+SEQUENCE = "sequence"  # number of ranks with Ulysses attention: sets cp and ulysses_degree
 MAPPING = "use_tp_pp_dp_mapping"  # Megatron-LM's flag that places pp inside dp: sets order
-# An error lists at most so many names of a configuration, each with at most so many letters.
+# An error message lists at most this many names of a configuration, and shortens long names.
 MOST_NAMES = 6
 MOST_NAME_LETTERS = 30
-MAX_LEVELS = 64  # of nested values in a file
+MAX_LEVELS = 64  # a file with more levels of nested values is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +56,13 @@ class Dialect:
     """Names of degrees in the configuration of one framework.
 
     Attributes:
-        framework: Name of the framework. Empty for hp-mesh itself.
-        names: Field of `ParallelDims` that each name sets. A dot leads into a nested mapping.
-        etp_follows_tp: If True, an absent ``etp`` equals ``tp``. If False, it is 1.
+        framework: Name of the framework. Empty for hp-mesh.
+        names: A key is a name in the configuration, and the value is the field of `ParallelDims`
+            that the name sets. ``"a.b"`` is the entry ``b`` of the mapping ``a``.
+        etp_follows_tp: If True, the default of ``etp`` is the value of ``tp``. If False, it is 1.
         off: Values that have the same meaning as an absent name.
-        unread: Names of degrees that `ParallelDims` cannot read, with the replacement. ``{0}`` is
-            the value.
+        unread: A key is the name of a degree that cannot be converted to fields of `ParallelDims`.
+            The value says what to use instead; ``{0}`` is replaced by the degree.
     """
 
     framework: str
@@ -148,8 +149,8 @@ DIALECTS = (
         },
     ),
 )
-# Names of degrees in other frameworks and in short spellings. If they were ignored, a run would
-# silently use other degrees than its configuration asks for.
+# Names of degrees in other frameworks, which are not read, and the fields to use instead. They
+# raise an error: if they were ignored, a run would silently use wrong degrees.
 OTHER_NAMES = {
     **{f"{axis}_degree": axis for axis in ("tp", "pp", "cp", "ep", "etp")},
     **{f"{axis}_size": axis for axis in ("pp", "etp")},
@@ -168,7 +169,10 @@ _ABSENT = object()
 
 
 def check_named(name: str, source: object) -> None:
-    """Raise `ParallelDimsError` if a value cannot have named fields."""
+    """Raise `ParallelDimsError` if ``source`` has no named fields, for example a number or a list.
+
+    ``name`` is the name of the argument, for the message.
+    """
     is_named_tuple = hasattr(source, "_fields")
     plain = source is None or isinstance(source, str | bytes | Number | Sequence | Set)
     if plain and not is_named_tuple:
@@ -181,9 +185,13 @@ def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
 
 
 def read_field(source: object, name: str, absent: object = None) -> Any:
-    """Return an entry of a mapping or an attribute of an object, or ``absent`` if there is none.
+    """Return an entry of a mapping, or an attribute of an object.
 
-    A dot in the name leads into a nested mapping or object.
+    Args:
+        source: The mapping or object.
+        name: Key of the entry, or name of the attribute. ``"a.b"`` is the field ``b`` of the field
+            ``a``.
+        absent: Result if there is no such entry or attribute.
     """
     for part in name.split("."):
         if isinstance(source, Mapping):
@@ -194,17 +202,28 @@ def read_field(source: object, name: str, absent: object = None) -> Any:
 
 
 def has_field(source: object, name: str) -> bool:
-    """Return whether `read_field` finds a name, also if its value is None."""
+    """Return whether a mapping has an entry, or an object an attribute, called ``name``.
+
+    The value may be None.
+    """
     return read_field(source, name, _ABSENT) is not _ABSENT
 
 
 def is_of_framework(table: Mapping[str, Any]) -> bool:
-    """Return whether a table has a name of a degree that is not a field of `ParallelDims`."""
+    """Return whether a table has a name of a degree from another framework, such as ``cp_size``.
+
+    Names of fields of `ParallelDims` do not count.
+    """
     return any(has_field(table, name) for name in NAMES if name not in OPTIONS)
 
 
 def table_of_degrees(config: object) -> str | None:
-    """Return the first field that holds a table with names of degrees, or None."""
+    """Find a table with names of degrees inside a configuration.
+
+    Returns:
+        The name of the first field of ``config`` that is such a table: a mapping or dataclass with
+        at least one known name of a degree. None if no field is such a table.
+    """
     fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for name, value in fields.items():
         is_table = isinstance(value, Mapping) or is_dataclass(value)
@@ -219,12 +238,12 @@ def arguments_from_config(
     """Read the arguments of `ParallelDims` from a configuration.
 
     Args:
-        config: Mapping or object with names of any `Dialect`, also of several at once.
-        world_size: Number of ranks, or None.
+        config: Mapping or object with names of degrees. Names of several frameworks can be mixed.
+        world_size: Number of ranks, or None if only ``config`` may have the number.
 
     Returns:
-        - The arguments.
-        - The rules that the configuration breaks.
+        - The arguments by name.
+        - Violations for problems in the configuration.
         - True if ``etp`` must be set to the value of ``tp``.
 
     Raises:
@@ -264,7 +283,17 @@ def _world_violations(configured: Any, given: Any) -> Iterator[Violation]:
 
 
 def _convert_order(values: dict[str, Any]) -> Iterator[Violation]:
-    """Convert Megatron-LM's order, which is innermost first, and its mapping flag to ``order``."""
+    """Convert Megatron-LM's settings of the rank order to the field ``order``.
+
+    Megatron-LM's order, such as ``"tp-cp-ep-dp-pp"``, is innermost first. Its flag
+    ``use_tp_pp_dp_mapping`` means the order ``"tp-cp-ep-pp-dp"``.
+
+    Args:
+        values: Values by their name in the configuration. It is changed in place.
+
+    Yields:
+        A violation if the flag and the order contradict each other.
+    """
     order = values.get("order")
     if isinstance(order, str) and "-" in order:
         values["order"] = order = _outermost_first(order)
@@ -285,9 +314,18 @@ def _outermost_first(order: str) -> tuple[str, ...]:
 
 
 def _one_value_each(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
-    """Return one value for each field.
+    """Combine the values of names that set the same field.
 
-    A field can have several names. If their values differ, a violation is appended to ``found``.
+    Args:
+        values: Values by their name in the configuration.
+        found: List to which a violation is appended for each field whose names have different
+            values.
+
+    Returns:
+        One value for each field of `ParallelDims`, and for the targets `DATA` and `SEQUENCE`.
+
+    Raises:
+        ParallelDimsError: A value is not a degree.
     """
     by_field: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
@@ -320,7 +358,14 @@ def _differing(field: str, degrees: Mapping[str, int]) -> Violation:
 
 
 def _convert_data(arguments: dict[str, Any]) -> Iterator[Violation]:
-    """Replace the number of data-parallel ranks by ``dp_replicate`` and ``dp_shard``."""
+    """Compute ``dp_replicate`` and ``dp_shard`` from Megatron-LM's ``data_parallel_size``.
+
+    Args:
+        arguments: Values by field. The entry `DATA` is removed, and the two fields are set.
+
+    Yields:
+        A violation if ``data_parallel_size`` contradicts one of the two fields.
+    """
     ranks = arguments.pop(DATA, None)
     if ranks is None:
         return
@@ -347,7 +392,19 @@ def _convert_data(arguments: dict[str, Any]) -> Iterator[Violation]:
 
 
 def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
-    """Replace the field for the Ulysses degree by the two fields ``cp`` and ``ulysses_degree``."""
+    """Compute ``cp`` and ``ulysses_degree`` from the Ulysses degree of another framework.
+
+    accelerate calls the degree ``sp_size``, and DeepSpeed ``sequence_parallel_size``. Both count
+    the ranks of Ulysses attention separately from ``cp``, but the ``cp`` of `ParallelDims` includes
+    them, so ``cp`` is multiplied by the degree.
+
+    Args:
+        arguments: Values by field. The entry `SEQUENCE` is removed, and the two fields are set.
+        values: Values by their name in the configuration.
+
+    Yields:
+        A violation if a degree is invalid, or if ``ulysses_degree`` has another value already.
+    """
     ranks = arguments.pop(SEQUENCE, None)
     if ranks is None:
         return
@@ -366,7 +423,17 @@ def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> I
 
 
 def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> ParallelDimsError:
-    """Add to an error about ``dp_shard`` the name in ``config`` from which it was read."""
+    """Name the source of ``dp_shard`` in an error, if the user wrote another name.
+
+    Args:
+        error: Error about degrees that were read from ``config``.
+        config: The user's configuration. It may have ``dp_shard`` under another name, such as
+            ``data_parallel_size``.
+
+    Returns:
+        An error whose violations about ``dp_shard`` mention this name and its value. It is
+        ``error`` itself if nothing has to be added.
+    """
     fields = (DATA, "dp_shard")
     names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
     if not names or any(name in str(error) for name in names):
@@ -380,7 +447,14 @@ def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> Paralle
 
 
 def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:
-    """Return the fields of a mapping as arguments, and a violation for each unknown key."""
+    """Split a mapping into arguments of `ParallelDims` and unknown keys.
+
+    Returns:
+        The entries whose keys are fields of `ParallelDims`, and a violation for each other key.
+
+    Raises:
+        ParallelDimsError: ``mapping`` is not a mapping.
+    """
     if not isinstance(mapping, Mapping):
         raise _nameless("mapping", mapping, "a mapping such as to_dict returns")
     unknown = [
@@ -396,9 +470,10 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
 
 
 def unread_degrees(config: object) -> Iterator[Violation]:
-    """Yield a violation for each field with a degree above 1 that `from_config` does not read.
+    """Yield a violation for each degree above 1 that the configuration has under an unread name.
 
-    A property, such as ``ParallelDims.dp_size``, is computed from other fields and ignored.
+    Unread names are the keys of `UNREAD`, such as ``pp_size``. Properties of the configuration's
+    class are ignored, because they are computed from other fields.
     """
     for name, advice in UNREAD.items():
         value = read_field(config, name)
@@ -417,7 +492,7 @@ def _is_above_one(value: Any) -> bool:
 
 
 def no_name_violation(config: object) -> Violation:
-    """Return the violation for a configuration without any known name of a degree."""
+    """Create the violation for a configuration without any known name of a degree."""
     names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
     names = [name for name in names if not name.startswith("_")]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
@@ -437,14 +512,20 @@ def no_name_violation(config: object) -> Violation:
 
 
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
-    """Return the content of a TOML file, or one table of it, such as ``"run.mesh"``."""
+    """Return the entries of a TOML file by name.
+
+    ``table`` selects one table of the file, such as ``"run.mesh"``. None selects the top level.
+    """
     import tomllib
 
     return _read_table(path, table, tomllib.load)
 
 
 def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
-    """Return the content of a YAML file, or one mapping of it, such as ``"run.mesh"``."""
+    """Return the entries of a YAML file by name.
+
+    ``table`` selects one mapping in the file, such as ``"run.mesh"``. None selects the top level.
+    """
     try:
         import yaml
     except ImportError as error:
@@ -465,19 +546,21 @@ READERS = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": _
 
 
 def read_file(path: str, table: str | None = None) -> Mapping[str, Any]:
-    """Return the content of a TOML, YAML or JSON file, or one table of it.
+    """Return the entries of a TOML, YAML or JSON file by name.
 
     Args:
-        path: Path of the file. Its suffix selects the format.
-        table: Name of a table, with dots between levels. Defaults to the top level.
+        path: Path of the file. The suffix selects the format.
+        table: Name of one table (nested mapping) in the file, with dots between levels, such as
+            ``"run.mesh"``. Defaults to the top level.
 
     Returns:
-        The fields by name.
+        The entries of the file or of the table.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The suffix is unknown, the content is not of its format, or it has more than 64
-            levels. If the table does not exist, the error is a `ParallelDimsError`.
+        ValueError: The suffix is unknown, the file is not valid in its format, or its values are
+            nested in more than 64 levels.
+        ParallelDimsError: The table does not exist.
     """
     reader = READERS.get(splitext(path)[1].lower())
     if reader is None:
@@ -495,7 +578,7 @@ def read_file(path: str, table: str | None = None) -> Mapping[str, Any]:
 def _is_deep(content: object) -> bool:
     level = [content]
     for _ in range(MAX_LEVELS):
-        # In YAML, a value may occur several times and even contain itself.
+        # Collected by identity: in YAML, a value may occur several times and even contain itself.
         inner = {id(value): value for outer in level for value in _inner_values(outer)}
         level = [*inner.values()]
     return bool(level)

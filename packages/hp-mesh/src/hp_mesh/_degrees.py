@@ -20,25 +20,29 @@ from ._errors import (
 from ._rules import Subject, degree_violations, division_violations
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# In peer mode, ep is an axis of the world.
+# With ep_mode="peer", ep is one more mesh dimension.
 PEER_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DEFAULT_ORDER = PEER_AXES
-"""Default order of the world's axes, outermost first."""
+"""Default order of the mesh dimensions, outermost first."""
 EP_MODES = ("folded", "peer")
 DEGREES = (*PEER_AXES, "etp")
 OPTIONAL_FIELDS = ("dp_shard", "ulysses_degree", "world_size")
 
 
 def world_axes(ep_mode: str) -> tuple[str, ...]:
-    """Return the axes whose degrees multiply to the world size."""
+    """Return the names of the degrees whose product is the world size, outermost first."""
     return PEER_AXES if ep_mode == "peer" else BASE_AXES
 
 
 def as_order(order: object) -> tuple[str, ...]:
-    """Return the axis names of a list, a tuple or a string with commas.
+    """Convert the field ``order`` to a tuple of names of mesh dimensions.
+
+    Args:
+        order: A list or tuple of names, or one string with commas.
 
     Raises:
-        ParallelDimsError: Anything else, including sets: their order differs between processes.
+        ParallelDimsError: ``order`` has another type. Sets are not allowed, because their order
+            differs between processes.
     """
     if isinstance(order, str):
         return tuple(name.strip() for name in order.split(","))
@@ -51,12 +55,20 @@ def as_order(order: object) -> tuple[str, ...]:
 def infer_degrees(
     degrees: Mapping[str, int], axes: tuple[str, ...], world_size: int
 ) -> dict[str, int]:
-    """Replace the degree that is -1 so that the degrees of ``axes`` multiply to the world size.
+    """Compute the degree that is -1 from the world size and the other degrees.
 
-    If the degree of an axis is absent because its value was invalid, nothing is replaced.
+    Args:
+        degrees: Degrees by name. A degree is absent if its value was invalid.
+        axes: Names of the degrees whose product must be ``world_size``.
+        world_size: Number of ranks.
+
+    Returns:
+        A copy of ``degrees`` without -1. If a degree in ``axes`` is absent, nothing can be
+        computed, and the copy is unchanged.
 
     Raises:
-        ParallelDimsError: The other degrees do not divide the world size.
+        ParallelDimsError: The product of the other degrees does not divide the world size, or no
+            degree is -1 and the product is not the world size.
     """
     unknown = [name for name in axes if degrees.get(name, INFERRED) == INFERRED]
     given = {name: degrees[name] for name in axes if name not in unknown and degrees[name] != 1}
@@ -71,7 +83,7 @@ def infer_degrees(
 
 
 def as_mode(ep_mode: object) -> str:
-    """Return a name of `EP_MODES`, or raise `ParallelDimsError`."""
+    """Return ``ep_mode``, or raise `ParallelDimsError` if it is not in `EP_MODES`."""
     if isinstance(ep_mode, str) and ep_mode in EP_MODES:
         return ep_mode
     reason = f"ep_mode={show(ep_mode)} is not a mode; use {join_words(EP_MODES)}"
@@ -79,7 +91,12 @@ def as_mode(ep_mode: object) -> str:
 
 
 def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]:
-    """Yield a violation unless ``order`` is a permutation of the world's axes."""
+    """Yield a violation if ``order`` lacks a mesh dimension or has a wrong or repeated name.
+
+    Args:
+        ep_mode: ``"folded"`` or ``"peer"``. With ``"folded"``, ``ep`` may be absent.
+        order: Names of mesh dimensions.
+    """
     axes = world_axes(ep_mode)
     placed = order if ep_mode == "peer" else tuple(name for name in order if name != "ep")
     if {*placed} != {*axes} or len({*order}) != len(order):
@@ -104,16 +121,19 @@ def resolve_fields(
     needs_world: bool = False,
     etp_is_tp: bool = False,
 ) -> dict[str, Any]:
-    """Parse all fields, and infer all degrees if the world size is known.
+    """Convert and check all fields of `ParallelDims`, and infer the degree that is -1.
+
+    The degree is inferred only if the world size is known.
 
     Args:
-        given: Values of all fields of `ParallelDims`.
-        found: Violations that were found earlier; they are part of the error.
-        needs_world: ``world_size`` must not be None.
-        etp_is_tp: Replace ``etp`` by ``tp``.
+        given: Values of all fields by name, of any type.
+        found: Violations that were found earlier. If there are any, the function raises.
+        needs_world: If True, ``world_size`` must not be None.
+        etp_is_tp: If True, ``etp`` is set to the value of ``tp``.
 
     Returns:
-        The parsed fields.
+        All fields by name, with their final types. Degrees are positive integers if the world size
+        is known. If not, a degree may be -1 and ``dp_shard`` may be None.
 
     Raises:
         ParallelDimsError: Lists ``found``, all invalid values, and all broken rules.
@@ -156,7 +176,11 @@ def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[An
 
 
 def _known_degrees(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return the known and valid degrees, and the world size, for the rules."""
+    """Return the degrees that rules can read, by name.
+
+    Degrees that are invalid or -1 are absent. ``"ulysses_degree"`` is 1 if it is None.
+    ``"world_size"`` is included if it is known.
+    """
     known = {name: degree for name, degree in degrees.items() if degree != INFERRED}
     if "ulysses_degree" in fields:
         known["ulysses_degree"] = fields["ulysses_degree"] or 1
@@ -166,7 +190,10 @@ def _known_degrees(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dic
 
 
 def degrees_from(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return all degrees as numbers; -1 for a degree that has to be inferred."""
+    """Return all degrees of ``fields`` by name.
+
+    If ``dp_shard`` is None, its default is used: 1 if another degree is -1, else -1.
+    """
     degrees = {name: fields[name] for name in DEGREES if name in fields}
     if "dp_shard" in degrees and degrees["dp_shard"] is None:
         degrees["dp_shard"] = 1 if INFERRED in degrees.values() else INFERRED

@@ -1,4 +1,4 @@
-"""Violations, the errors that list them, and checks of single values."""
+"""Broken rules (`Violation`), error classes, and functions that check single values."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,24 +12,24 @@ Level: TypeAlias = Literal["error", "advice"]
 Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
 Degree: TypeAlias = SupportsIndex | str | None
 
-LARGEST = 2**32  # upper bound of ranks and of a model's sizes
-MOST_CHOICES = 24  # legal values in one sentence
-MOST_LETTERS = 80  # of one value in a sentence
-MOST_DIGITS = 20  # of an integer that is read from text; more than `LARGEST` has
-INFERRED = -1  # value of a degree that follows from the others
+LARGEST = 2**32  # upper bound of the number of ranks and of a model's sizes
+MOST_CHOICES = 24  # an error message lists at most this many legal values of a name
+MOST_LETTERS = 80  # longer values are shortened in error messages
+MOST_DIGITS = 20  # only this many digits of a string are read; `LARGEST` has fewer
+INFERRED = -1  # a degree that is computed from the world size and the other degrees
 
 
 def join_words(words: Iterable[object], last: str = "or") -> str:
-    """Return ``a``, ``a or b``, ``a, b or c`` ..."""
+    """Join words to an English list, such as ``"a"``, ``"a or b"`` or ``"a, b or c"``."""
     texts = [str(word) for word in words]
     return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 
 def show(value: object) -> str:
-    """Return the repr of a value; the start and the end of a long one."""
+    """Return ``repr(value)``; if it is long, only its start and its end."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of several thousand digits
+    except ValueError:  # Python refuses to print integers of several thousand digits
         return f"<{type(value).__name__} of too many digits>"
     if len(text) <= MOST_LETTERS:
         return text
@@ -45,18 +45,19 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken rule, with the legal values.
+    """One broken rule, with the numbers that break it and the values that would not.
 
-    ``str(violation)`` is a sentence. It lists at most 24 legal values of each name and counts the
-    rest.
+    ``str(violation)`` is a sentence. It lists at most 24 legal values of each name, and says how
+    many more there are.
 
     Args:
-        rule: Code of the rule. Codes do not change between versions.
-        reason: The problem, with its numbers.
-        values: Every number that the rule read.
-        legal: Legal values of each name, if only that name changes. A name such as ``cp*tp`` is the
-            product of several degrees that have to change together.
-        level: ``"error"``, or ``"advice"`` for degrees that work at a cost.
+        rule: Code of the rule, such as ``"heads-tp"``. Codes do not change between versions.
+        reason: Description of the problem, with the numbers.
+        values: The numbers that the rule compared, by name.
+        legal: Legal values by name. Each entry assumes that only this name changes. A name such as
+            ``cp*tp`` is a product of degrees: its factors have to change together.
+        level: ``"error"`` if the degrees cannot be used. ``"advice"`` if the degrees work, but cost
+            time or memory.
 
     Examples:
         >>> broken = ParallelDims(tp=4, world_size=8).check({"num_attention_heads": 6})[0]
@@ -74,7 +75,8 @@ class Violation:
         choices = {name: numbers for name, numbers in self.legal.items() if numbers}
         if not choices:
             return self.reason
-        # The subject of the sentence needs no second mention.
+        # If the reason begins with the only name, the name is not repeated: "tp=4 does not divide
+        # heads=6; use 1, 2, 3 or 6".
         first = next(iter(choices))
         alone = len(choices) == 1 and self.reason.startswith(f"{first}={self.values.get(first)} ")
         options = [
@@ -91,15 +93,16 @@ def _join_choices(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One rule, the numbers that it read, and its verdict.
+    """Result of one rule of `ParallelDims.explain`.
 
     Args:
-        rule: Code of the rule.
+        rule: Code of the rule, such as ``"heads-tp"``.
         sentence: The rule as a sentence.
-        values: The numbers that the rule read.
-        verdict: ``"holds"``, ``"error"`` or ``"advice"``; ``"skipped"`` if a field is absent;
-            ``"idle"`` if the rule does not apply to these degrees.
-        text: The numbers and the verdict in one line.
+        values: The numbers that the rule compared, by name.
+        verdict: ``"holds"``, ``"error"`` or ``"advice"``. ``"skipped"`` if the model or the call
+            lacks a number that the rule needs. ``"idle"`` if the rule does not apply to these
+            degrees.
+        text: The numbers and, if the rule is broken, the violation, in one line.
 
     Examples:
         >>> ParallelDims(tp=2, world_size=4).explain()[0].verdict
@@ -114,11 +117,12 @@ class Explanation:
 
 
 class Report(Sequence[Violation]):
-    """Result of a check: a sequence of violations.
+    """Result of `ParallelDims.check`: a sequence of `Violation` objects.
 
     Args:
-        violations: Errors and advice.
-        skipped: Names of fields that rules needed and did not find.
+        violations: Broken rules, of level ``"error"`` or ``"advice"``.
+        skipped: Names of absent fields of the model or the call. Rules that need one of these
+            fields were not checked.
 
     Examples:
         >>> report = ParallelDims(tp=4, world_size=8).check({"num_attention_heads": 8})
@@ -150,12 +154,12 @@ class Report(Sequence[Violation]):
 
     @property
     def errors(self) -> tuple[Violation, ...]:
-        """Violations of level ``"error"``: these degrees cannot be used."""
+        """The violations of level ``"error"``. If there are any, the degrees cannot be used."""
         return tuple(v for v in self._violations if v.level == "error")
 
 
 class ParallelDimsError(ValueError):
-    """Raised for degrees that break one or more rules; ``violations`` lists all of them."""
+    """Raised for invalid degrees. The attribute ``violations`` lists all broken rules."""
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = list(violations)
@@ -172,7 +176,7 @@ def broken(
     legal: Mapping[str, tuple[int, ...]] | None = None,
     level: Level = "error",
 ) -> Violation:
-    """Return the `Violation` with these fields."""
+    """Create a `Violation`; the arguments are its fields."""
     return Violation(rule=rule, reason=reason, values=values, legal=legal or {}, level=level)
 
 
@@ -182,12 +186,12 @@ def refusal(
     values: Mapping[str, object],
     legal: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ParallelDimsError:
-    """Return the error of one broken rule."""
+    """Create a `ParallelDimsError` with one violation; the arguments are fields of `Violation`."""
     return ParallelDimsError([broken(rule, reason, values, legal)])
 
 
 class LayoutError(ValueError):
-    """Raised for an axis, a rank or a coordinate that does not exist in the layout."""
+    """Raised for a mesh dimension, rank or coordinate that does not exist."""
 
 
 class MeshError(ValueError):
@@ -195,14 +199,20 @@ class MeshError(ValueError):
 
 
 def raise_errors(violations: Iterable[Violation]) -> None:
-    """Raise one `ParallelDimsError` that lists all errors among the violations, if any."""
+    """Raise one `ParallelDimsError` with all violations of level ``"error"``.
+
+    If there are only violations of level ``"advice"``, or none, the function returns normally.
+    """
     errors = [violation for violation in violations if violation.level == "error"]
     if errors:
         raise ParallelDimsError(errors)
 
 
 def read_integer(value: Any) -> int | None:
-    """Return an integer of any type except bool as an int, or None if the value is no integer."""
+    """Convert an integer, such as a numpy integer, to int.
+
+    Returns None if ``value`` is a bool or not an integer.
+    """
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)
@@ -210,24 +220,29 @@ def read_integer(value: Any) -> int | None:
 
 
 def as_integer(value: Any) -> Any:
-    """Convert integers of other types, such as numpy's, to int; return other values unchanged."""
+    """Convert an integer, such as a numpy integer, to int; return any other value unchanged."""
     number = read_integer(value)
     return value if number is None else number
 
 
 def integer_of(text: str) -> int | None:
-    """Return the integer that a text has in ASCII digits, with a minus sign if it is negative.
+    """Parse an integer such as ``"8"`` or ``"-1"``.
 
-    The result is None if the text has anything else.
+    Returns None if the text has characters other than ASCII digits after an optional minus sign.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
         return None
-    return int(text[:MOST_DIGITS])  # Python reads no number of several thousand digits
+    return int(text[:MOST_DIGITS])  # Python refuses to parse several thousand digits
 
 
 def take_integers(values: object, names: Iterable[str]) -> None:
-    """Convert integers of other types to int, in fields of a frozen dataclass."""
+    """Convert integers in fields of a frozen dataclass, such as numpy integers, to int.
+
+    Args:
+        values: Instance of the dataclass. It is changed in place.
+        names: Names of the fields.
+    """
     for name in names:
         object.__setattr__(values, name, as_integer(getattr(values, name)))
 
@@ -239,16 +254,16 @@ def as_degree(name: str, value: Degree, *, inferable: bool = ..., optional: bool
 def as_degree(
     name: str, value: Degree, *, inferable: bool = False, optional: bool = False
 ) -> int | None:
-    """Return ``value`` as a positive integer.
+    """Convert the value of a degree to int and check that it is positive.
 
     Args:
-        name: Name of the field, for errors.
-        value: An integer of any type except bool, or a string of one.
-        inferable: Allow -1.
-        optional: Allow None.
+        name: Name of the field, for error messages.
+        value: An integer of any type except bool, or a string such as ``"8"``.
+        inferable: If True, -1 is allowed too.
+        optional: If True, None is allowed too, and returned unchanged.
 
     Raises:
-        ParallelDimsError: The value is something else, or above the largest number of ranks.
+        ParallelDimsError: The value is not allowed, or above 2**32.
     """
     if value is None and optional:
         return None
@@ -264,10 +279,10 @@ def as_degree(
 
 
 def as_flag(name: str, value: object) -> bool:
-    """Return a bool, or the string "true" or "false", as a bool.
+    """Convert True, False, ``"true"`` or ``"false"`` to bool; upper case is allowed too.
 
     Raises:
-        ParallelDimsError: The value is something else.
+        ParallelDimsError: ``value`` is something else. The message has ``name``.
     """
     flag = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(flag, bool):
@@ -276,7 +291,10 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:
-    """Yield a violation for every value that is not an integer from ``minimum`` to `LARGEST`."""
+    """Yield a violation for every value that is not an integer from ``minimum`` to 2**32.
+
+    ``values`` has the values by the name of their field.
+    """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             yield number_violation(name, value, f"an integer of at least {minimum}")
@@ -285,7 +303,12 @@ def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterat
 
 
 def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> Iterator[Violation]:
-    """Yield a violation for every value that is not finite and above 0; ``zero`` allows 0."""
+    """Yield a violation for every value that is not a number above 0, up to 2**32.
+
+    Args:
+        values: Values by the name of their field.
+        zero: If True, 0 is allowed too.
+    """
     for name, value in values.items():
         if (
             isinstance(value, bool)
@@ -299,22 +322,31 @@ def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> It
 
 
 def flag_violations(values: Mapping[str, object]) -> Iterator[Violation]:
-    """Yield a violation for every value that is not a bool."""
+    """Yield a violation for every value that is not a bool.
+
+    ``values`` has the values by the name of their field.
+    """
     for name, value in values.items():
         if not isinstance(value, bool):
             yield number_violation(name, value, "True or False")
 
 
 def kind_violations(name: str, value: object, kind: type) -> Iterator[Violation]:
-    """Yield a violation if a value has another type."""
+    """Yield a violation if ``value`` is not an instance of ``kind``.
+
+    ``name`` is the name of the field, for the message.
+    """
     if not isinstance(value, kind):
         reason = f"{name}={show(value)} given; use a {kind.__name__}"
         yield broken("type", reason, {name: value})
 
 
 def number_violation(name: str, value: object, legal: str) -> Violation:
-    """Return the violation of a field with a value that is not legal.
+    """Create the violation for an invalid value of a field.
 
-    ``legal`` describes the legal values, for example ``"a number above 0"``.
+    Args:
+        name: Name of the field.
+        value: The invalid value.
+        legal: Description of the legal values, such as ``"a number above 0"``.
     """
     return broken("number", f"{name}={show(value)} given; use {legal}", {name: value})

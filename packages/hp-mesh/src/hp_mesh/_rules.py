@@ -1,8 +1,8 @@
 """All rules about degrees, models and the nodes of a cluster.
 
-Each rule about degrees and models is one record. `ParallelDims.check`, `validate` and `explain`,
-and the planner, read the same records. To add a rule, add a `Rule` to `DEGREE_RULES` or `RULES`. If
-it reads a new field of the model, move or add the field to `RULED` in `_model`.
+Each rule about degrees and models is a `Rule` object in `DEGREE_RULES` or `RULES`.
+`ParallelDims.check`, `validate` and `explain`, and the planner, evaluate the same objects. If a new
+rule reads a new field of the model, the field must be in the table `RULED` of `_model`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,9 +24,9 @@ from ._errors import (
 )
 from ._layout import RankLayout
 
-SUGGESTED = ("seq_len", "global_batch")  # fields for which a violation suggests other values
-NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")  # should not cross nodes
-SHARDING = "sharding"  # in `Rule.degrees`: means all axes of `Subject.sharding`
+SUGGESTED = ("seq_len", "global_batch")  # a violation may suggest other values of these fields
+NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")  # best inside one node
+SHARDING = "sharding"  # placeholder in `Rule.degrees` for the names in `Subject.sharding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,19 @@ class Subject:
     """Input of the rules: degrees, and numbers of a model, its sequences and its batch.
 
     Attributes:
-        degrees: Positive degrees by name. ``ulysses_degree`` is 1 if it is not set. Unknown degrees
-            are absent; rules that need them are idle.
-        sharding: Axes along which samples differ, without ``dp_replicate``.
-        numbers: For each field, its name in the configuration and its value.
-        wrong: Violations of the fields that have invalid values.
-        causal_balance: If True, ``2 * cp`` must divide the sequence.
-        sequence_parallel: If True, the ranks of ``tp`` hold parts of the sequence between layers.
-        ep_mode: ``"folded"`` or ``"peer"``, as in `ParallelDims`.
-        free_etp: If True, ``etp`` may be another number than 1 and ``tp``.
+        degrees: Positive degrees by name. ``ulysses_degree`` is 1 if Ulysses attention is not used.
+            An unknown degree is absent, and rules that need the degree are not evaluated.
+        sharding: Names of the mesh dimensions along which data is sharded, without
+            ``dp_replicate``: ``dp_shard`` and, with ``ep_mode="peer"``, ``ep``.
+        numbers: For each known field, such as ``"heads"``, its name in the model's configuration
+            and its value.
+        wrong: For each field with an invalid value, the violation that describes the problem.
+        causal_balance: If True, ``2 * cp`` must divide the sequence length.
+        sequence_parallel: If True, activations between layers are sharded over ``tp`` along the
+            sequence.
+        ep_mode: With ``"folded"``, experts reuse the ranks of ``dp_shard``, ``cp`` and ``tp``. With
+            ``"peer"``, ``ep`` is a mesh dimension of its own.
+        free_etp: If True, ``etp`` may differ from 1 and ``tp``.
     """
 
     degrees: Mapping[str, int]
@@ -63,16 +67,17 @@ class Rule:
     """One condition on degrees, the model or the run.
 
     Attributes:
-        code: Code of the rule. The attribute ``rule`` of its violations is this code or starts with
-            it.
+        code: Code of the rule, such as ``"heads-tp"``. `Violation.rule` is this code, or begins
+            with this code.
         sentence: The rule as a sentence.
-        degrees: Degrees that the rule reads. An explanation shows them.
-        fields: Fields of the model or run that the rule needs. It is skipped if one is absent.
-        hints: Fields that the rule reads if they are known.
-        applies: Returns whether the rule applies to the degrees. By default, a rule applies if one
-            of its degrees is above 1.
-        test: Yields the violations. It is called only if the rule applies and all degrees and
-            fields are known.
+        degrees: Names of the degrees that the rule reads.
+        fields: Names of the fields of the model or the call that the rule needs. If one is absent,
+            the rule is skipped.
+        hints: Names of the fields that the rule reads only if they are known.
+        applies: Function that returns whether the rule applies to the degrees. If None, the rule
+            applies if one of its degrees is above 1.
+        test: Function that yields the violations. It is called only if the rule applies, and all
+            degrees and fields of the rule are known.
     """
 
     code: str
@@ -85,7 +90,15 @@ class Rule:
 
 
 class Finding(NamedTuple):
-    """Result of one rule: verdict, violations, and the field that is missing or wrong."""
+    """Result of one rule.
+
+    Attributes:
+        verdict: ``"holds"``, ``"error"`` or ``"advice"``. ``"skipped"`` if a field is absent.
+            ``"idle"`` if the rule does not apply to the degrees.
+        violations: The violations, if there are any.
+        missing: Name of the field because of which the rule was not tested: the field is absent or
+            has an invalid value. None if the rule was tested or does not apply.
+    """
 
     verdict: Verdict
     violations: tuple[Violation, ...] = ()
@@ -93,7 +106,7 @@ class Finding(NamedTuple):
 
 
 def judge(rule: Rule, subject: Subject) -> Finding:
-    """Evaluate one rule. Everything that evaluates a rule calls this function."""
+    """Evaluate one rule for the given degrees and numbers."""
     degrees = _degrees(rule.degrees, subject)
     if None in degrees.values():
         return Finding("idle")
@@ -111,25 +124,27 @@ def judge(rule: Rule, subject: Subject) -> Finding:
 
 
 def names_of(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
-    """Replace `SHARDING` among the names of degrees by the axes that it stands for."""
+    """Replace the placeholder `SHARDING` in names of degrees by the names `Subject.sharding`."""
     return tuple(n for name in degrees for n in (subject.sharding if name == SHARDING else (name,)))
 
 
 def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
-    """Return degrees by name. The value of an unknown degree is None."""
+    """Return the degrees with the given names, by name. An unknown degree is None."""
     return {name: subject.degrees.get(name) for name in names_of(names, subject)}
 
 
 def degree_violations(subject: Subject) -> Iterator[Violation]:
-    """Yield the violations of `DEGREE_RULES` among the known degrees."""
+    """Yield the violations of the rules that need degrees only, not a model (`DEGREE_RULES`)."""
     for rule in DEGREE_RULES:
         yield from judge(rule, subject).violations
 
 
 def check_rules(subject: Subject) -> Report:
-    """Return the invalid numbers, the violations of all `RULES`, and the absent fields.
+    """Evaluate all rules about the model, its sequences and its batch (`RULES`).
 
-    A rule with an absent or invalid field is skipped.
+    Returns:
+        A report with the violations of invalid numbers, the violations of the rules, and the names
+        of absent fields. A rule is skipped if one of its fields is absent or invalid.
     """
     violations = list(subject.wrong.values())
     skipped: dict[str, None] = {}
@@ -143,11 +158,11 @@ def check_rules(subject: Subject) -> Report:
 
 
 def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Return one explanation of each rule.
+    """Return one explanation for each rule, always in the same order.
 
     Args:
-        subject: Degrees and numbers. All degrees are known.
-        axes: Axes whose degrees multiply to the world size.
+        subject: Degrees and numbers. All degrees must be known.
+        axes: Names of the degrees whose product is the world size.
     """
     world = prod(subject.degrees[axis] for axis in axes)
     given = {axis: subject.degrees[axis] for axis in axes if subject.degrees[axis] > 1}
@@ -179,7 +194,14 @@ def _explain(rule: Rule, subject: Subject) -> Explanation:
 
 
 def _divides(code: str, sentence: str, field: str, *degrees: str) -> Rule:
-    """Return the rule that the product of degrees divides a field."""
+    """Create the rule that a product of degrees divides a number of the model.
+
+    Args:
+        code: Code of the rule.
+        sentence: The rule as a sentence.
+        field: Name of the number, such as ``"heads"``.
+        *degrees: Names of the degrees.
+    """
 
     def test(subject: Subject) -> Iterator[Violation]:
         yield from division_violations(code, *subject.numbers[field], _degrees(degrees, subject))
@@ -198,17 +220,19 @@ def division_violations(
     choices: Mapping[str, Collection[int]] | None = None,
     level: Level = "error",
 ) -> Iterator[Violation]:
-    """Yield a violation unless ``factor`` times the product of the degrees divides a number.
+    """Yield a violation if a product of degrees does not divide a number.
 
     Args:
         rule: Code of the rule.
-        name: Name of the number.
+        name: Name of the number, for the message.
         number: A positive integer.
-        degrees: Positive degrees by name.
-        factor: 1, or a constant that the error shows in front of the degrees.
+        degrees: The factors of the product: positive degrees by name.
+        factor: Constant factor of the product. If it is above 1, the message shows it before the
+            degrees, as in ``2*cp``.
         exactly: If True, the product must be equal to the number.
-        choices: For some degrees, the only values that the violation may suggest.
-        level: Level of the violation.
+        choices: Values that the message may suggest for a degree, by the name of the degree. For
+            other degrees, all values that repair the problem are suggested.
+        level: ``"error"`` or ``"advice"``.
     """
     product = factor * prod(degrees.values())
     if product == number or (number % product == 0 and not exactly):
@@ -224,7 +248,7 @@ def division_violations(
         if number % rest == 0:
             fitting = (number // rest,) if exactly else divisors(number // rest)
             legal[axis] = tuple(n for n in fitting if n in (choices or {}).get(axis, fitting))
-    if not legal:  # no change of one degree repairs it
+    if not legal:  # several degrees or the number must change
         if len(given) > 1 and number % factor == 0:
             legal["*".join(given)] = (number,) if exactly else divisors(number // factor)
         if name in SUGGESTED:
@@ -286,7 +310,9 @@ def _kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
     ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
     name, kv_heads = subject.numbers["kv_heads"]
     kv = kv_heads // tp
-    if kv_heads % tp or _shares(kv, ulysses):  # rule kv-heads-tp reports the first case
+    if kv_heads % tp or _shares(
+        kv, ulysses
+    ):  # the rule kv-heads-tp reports that tp does not divide kv_heads
         return
     owner = f"{name}={kv_heads}" if tp == 1 else f"{name}/tp={kv_heads}/{tp}={kv}"
     reason = f"ulysses_degree={ulysses} neither divides {owner} nor is a multiple of it"
@@ -311,7 +337,9 @@ def _experts_over_ep(subject: Subject) -> Iterator[Violation]:
 
 def _expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
     etp = {"etp": subject.degrees["etp"]}
-    choices = None if subject.free_etp else {"etp": (1,)}  # etp is 1 or tp
+    choices = (
+        None if subject.free_etp else {"etp": (1,)}
+    )  # etp must be 1 or tp, and tp does not work
     yield from division_violations(
         "expert-ffn-etp", *subject.numbers["expert_ffn"], etp, choices=choices
     )
@@ -498,7 +526,11 @@ class Topology:
 
 
 def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
-    """Yield an error if the ranks do not fill the nodes, else advice for each axis across nodes.
+    """Yield violations of the rules about nodes.
+
+    If several nodes are needed and the ranks do not fill the last one, the only violation is an
+    error about the world size. In all other cases there is one violation of level ``"advice"`` for
+    each mesh dimension whose groups cross nodes.
 
     Raises:
         ParallelDimsError: ``topology`` is not a `Topology`.
@@ -507,7 +539,10 @@ def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Viol
 
 
 def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanation, ...]:
-    """Return one explanation for the world size, and one for each axis.
+    """Explain whether the ranks fill the nodes, and which mesh dimensions cross nodes.
+
+    Returns:
+        One explanation for the world size, and one for each mesh dimension.
 
     Raises:
         ParallelDimsError: ``topology`` is not a `Topology`.
@@ -518,7 +553,11 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
 def _judge_nodes(
     layout: RankLayout, topology: object
 ) -> Iterator[tuple[Explanation, Violation | None]]:
-    """Yield the explanation of each rule about nodes, and its violation or None."""
+    """Evaluate the rules about nodes: one for the world size, and one for each mesh dimension.
+
+    Yields:
+        The explanation of the rule, and the violation, or None if the rule is not broken.
+    """
     if not isinstance(topology, Topology):
         reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"
         raise refusal("topology", reason, {"topology": topology})
