@@ -1,8 +1,9 @@
 """Parallel degrees, rank layouts and device meshes for PyTorch, and a planner.
 
-Names that need torch are loaded on first use, and so is the planner. Degrees, checks and layouts
-work without torch. ``hp_mesh.world`` has functions for code that keeps one mesh per process.
-``hp_mesh.planner`` has estimates of memory and time, and shapes of published models.
+`ParallelDims` and `RankLayout` work without torch. `ParallelMesh`, which needs torch, and the
+planner are imported on first use. ``hp_mesh.world`` has functions for code that uses one mesh per
+process. ``hp_mesh.planner`` estimates memory and time of a training run, and has the sizes of
+published models.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """Read the sizes of a model from its configuration.
 
-The tables list the names of each field in all families of models. `read_numbers` reads the fields
-that the rules need, and `read_model_fields` all fields that the planner needs.
+The tables list the names that families of models use for each field. `read_numbers` reads the
+fields that the rules need, and `read_model_fields` all fields that the planner needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,16 +21,17 @@ from ._errors import (
     show,
 )
 
-Fields = dict[str, tuple[str, Any]]  # for each field, its name in the configuration and its value
+# Key: field, such as "heads". Value: the field's name in the configuration, and the field's value.
+Fields = dict[str, tuple[str, Any]]
 
 
 def _table(**rows: str) -> Mapping[str, tuple[str, ...]]:
-    """Split the names in each row of a table at spaces."""
+    """Create a table from strings: split the names in each row at spaces."""
     return {row: tuple(names.split()) for row, names in rows.items()}
 
 
-# Names of each field, the most common first: Hugging Face configurations, research code bases, and
-# fields of the planner's `ModelShape`. The rules read these fields.
+# Fields that the rules read. Each row has the names of one field, the most common first. They come
+# from Hugging Face configurations, research code and fields of the planner's `ModelShape`.
 RULED = _table(
     heads="num_attention_heads n_heads num_heads n_head heads",
     kv_heads="num_key_value_heads n_kv_heads num_kv_heads kv_n_heads kv_heads",
@@ -42,7 +43,7 @@ RULED = _table(
     dense_layers="first_k_dense_replace num_dense_layers moe_layer_start_index dense_layers",
     tied="tie_word_embeddings weight_tying tie_embeddings tied",
 )
-# Further numbers for the planner.
+# Fields that only the planner reads.
 SIZES = _table(
     hidden="hidden_size n_embd d_model dim hidden",
     head_dim="head_dim",
@@ -55,7 +56,7 @@ SIZES = _table(
     groups="n_group groups",
     top_groups="topk_group top_groups",
 )
-# Numbers from which `_derive` computes other fields.
+# Integers from which `_derive` computes other fields.
 COUNTS = _table(
     value_head_dim="v_head_dim",
     shared_experts=("n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts"),
@@ -63,7 +64,7 @@ COUNTS = _table(
     expert_step="interleave_moe_layer_step decoder_sparse_step",
     expansion="expansion_ratio",
 )
-# Values of other types from which `_derive` computes other fields.
+# Strings, bools and lists from which `_derive` computes other fields.
 WORDS = _table(
     family="model_type",
     name="name _name_or_path model_type",
@@ -75,8 +76,8 @@ WORDS = _table(
     mlp_types="mlp_layer_types",
     gpt2_width="n_embd",
 )
-# Fields that announce layers which the planner cannot estimate. The first table is ignored if the
-# configuration lists the types of all layers and all of them are attention.
+# A model that has one of these fields has layers that the planner cannot estimate. `OTHER_LAYERS`
+# is ignored if the configuration lists the type of every layer and all types are attention.
 OTHER_LAYERS = _table(
     **{
         "state-space layers": (
@@ -100,7 +101,7 @@ OTHER_MODELS = _table(
         "an encoder": "is_encoder_decoder",
     }
 )
-# Families with such layers although no field announces them.
+# Families that have layers which the planner cannot estimate, but none of the fields above.
 OTHER_FAMILIES: Mapping[str, str] = {
     "gemma4": "heads of several sizes",
     "gemma4_text": "heads of several sizes",
@@ -111,25 +112,27 @@ OTHER_FAMILIES: Mapping[str, str] = {
     "longcat_flash": "two attentions in a layer, and experts without parameters",
     "moshi": "a second decoder",
 }
-# Fields that list the type of each layer, and the types with softmax attention.
+# Fields that list the type of each layer.
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
+# Types of layers with softmax attention.
 ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", 1)
-# Names in configurations that can also be submodules or lists of a model: values that are neither
-# numbers nor text are ignored. Each key of `RULED` is also a name in configurations.
+# A model can have submodules or lists with these names, so values that are neither numbers nor
+# strings are ignored. Each key of `RULED` can be the name of its field in a configuration too.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
-# Two names of one of these fields must not have different values. ``layers`` is not one of them,
-# because LongCat-Flash counts pairs of layers in ``num_layers``.
+# If a configuration has two names of one of these fields, their values must be equal. ``layers`` is
+# absent because LongCat-Flash counts pairs of layers in ``num_layers``.
 ONE_VALUE = ("heads", "kv_heads", "experts", "ffn", "vocab", "expert_ffn")
 # Fields that can have a list with one number per layer.
 PER_LAYER = ("intermediate_size",)
 # Fields that can be 0.
 CAN_BE_ZERO = ("experts", "dense_layers")
-# Nested configurations: of the language model, of attention, of the feed-forward part.
+# Names of nested configurations: language model, attention, feed-forward part.
 NESTED = ("text_config", "attn_config", "ffn_config")
-# Families that omit the feed-forward width if it is 4 * hidden.
+# Families whose configurations omit the feed-forward width if it is 4 * hidden.
 USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
 USUAL_EXPANSION = 4
-# Families that tie the embeddings by default in transformers. Their files omit the field.
+# Families that tie input and output embeddings by default in transformers. Their configurations
+# omit the field.
 TIED = (
     *("bert", "bert-generation", "big_bird", "biogpt", "bloom", "camembert", "cohere", "cohere2"),
     *("cohere2_moe", "cohere_compass_text", "ctrl", "data2vec-text", "electra", "ernie"),
@@ -143,14 +146,22 @@ TIED = (
 
 
 def read_model_fields(model: object) -> Fields:
-    """Return the fields of a model under the names of the tables above.
+    """Read all known fields of a model.
 
-    ``model`` is a mapping, a configuration object, or an object with a ``config``, which has
-    priority. A nested ``text_config`` has priority over its parent. A field that is None is absent.
+    If the model has a nested ``text_config``, the fields of the ``text_config`` have priority.
+    Fields whose value is None are left out.
+
+    Args:
+        model: A mapping, a configuration object, or an object with an attribute ``config``. The
+            fields of ``config`` have priority over the object's attributes.
+
+    Returns:
+        For each field that was found, such as ``"heads"``, its name in the configuration and its
+        value.
 
     Raises:
-        ParallelDimsError: ``model`` cannot have fields, or two names of one field have different
-            values.
+        ParallelDimsError: ``model`` has no named fields (for example a string), or two names of one
+            field have different values.
     """
     check_named("model", model)
     sources, fields = [*_sources(model)], Fields()
@@ -175,7 +186,12 @@ def _check_one_value(field: str, given: Mapping[str, Any]) -> None:
 
 
 def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
-    """Return the kinds of layers that the planner cannot estimate, with the fields that show it."""
+    """Find layers in a model that the planner cannot estimate.
+
+    Returns:
+        A description of each kind of layers, such as ``"linear attention"``. The value has the
+        fields of the configuration from which the kind was recognized, by name.
+    """
     sources = [*_sources(model)]
 
     def read(name: str) -> Any:
@@ -199,26 +215,27 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Return a field, or None if it is absent or not a value of a configuration.
+    """Read one field of a mapping or an object.
 
-    A field is absent too if reading it raises an error: some configurations do so for a field that
-    differs between layers.
+    Returns:
+        The value. None if the field does not exist, if reading it raises an error (some
+        configurations raise for a field that differs between layers), or if it is a submodule.
     """
     try:
         value = read_field(source, name)
-    except Exception:  # noqa: BLE001 (of any library)
+    except Exception:  # noqa: BLE001 (properties of other libraries may raise anything)
         return None
     return value if name not in AMBIGUOUS or isinstance(value, Number | str) else None
 
 
 def _word(value: object) -> Any:
-    """Return a string or an integer unchanged, and the text of any other value."""
+    """Return a string or an integer unchanged, and the ``repr`` of any other value."""
     return value if isinstance(value, str | int) else show(value)
 
 
 def _is_set(value: object) -> bool:
-    """Return whether a field is present and not empty, 0 or False."""
-    kinds = (str, int, list, tuple, dict)  # a model may have a submodule of that name
+    """Return whether a field of a configuration has a value other than None, 0, False and empty."""
+    kinds = (str, int, list, tuple, dict)  # not a submodule with the name of the field
     return isinstance(value, kinds) and bool(value)
 
 
@@ -230,13 +247,16 @@ def _sources(model: object) -> Iterator[object]:
 
 
 def _derive(fields: Fields) -> None:
-    """Add or replace fields that some families of models express differently."""
+    """Compute fields that some families of models express differently.
+
+    For example, a model with multi-query attention has 1 KV head. ``fields`` is changed in place.
+    """
     given = {name: value for name, (_, value) in fields.items()}
     if "tied" not in fields and given.get("family") in TIED:
         fields["tied"] = "tie_word_embeddings", True
     if given.get("one_kv_head") is True and not given.get("many_kv_heads"):
-        fields["kv_heads"] = "kv_heads", 1  # Falcon writes another number there
-    if given.get("latent") and "heads" in fields:  # of the keys and values of all heads
+        fields["kv_heads"] = "kv_heads", 1  # Falcon's field has another number
+    if given.get("latent") and "heads" in fields:  # multi-head latent attention
         fields["kv_heads"] = fields["heads"]
         if "value_head_dim" in fields:
             fields["head_dim"] = fields["value_head_dim"]
@@ -246,7 +266,7 @@ def _derive(fields: Fields) -> None:
     if dense is not None:
         fields["dense_layers"] = "dense_layers", dense
     if given.get("dense_ffn"):
-        # Llama 4: experts have the plain name, and each layer of them one that all tokens take.
+        # Llama 4: ``intermediate_size`` is the width of the experts and of the shared expert.
         if "ffn" in fields:
             fields["expert_ffn"] = fields["shared_ffn"] = fields["ffn"]
         fields["ffn"] = fields["dense_ffn"]
@@ -257,10 +277,17 @@ def _derive(fields: Fields) -> None:
 
 
 def _dense_layers(given: Mapping[str, Any]) -> int | None:
-    """Return the number of layers without experts, or None if no field gives it.
+    """Return the number of layers without experts.
 
-    ``mlp_layer_types`` lists the type of each layer. ``decoder_sparse_step`` (or a synonym) says
-    that every n-th layer has experts. ``mlp_only_layers`` lists further layers without experts.
+    Configurations give this number in one of three ways. ``mlp_layer_types`` lists the type of each
+    layer. ``decoder_sparse_step=n`` means that every n-th layer has experts. ``mlp_only_layers``
+    lists the indices of additional layers without experts.
+
+    Args:
+        given: Values of the fields that were found, by the field's name in this module's tables.
+
+    Returns:
+        The number of layers, or None if the configuration has none of these fields.
     """
     types, listed = given.get("mlp_types"), given.get("dense_list")
     if isinstance(types, list | tuple):
@@ -279,17 +306,23 @@ def _dense_layers(given: Mapping[str, Any]) -> int | None:
 def read_numbers(
     model: object, seq_len: object, global_batch: object
 ) -> tuple[dict[str, tuple[str, int]], dict[str, Violation]]:
-    """Return the numbers that the rules read, and violations for the invalid ones.
+    """Read the numbers that the rules need.
 
-    A list with one number per layer becomes its greatest common divisor: a degree divides it if it
-    divides all of them.
+    If a field has one number per layer, the greatest common divisor is returned: a degree divides
+    all numbers if and only if it divides their greatest common divisor.
+
+    Args:
+        model: A mapping, a configuration object, or an object with an attribute ``config``.
+        seq_len: Number of tokens per sequence, or None.
+        global_batch: Number of sequences per optimizer step, or None.
 
     Returns:
-        For each field, its name in the configuration and its value; and the violation of each field
-        with an invalid value.
+        Two dicts. The first has, for each valid field, its name in the configuration and its value.
+        The second has, for each field with an invalid value, a violation.
 
     Raises:
-        ParallelDimsError: ``model`` cannot have fields.
+        ParallelDimsError: ``model`` has no named fields (for example a string), or two names of one
+            field have different values.
     """
     given = {name: found for name, found in read_model_fields(model).items() if name in RULED}
     given |= {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}
@@ -308,7 +341,17 @@ def read_numbers(
 
 
 def _parse_number(field: str, name: str, value: Any) -> tuple[str, int | None]:
-    """Return the name to show in errors, and the number or, for an invalid value, None."""
+    """Convert the value of one field to an integer.
+
+    Args:
+        field: The field, such as ``"ffn"``.
+        name: Name of the field in the configuration.
+        value: The value in the configuration. It may be a list with one number per layer.
+
+    Returns:
+        The name for messages, which is ``gcd(name)`` for a list of different numbers, and the
+        number. The number is None if the value is invalid.
+    """
     if field == "tied":
         return name, value if isinstance(value, bool) else None
     if field in CAN_BE_ZERO and value is not False and value == 0:
