@@ -62,7 +62,7 @@ class Dialect:
         etp_follows_tp: If True, the default of ``etp`` is the value of ``tp``. If False, it is 1.
         off: Values that have the same meaning as an absent name.
         unread: A key is the name of a degree that cannot be converted to fields of `ParallelDims`.
-            The value says what to use instead; ``{0}`` is replaced by the degree.
+            The value is the advice for the user; ``{0}`` is replaced by the degree.
     """
 
     framework: str
@@ -221,8 +221,8 @@ def table_of_degrees(config: object) -> str | None:
     """Find a table with names of degrees inside a configuration.
 
     Returns:
-        The name of the first field of ``config`` that is such a table: a mapping or dataclass with
-        at least one known name of a degree. None if no field is such a table.
+        The name of the first field of ``config`` that is a mapping or dataclass with at least one
+        known name of a degree, or None if there is no such field.
     """
     fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for name, value in fields.items():
@@ -239,7 +239,7 @@ def arguments_from_config(
 
     Args:
         config: Mapping or object with names of degrees. Names of several frameworks can be mixed.
-        world_size: Number of ranks, or None if only ``config`` may have the number.
+        world_size: Number of ranks. If None, the field ``world_size`` of ``config`` is used.
 
     Returns:
         - The arguments by name.
@@ -289,7 +289,7 @@ def _convert_order(values: dict[str, Any]) -> Iterator[Violation]:
     ``use_tp_pp_dp_mapping`` means the order ``"tp-cp-ep-pp-dp"``.
 
     Args:
-        values: Values by their name in the configuration. It is changed in place.
+        values: Values by their name in the configuration. The dict is changed in place.
 
     Yields:
         A violation if the flag and the order contradict each other.
@@ -318,7 +318,7 @@ def _one_value_each(values: Mapping[str, Any], found: list[Violation]) -> dict[s
 
     Args:
         values: Values by their name in the configuration.
-        found: List to which a violation is appended for each field whose names have different
+        found: List to which a violation is appended if two names of one field have different
             values.
 
     Returns:
@@ -431,8 +431,8 @@ def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> Paralle
             ``data_parallel_size``.
 
     Returns:
-        An error whose violations about ``dp_shard`` mention this name and its value. It is
-        ``error`` itself if nothing has to be added.
+        A copy of ``error`` in which the violations about ``dp_shard`` mention this name and its
+        value. It is ``error`` itself if nothing has to be added.
     """
     fields = (DATA, "dp_shard")
     names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
@@ -450,7 +450,7 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
     """Split a mapping into arguments of `ParallelDims` and unknown keys.
 
     Returns:
-        The entries whose keys are fields of `ParallelDims`, and a violation for each other key.
+        The entries that are fields of `ParallelDims`, and a violation for each other key.
 
     Raises:
         ParallelDimsError: ``mapping`` is not a mapping.
@@ -514,7 +514,7 @@ def no_name_violation(config: object) -> Violation:
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return the entries of a TOML file by name.
 
-    ``table`` selects one table of the file, such as ``"run.mesh"``. None selects the top level.
+    ``table`` selects one table of the file, such as ``"run.mesh"``. If None, the top level is read.
     """
     import tomllib
 
@@ -524,7 +524,7 @@ def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
 def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return the entries of a YAML file by name.
 
-    ``table`` selects one mapping in the file, such as ``"run.mesh"``. None selects the top level.
+    ``table`` selects a mapping in the file, such as ``"run.mesh"``. If None, the top level is read.
     """
     try:
         import yaml

@@ -30,7 +30,7 @@ OPTIONAL_FIELDS = ("dp_shard", "ulysses_degree", "world_size")
 
 
 def world_axes(ep_mode: str) -> tuple[str, ...]:
-    """Return the names of the degrees whose product is the world size, outermost first."""
+    """Return the names of the degrees that multiply to the world size, outermost first."""
     return PEER_AXES if ep_mode == "peer" else BASE_AXES
 
 
@@ -59,7 +59,7 @@ def infer_degrees(
 
     Args:
         degrees: Degrees by name. A degree is absent if its value was invalid.
-        axes: Names of the degrees whose product must be ``world_size``.
+        axes: Names of the degrees that must multiply to ``world_size``.
         world_size: Number of ranks.
 
     Returns:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ._mesh import ParallelMesh
 
 
-class _Origin:
+class _EtpSource:
     """Base class with one attribute that is not a dataclass field of `ParallelDims`.
 
     ``_etp_from_tp`` is True if `ParallelDims.from_config` set ``etp`` to the value of ``tp``. The
@@ -59,7 +59,7 @@ class _Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelDims(_Origin):
+class ParallelDims(_EtpSource):
     """Parallel degrees of one training run: the sizes of the mesh dimensions.
 
     The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size. With
@@ -79,13 +79,13 @@ class ParallelDims(_Origin):
         pp: Number of pipeline stages.
         ep: Number of ranks that hold different experts.
         etp: Number of ranks that share one expert: 1 or ``tp``. Any number if ``free_etp`` is True.
-        ulysses_degree: Number of ranks that use DeepSpeed-Ulysses attention (all-to-all of heads)
-            inside context parallelism. It divides ``cp``. Defaults to None: no Ulysses attention.
+        ulysses_degree: Number of ranks inside ``cp`` that exchange attention heads by all-to-all
+            (DeepSpeed-Ulysses). It divides ``cp``. Defaults to None: no Ulysses attention.
         world_size: Number of ranks. If it is None, the world size is set later, in `resolve`.
         ep_mode: With ``"folded"``, experts reuse the ranks of the dense layers, and
             ``ep * etp * efsdp == dp_shard * cp * tp``. FSDP shards each expert over ``efsdp``
-            ranks. With ``"peer"``, ``ep`` is a mesh dimension of its own. Ranks along ``ep`` then
-            have different samples, and dense parameters are sharded over them too.
+            ranks. With ``"peer"``, ``ep`` is another factor of the world size. Ranks along ``ep``
+            then have different samples, and dense parameters are sharded over them too.
         order: Names of the mesh dimensions, outermost first, as a sequence or as one string with
             commas. Consecutive ranks differ along the last dimension. ``ep`` is optional if
             ``ep_mode`` is ``"folded"``.
@@ -381,7 +381,7 @@ class ParallelDims(_Origin):
                 sequence, so ``tp`` must divide ``seq_len``. If False, each rank of ``tp`` holds
                 whole sequences.
             topology: Number of ranks per node. If given, the report has advice for each mesh
-                dimension whose groups cross nodes.
+                dimension that crosses nodes.
 
         Returns:
             A sequence of violations: errors and advice. Its attribute ``skipped`` has the names of
@@ -563,8 +563,8 @@ class ParallelDims(_Origin):
                 groups are created, another rank can wait this long before it raises.
 
         Returns:
-            The meshes. As a context manager, the result destroys its groups at the end of the
-            ``with`` block.
+            The meshes. The result can be used in a ``with`` statement: the end of the block
+            destroys the groups.
 
         Raises:
             MeshError: There is no default process group; the ranks have different degrees; the

@@ -54,8 +54,9 @@ class Agreement:
 
     Attributes:
         equally_many: Whether every rank has the same number of existing process groups.
-        count: Number of existing process groups that torch must count on every rank when it names
-            the first new group, so that the new names are unused.
+        count: Number of existing process groups that every rank must report to torch when the first
+            new group is created. torch derives the names of new groups from this number, and with
+            this number the names are unused.
         serial: Number of this call of `create_meshes`. Earlier calls in the same job have other
             numbers.
     """
@@ -191,10 +192,10 @@ def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
     """Destroy the groups in ``created`` if the ``with`` block raises on any rank.
 
     Collective over the default group: after the block, one all-reduce shares whether all ranks
-    succeeded. A rank whose block failed raises its own error. If another rank failed earlier, a
-    note with the number of that rank is added to the error, because this rank may have failed only
-    while it waited. Ranks whose block succeeded raise `MeshError` if any rank failed. After a
-    ``KeyboardInterrupt``, a rank skips the all-reduce.
+    succeeded. If the block failed on this rank, its error is raised. If another rank failed
+    earlier, a note with the number of the other rank is added to the error, because this rank may
+    have failed only while it waited. If the block failed on other ranks only, `MeshError` is
+    raised. After a ``KeyboardInterrupt``, a rank skips the all-reduce.
     """
     start = time.monotonic()
     try:
@@ -254,7 +255,7 @@ def _compare(
         groups: The groups that this rank will create.
 
     Returns:
-        The values from which all ranks derive equal names for the new groups.
+        Values that are equal on all ranks. They make the names of the new groups equal too.
 
     Raises:
         MeshError: The values differ, or a rank passed None. All ranks raise the error.

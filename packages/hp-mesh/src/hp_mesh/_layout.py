@@ -34,8 +34,8 @@ class Folds(NamedTuple):
     """Options that decide which mesh dimensions exist and how they are flattened or split.
 
     Attributes:
-        peer: If True (``ep_mode="peer"``), ``ep`` is a mesh dimension of its own. If False, ``ep``
-            reuses the ranks of ``dp_shard``, ``cp`` and ``tp``.
+        peer: If True (``ep_mode="peer"``), ``ep`` is another factor of the world size. If False,
+            ``ep`` reuses the ranks of ``dp_shard``, ``cp`` and ``tp``.
         over_tp: If True, tensor parallelism shards each expert over the ranks of ``tp``.
         fsdp_folds_cp: If True, FSDP shards parameters over the ranks of ``cp`` too.
         ulysses: If True, ``cp`` is split into the dimensions ``cp_outer`` and ``ulysses``.
@@ -59,12 +59,13 @@ class Folds(NamedTuple):
 def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
     """Return the names of the mesh dimensions of each view (one device mesh over all ranks).
 
-    If several views have a dimension, the first of these views is used. The dense view is first:
-    ``tp`` and ``fsdp`` are then sliced from the same torch mesh, as FSDP with tensor parallelism
-    requires.
+    If several views have a dimension, its sub-mesh is sliced from the first of these views. The
+    dense view is first: ``tp`` and ``fsdp`` are then slices of the same torch mesh, as FSDP with
+    tensor parallelism requires.
 
     Returns:
-        The names of the dimensions, outermost first, by the name of the view.
+        A dict. A key is the name of a view, such as ``"dense"``. The value has the names of its
+        dimensions, outermost first.
     """
     data = ("dp_replicate", *folds.sharding)
     replicate = "dp_replicate" if folds.fsdp_folds_cp else "replicate"
@@ -85,13 +86,14 @@ def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
 def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
     """Return how each derived mesh dimension is made of base dimensions.
 
-    A derived dimension flattens base dimensions: ``fsdp`` flattens ``dp_shard`` and ``cp``. If a
-    key has several names, the flattened dimension is split again.
+    The item ``("fsdp",): ("dp_shard", "cp")`` means that ``fsdp`` flattens ``dp_shard`` and ``cp``.
+    The item ``("cp_outer", "ulysses"): ("cp",)`` means that ``cp`` is split into two dimensions:
+    ``ulysses`` has the size that the user gave, and ``cp_outer`` has the remaining factor.
 
     Returns:
-        A dict. A value has the names of the dimensions that are flattened, outermost first. Its key
-        has the names of the resulting dimensions, outermost first. All sizes in a key except the
-        first are given as degrees. The first size is the remaining factor.
+        A dict. A key has the names of the resulting dimensions, and its value the names of the
+        dimensions that are flattened, both outermost first. In a key with several names, the size
+        of the first dimension is the remaining factor, and the other sizes are degrees.
     """
     data = ("dp_replicate", *folds.sharding)
     parts: dict[tuple[str, ...], tuple[str, ...]] = {("dp",): data, ("loss",): (*data, "cp")}
@@ -119,8 +121,8 @@ def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
 
     Args:
         folds: Options that decide which dimensions exist.
-        degrees: Sizes of the base dimensions and of ``ep`` and ``etp``, all positive. It must have
-            ``"ulysses"`` if ``folds.ulysses`` is True.
+        degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
+            and ``etp``. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
     """
     sizes = {axis: degrees[axis] for axis in view_axes(folds)["base"]}
     for (first, *others), parts in axis_parts(folds).items():
@@ -187,7 +189,8 @@ def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
 def _first_rank(rank: int, levels: Levels) -> int:
     """Return the lowest rank of the group that contains ``rank``.
 
-    ``levels`` are the (size, stride) pairs of the group, as in `_ranks_from`.
+    ``levels`` are (size, stride) pairs that describe the group, like the dimensions of a strided
+    tensor.
     """
     return rank - sum([rank // stride % size * stride for size, stride in levels])
 
@@ -227,11 +230,11 @@ def _fold(parts: Iterable[Levels | None]) -> Levels | None:
     """Return the (size, stride) pairs of the dimension that flattens several mesh dimensions.
 
     Args:
-        parts: The pairs of each flattened dimension. A part is None if its groups have irregular
-            distances between ranks.
+        parts: The pairs of each dimension that is flattened. A part is None if the groups along
+            this dimension have irregular distances between ranks.
 
     Returns:
-        The pairs, smallest stride first. None if a part is None.
+        The pairs, smallest stride first, or None if one of the parts is None.
     """
     levels: list[tuple[int, int]] = []
     for part in parts:
@@ -249,8 +252,8 @@ def _split(levels: Levels, sizes: Sequence[int]) -> list[Levels | None]:
         sizes: Sizes of the resulting dimensions, outermost first.
 
     Returns:
-        The pairs of each resulting dimension, outermost dimension first. Every entry is None if
-        the sizes do not divide evenly into the pairs. Strides cannot describe the groups then.
+        The pairs of each resulting dimension, outermost dimension first. If the sizes do not divide
+        evenly into ``levels``, strides cannot describe the groups, and every entry is None.
     """
     remaining = [*reversed(levels)]
     axes: list[Levels | None] = []
@@ -287,8 +290,8 @@ class AxisGroup(NamedTuple):
     def on_one_node(self, ranks_per_node: int, world_size: int) -> int:
         """Return the smallest number of ranks that a group has on one node.
 
-        If a group is spread over 2 nodes, with 3 ranks on one and 1 rank on the other, it counts
-        as 1. The result is the minimum over all groups.
+        For example, the result is 1 if a group has 3 ranks on one node and 1 rank on another node.
+        All groups are considered.
 
         Args:
             ranks_per_node: Number of ranks per node. Node ``i`` starts at rank
@@ -357,13 +360,14 @@ def plan_mesh(
     """Compute the process groups and device meshes of one rank, without communication.
 
     Mesh dimensions with equal groups share one process group. For example, all dimensions of size 1
-    share one. If two dimensions have equal groups on one rank, they have on every rank, so the
-    order of the groups is the same on all ranks.
+    share one. If two dimensions have equal groups on one rank, their groups are equal on all ranks.
+    The order of the groups is therefore the same on all ranks.
 
     Args:
-        degrees: Sizes of the mesh dimensions, as in `axis_sizes`.
+        degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
+            and ``etp``, and of ``ulysses`` if ``folds.ulysses`` is True.
         folds: Options that decide which dimensions exist.
-        order: Names of the base dimensions, outermost first.
+        order: Names of the dimensions that multiply to the world size, outermost first.
         rank: Global rank of this process.
     """
     layout = RankLayout(degrees, folds, order)
@@ -385,16 +389,16 @@ class RankLayout:
     and ``tp``, and the view ``"sparse"`` has the axes ``efsdp`` and ``ep``.
 
     The ranks of one group are computed from strides, in time proportional to the size of the group.
-    A layout of 100,000 ranks is therefore as fast as a small one. There is one slow case: expert
-    groups that strides cannot describe are found in a list of all ranks. It occurs if other axes
-    stand between ``dp_shard``, ``cp`` and ``tp`` in ``order``, and ``ep`` or ``etp`` does not
-    divide evenly into them.
+    A layout of 100,000 ranks is therefore as fast as a small one. Expert groups that strides
+    cannot describe are slower: they are found in a list of all ranks. Such groups exist only if
+    ``order`` has other axes between ``dp_shard``, ``cp`` and ``tp``, and ``ep`` or ``etp`` does not
+    divide evenly into these three sizes.
 
     Args:
-        degrees: Size of each base axis and of ``ep`` and ``etp``, by name, all positive. It must
-            have ``"ulysses"`` if ``folds.ulysses`` is True.
+        degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
+            and ``etp``, by name. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
         folds: Options that decide which axes exist.
-        order: Names of the base axes, outermost first.
+        order: Names of the axes that multiply to the world size, outermost first.
 
     Examples:
         >>> layout = ParallelDims(cp=2, tp=2, world_size=8).layout()
@@ -650,7 +654,7 @@ class RankLayout:
         return self._views[name]
 
     def _list_expert_view(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return all ranks in row-major order of a mesh with expert dimensions.
+        """Return all ranks of a mesh with expert dimensions, in row-major order.
 
         Used if strides cannot describe the groups of ``ep``, ``etp`` or ``efsdp``. The ranks of
         ``dp_shard``, ``cp`` and ``tp`` are put in one row, from which consecutive ranks form the

@@ -134,8 +134,11 @@ class ParallelMesh:
     def _register_folds(self, full: DeviceMesh) -> None:
         """Register flattened mesh dimensions with a mesh over all ranks.
 
-        Registers every axis of another view whose ranks are the ranks of several dimensions of
-        ``full``, for example ``dp`` with a mesh that has ``dp_replicate`` and ``dp_shard``.
+        For example, ``dp`` is registered with a mesh that has the dimensions ``dp_replicate`` and
+        ``dp_shard``, because ``dp`` flattens these two dimensions.
+
+        Args:
+            full: Mesh over all ranks.
         """
         layout, axes = self.layout, full.mesh_dim_names or ()
         along = [{*dist.get_process_group_ranks(group)} for group in full.get_all_groups()]
@@ -300,9 +303,9 @@ def build_mesh(
 
 
 def _is_fold(full: DeviceMesh, along: Sequence[set[int]], ranks: Sequence[int]) -> bool:
-    """Return whether a group of ranks is several flattened dimensions of a mesh.
+    """Return whether a group of ranks flattens at least two dimensions of a mesh.
 
-    The result is True if ``ranks`` are the ranks of at least two dimensions, in row-major order.
+    The ranks must be in row-major order of these dimensions.
 
     Args:
         full: Mesh over all ranks.

@@ -30,8 +30,8 @@ def _table(**rows: str) -> Mapping[str, tuple[str, ...]]:
     return {row: tuple(names.split()) for row, names in rows.items()}
 
 
-# Fields that the rules read. Each row has the names of one field, the most common first. They come
-# from Hugging Face configurations, research code and fields of the planner's `ModelShape`.
+# Fields that the rules read. Each row has the names of one field, the most common first. The names
+# are used in Hugging Face configurations, in research code and in the planner's `ModelShape`.
 RULED = _table(
     heads="num_attention_heads n_heads num_heads n_head heads",
     kv_heads="num_key_value_heads n_kv_heads num_kv_heads kv_n_heads kv_heads",
@@ -128,7 +128,7 @@ PER_LAYER = ("intermediate_size",)
 CAN_BE_ZERO = ("experts", "dense_layers")
 # Names of nested configurations: language model, attention, feed-forward part.
 NESTED = ("text_config", "attn_config", "ffn_config")
-# Families whose configurations omit the feed-forward width if it is 4 * hidden.
+# Configurations of these families omit the feed-forward width if it is 4 * hidden.
 USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
 USUAL_EXPANSION = 4
 # Families that tie input and output embeddings by default in transformers. Their configurations
@@ -149,15 +149,15 @@ def read_model_fields(model: object) -> Fields:
     """Read all known fields of a model.
 
     If the model has a nested ``text_config``, the fields of the ``text_config`` have priority.
-    Fields whose value is None are left out.
+    Fields with the value None are left out.
 
     Args:
         model: A mapping, a configuration object, or an object with an attribute ``config``. The
             fields of ``config`` have priority over the object's attributes.
 
     Returns:
-        For each field that was found, such as ``"heads"``, its name in the configuration and its
-        value.
+        A dict. A key is a field, such as ``"heads"``. The value is a pair: the name of the field in
+        the configuration, such as ``"num_attention_heads"``, and the value there.
 
     Raises:
         ParallelDimsError: ``model`` has no named fields (for example a string), or two names of one
@@ -189,7 +189,7 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
     """Find layers in a model that the planner cannot estimate.
 
     Returns:
-        A description of each kind of layers, such as ``"linear attention"``. The value has the
+        A dict. A key describes a kind of layers, such as ``"linear attention"``. The value has the
         fields of the configuration from which the kind was recognized, by name.
     """
     sources = [*_sources(model)]
@@ -218,8 +218,9 @@ def _read(source: object, name: str) -> Any:
     """Read one field of a mapping or an object.
 
     Returns:
-        The value. None if the field does not exist, if reading it raises an error (some
-        configurations raise for a field that differs between layers), or if it is a submodule.
+        The value, or None if the field does not exist or is a submodule. The result is also None if
+        reading the field raises an error. Some configurations raise for a field that differs
+        between layers.
     """
     try:
         value = read_field(source, name)
@@ -284,7 +285,7 @@ def _dense_layers(given: Mapping[str, Any]) -> int | None:
     lists the indices of additional layers without experts.
 
     Args:
-        given: Values of the fields that were found, by the field's name in this module's tables.
+        given: Values from the configuration, by the field's name in the tables of this module.
 
     Returns:
         The number of layers, or None if the configuration has none of these fields.

@@ -45,7 +45,7 @@ class Subject:
         sequence_parallel: If True, activations between layers are sharded over ``tp`` along the
             sequence.
         ep_mode: With ``"folded"``, experts reuse the ranks of ``dp_shard``, ``cp`` and ``tp``. With
-            ``"peer"``, ``ep`` is a mesh dimension of its own.
+            ``"peer"``, ``ep`` is another factor of the world size.
         free_etp: If True, ``etp`` may differ from 1 and ``tp``.
     """
 
@@ -97,7 +97,7 @@ class Finding(NamedTuple):
             ``"idle"`` if the rule does not apply to the degrees.
         violations: The violations, if there are any.
         missing: Name of the field because of which the rule was not tested: the field is absent or
-            has an invalid value. None if the rule was tested or does not apply.
+            has an invalid value. It is None if the rule was tested or does not apply.
     """
 
     verdict: Verdict
@@ -162,7 +162,7 @@ def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation,
 
     Args:
         subject: Degrees and numbers. All degrees must be known.
-        axes: Names of the degrees whose product is the world size.
+        axes: Names of the degrees that multiply to the world size.
     """
     world = prod(subject.degrees[axis] for axis in axes)
     given = {axis: subject.degrees[axis] for axis in axes if subject.degrees[axis] > 1}
@@ -530,7 +530,7 @@ def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Viol
 
     If several nodes are needed and the ranks do not fill the last one, the only violation is an
     error about the world size. In all other cases there is one violation of level ``"advice"`` for
-    each mesh dimension whose groups cross nodes.
+    each mesh dimension that crosses nodes.
 
     Raises:
         ParallelDimsError: ``topology`` is not a `Topology`.

@@ -85,7 +85,7 @@ def group_count(count: int) -> Iterator[None]:
     """Increase the number of existing groups to ``count`` inside the ``with`` block.
 
     torch uses the number in the names of new groups (see `registered_groups`). Placeholder entries
-    in ``_world.pg_names`` increase the number. If it is ``count`` or higher, it stays unchanged.
+    in ``_world.pg_names`` increase the number. A number above ``count`` stays unchanged.
     """
     names: Any = distributed_c10d._world.pg_names
     fillers = [object() for _ in range(count - len(names))]
@@ -126,7 +126,7 @@ def raise_joint_group_number(number: int) -> None:
 
 
 class _StoreByThread(tuple[str, Store]):
-    """A (backend, store) pair whose store depends on the thread that reads it.
+    """A (backend, store) pair that gives different stores to different threads.
 
     It replaces the pair of the default group in torch's ``_world.pg_map``.
     `torch.distributed.new_group` unpacks the pair and uses the store for the new group.
@@ -191,7 +191,7 @@ def share_rank_map(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def register_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
-    """Register a flattened mesh dimension with the mesh whose dimensions it flattens.
+    """Register a flattened mesh dimension with the mesh from which it was flattened.
 
     The name of the process group is added to the dict ``root._alias_groups``, under the name of the
     dimension. hp-mesh defines this attribute. hp-dtensor reads it in addition to torch's
@@ -212,12 +212,13 @@ def register_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
     """Flatten all dimensions of a mesh into one.
 
-    Calls ``DeviceMesh._flatten``. The public ``DeviceMesh.from_group`` cannot replace it, because
-    torch does not combine its result with other slices of the same root mesh.
+    Calls ``DeviceMesh._flatten``. The public ``DeviceMesh.from_group`` is no replacement: its
+    result has no root mesh, so torch cannot combine the result with other slices of the root mesh.
 
     Args:
         mesh: Mesh with one or more dimensions.
-        name: Name of the flattened dimension. None joins the names of the dimensions by ``_``.
+        name: Name of the flattened dimension. If None, the names of the dimensions are joined by
+            ``_``.
 
     Returns:
         A one-dimensional slice of the root mesh of ``mesh``.

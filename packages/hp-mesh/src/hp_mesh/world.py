@@ -88,12 +88,12 @@ AXES = ("pp", "dp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 _SHARD = ("dp_shard", "ep", "cp")
 _EXPERTS = ("ep_replicate", "ep_shard")
 
-Folds: TypeAlias = tuple[tuple[str, ...], ...]
-# The possible results of each getter. The inner dict has one entry for each alternative; the first
-# one whose required axes exist is used. A key has one tuple for each axis of the result: the names
-# of the mesh axes that are flattened into this axis. The first name of the tuple is required, the
-# others are optional. The value has the names of the flattened axes in a `ParallelMesh`.
-RESULTS: dict[str, dict[Folds, tuple[str, ...]]] = {
+FlattenedAxes: TypeAlias = tuple[tuple[str, ...], ...]
+# The possible results of each getter. The inner dict has one entry for each alternative, and the
+# first alternative is used that has all required axes. A key has one tuple for each axis of the
+# result: the names of the mesh axes that are flattened into this axis. The first name of the tuple
+# is required, the others are optional. The value has the names of the axes in a `ParallelMesh`.
+RESULTS: dict[str, dict[FlattenedAxes, tuple[str, ...]]] = {
     "get_dp_model_mesh": {
         (("dp_replicate",), _SHARD): ("replicate", "fsdp"),
         (("dp", "ep", "cp"),): ("fsdp",),
@@ -164,8 +164,8 @@ class HybridShard:
             ``dp_size``.
 
         Raises:
-            ParallelDimsError: The given numbers do not divide ``dp_size``, or the environment
-                variable ``LOCAL_WORLD_SIZE`` is needed but not set.
+            ParallelDimsError: The given numbers do not divide ``dp_size``, the nodes do not have
+                equally many ranks, or ``LOCAL_WORLD_SIZE`` is needed but not set.
         """
         given, source = self._given(), ""
         sizes = {"dp_size": dp_size, "world_size": world_size}
@@ -261,8 +261,8 @@ def build_world_mesh(
 ) -> WorldMesh:
     """Build the mesh of all ranks and store it for `get_world_mesh`.
 
-    Collective over the default process group. All process groups that the functions ``get_*_mesh``
-    return are created here. A degree is an integer, or an object with an integer attribute
+    Collective over the default process group. The functions ``get_*_mesh`` use the process groups
+    that are created here. A degree is an integer, or an object with an integer attribute
     ``degree``. The mesh dimensions are in the default order of `ParallelDims`: ``pp`` is outermost
     and ``tp`` is innermost.
 
@@ -273,9 +273,9 @@ def build_world_mesh(
         tp: Number of ranks that share one layer.
         cp: Number of ranks that share one sequence.
         pp: Number of pipeline stages.
-        ep: Number of ranks with different experts. It must divide ``shard * cp``, where ``shard``
-            is ``dp``, or the ranks per replica of a `HybridShard`. -1 means ``shard``. Tensor
-            parallelism shards each expert over ``tp``, like the other layers.
+        ep: Number of ranks with different experts. It must divide ``dp * cp``, and -1 means ``dp``.
+            With a `HybridShard`, the number of ranks per replica replaces ``dp`` in this rule.
+            Tensor parallelism shards each expert over ``tp``, like the other layers.
         device_type: Device type of the meshes, such as ``"cuda"``. Defaults to the accelerator's
             type if the default process group has a backend for it, else ``"cpu"``.
 
@@ -402,7 +402,8 @@ def _choose_dims(
 
 
 def _degree(name: str, value: DegreeLike | str, *, inferable: bool = True) -> int:
-    # An object's attribute ``degree`` may be None. This is an error; None does not mean -1 here.
+    # An object's attribute ``degree`` may be None. This is an error: only -1 means all remaining
+    # ranks.
     degree = value.degree if isinstance(value, HasDegree) else value
     return cast(int, as_degree(name, degree, inferable=inferable, optional=False))
 
@@ -767,7 +768,7 @@ def _get_mesh(getter: str, mesh: AnyMesh) -> DeviceMesh:
     )
 
 
-def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[Folds, tuple[str, ...]]:
+def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[FlattenedAxes, tuple[str, ...]]:
     for folds, names in RESULTS[getter].items():
         if all(fold[0] in present for fold in folds):
             return folds, names
