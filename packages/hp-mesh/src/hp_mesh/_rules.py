@@ -1,8 +1,11 @@
-"""All rules about degrees, models and the nodes of a cluster.
+"""All rules that `ParallelDims.check` evaluates.
 
-Each rule about degrees and models is a `Rule` object in `DEGREE_RULES` or `RULES`.
-`ParallelDims.check`, `validate` and `explain`, and the planner, evaluate the same objects. If a new
-rule reads a new field of the model, the field must be in the table `RULED` of `_model`.
+`DEGREE_RULES` has the rules that compare degrees only. `RULES` has the rules that compare degrees
+with the sizes of a model, its sequences and its batch. Each entry is a `Rule` object. The methods
+`check`, `validate` and `explain` of `ParallelDims`, and the planner, evaluate these `Rule` objects.
+`topology_violations` and `explain_topology` evaluate the rules about the nodes of a cluster.
+
+A rule can read a field of the model only if the table `RULED` in the module `_model` has the field.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,23 +27,27 @@ from ._errors import (
 )
 from ._layout import RankLayout
 
-SUGGESTED = ("seq_len", "global_batch")  # a violation may suggest other values of these fields
-NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")  # best inside one node
-SHARDING = "sharding"  # placeholder in `Rule.degrees` for the names in `Subject.sharding`
+SUGGESTED = ("seq_len", "global_batch")  # fields for which a violation may suggest other values
+NODE_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")  # fast inside one node
+SHARDING = "sharding"  # placeholder in `Rule.degrees` for all names in `Subject.sharding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Input of the rules: degrees, and numbers of a model, its sequences and its batch.
+    """Input of all rules: the degrees, and the sizes of a model, its sequences and its batch.
+
+    A field is one such size. Its name is an hp-mesh name, such as ``"heads"`` or ``"seq_len"``.
 
     Attributes:
-        degrees: Positive degrees by name. ``ulysses_degree`` is 1 if Ulysses attention is not used.
-            An unknown degree is absent, and rules that need the degree are not evaluated.
-        sharding: Names of the mesh dimensions along which data is sharded, without
-            ``dp_replicate``: ``dp_shard`` and, with ``ep_mode="peer"``, ``ep``.
-        numbers: For each known field, such as ``"heads"``, its name in the model's configuration
-            and its value.
-        wrong: For each field with an invalid value, the violation that describes the problem.
+        degrees: A key is the name of a degree, and the value is a positive integer. The value of
+            ``ulysses_degree`` is 1 if Ulysses attention is not used. A degree that is not known yet
+            has no entry.
+        sharding: Names of the degrees that split the batch in addition to ``dp_replicate``. They
+            are ``dp_shard`` and, if ``ep_mode`` is ``"peer"``, ``ep``.
+        numbers: A key is a field with a valid value, such as ``"heads"``. The value is a pair: the
+            field's name in the model's configuration, such as ``"num_attention_heads"``, and the
+            integer or bool.
+        wrong: A key is a field with an invalid value. The value is the violation to report.
         causal_balance: If True, ``2 * cp`` must divide the sequence length.
         sequence_parallel: If True, activations between layers are sharded over ``tp`` along the
             sequence.
@@ -64,20 +71,21 @@ Test: TypeAlias = Callable[[Subject], Iterator[Violation]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One condition on degrees, the model or the run.
+    """A condition that degrees, or degrees and sizes of the model, must meet.
 
     Attributes:
         code: Code of the rule, such as ``"heads-tp"``. `Violation.rule` is this code, or begins
             with this code.
-        sentence: The rule as a sentence.
-        degrees: Names of the degrees that the rule reads.
-        fields: Names of the fields of the model or the call that the rule needs. If one is absent,
-            the rule is skipped.
-        hints: Names of the fields that the rule reads only if they are known.
-        applies: Function that returns whether the rule applies to the degrees. If None, the rule
-            applies if one of its degrees is above 1.
-        test: Function that yields the violations. It is called only if the rule applies, and all
-            degrees and fields of the rule are known.
+        sentence: The rule as an English sentence, for users.
+        degrees: Names of the degrees that the rule reads. The name `SHARDING` means all names in
+            `Subject.sharding`.
+        test: Function that takes a `Subject` and yields the violations of this rule. `judge` calls
+            it only if the rule applies, all ``degrees`` are known, and all ``fields`` are valid.
+        fields: Keys of `Subject.numbers` that the rule needs, such as ``"heads"``. If a key is
+            absent, `judge` does not call ``test``.
+        hints: Keys of `Subject.numbers` that the rule reads too, but that may be absent.
+        applies: Function that takes a `Subject` and returns whether the rule applies. Defaults to
+            None: the rule applies if at least one of its ``degrees`` is above 1.
     """
 
     code: str
@@ -89,80 +97,123 @@ class Rule:
     applies: Callable[[Subject], bool] | None = None
 
 
-class Finding(NamedTuple):
-    """Result of one rule.
+class RuleResult(NamedTuple):
+    """Result of the function `judge` for one rule.
 
     Attributes:
-        verdict: ``"holds"``, ``"error"`` or ``"advice"``. ``"skipped"`` if a field is absent.
-            ``"idle"`` if the rule does not apply to the degrees.
-        violations: The violations, if there are any.
-        missing: Name of the field because of which the rule was not tested: the field is absent or
-            has an invalid value. It is None if the rule was tested or does not apply.
+        verdict: One of five strings.
+
+            - ``"idle"``: the rule does not apply, or one of its degrees is unknown.
+            - ``"skipped"``: the rule applies, but a field that it needs is absent.
+            - ``"holds"``: the rule was tested and is not broken.
+            - ``"advice"``: the rule is broken, and all violations have the level ``"advice"``.
+            - ``"error"``: the rule is broken, or a field that it needs has an invalid value.
+        violations: The violations for the verdict ``"advice"`` or ``"error"``. Otherwise empty.
+        unusable_field: Name of the first needed field that is absent or invalid, such as
+            ``"heads"``. None if no field prevented the test of the rule.
     """
 
     verdict: Verdict
     violations: tuple[Violation, ...] = ()
-    missing: str | None = None
+    unusable_field: str | None = None
 
 
-def judge(rule: Rule, subject: Subject) -> Finding:
-    """Evaluate one rule for the given degrees and numbers."""
-    degrees = _degrees(rule.degrees, subject)
+def judge(rule: Rule, subject: Subject) -> RuleResult:
+    """Evaluate one rule.
+
+    Args:
+        rule: The rule.
+        subject: Degrees and sizes that the rule reads.
+
+    Returns:
+        A `RuleResult` with the verdict, such as ``"holds"`` or ``"error"``, and the violations.
+    """
+    degrees = _degrees_by_name(rule.degrees, subject)
     if None in degrees.values():
-        return Finding("idle")
+        return RuleResult("idle")
     above_one = any(degree != 1 for degree in degrees.values())
     if not (rule.applies(subject) if rule.applies else above_one):
-        return Finding("idle")
+        return RuleResult("idle")
     for needed in rule.fields:
         if needed in subject.wrong:
-            return Finding("error", (subject.wrong[needed],), needed)
+            return RuleResult("error", (subject.wrong[needed],), needed)
         if needed not in subject.numbers:
-            return Finding("skipped", (), needed)
+            return RuleResult("skipped", (), needed)
     found = tuple(rule.test(subject))
     levels = {violation.level for violation in found}
-    return Finding("error" if "error" in levels else "advice" if levels else "holds", found)
+    return RuleResult("error" if "error" in levels else "advice" if levels else "holds", found)
 
 
-def names_of(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
-    """Replace the placeholder `SHARDING` in names of degrees by the names `Subject.sharding`."""
+def expand_sharding(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
+    """Return names of degrees without the placeholder `SHARDING`.
+
+    The names in ``subject.sharding`` take its position. For example, ``("dp_replicate", SHARDING)``
+    becomes ``("dp_replicate", "dp_shard")``, or ``("dp_replicate", "dp_shard", "ep")`` if
+    ``ep_mode`` is ``"peer"``.
+
+    Args:
+        degrees: Names of degrees, as in `Rule.degrees`.
+        subject: Input of the rules.
+    """
     return tuple(n for name in degrees for n in (subject.sharding if name == SHARDING else (name,)))
 
 
-def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
-    """Return the degrees with the given names, by name. An unknown degree is None."""
-    return {name: subject.degrees.get(name) for name in names_of(names, subject)}
+def _degrees_by_name(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
+    """Select degrees of ``subject``.
+
+    Args:
+        names: Names of degrees, as in `Rule.degrees`.
+        subject: Input of the rules.
+
+    Returns:
+        A dict. A key is the name of a degree, and the value is a positive integer, or None if the
+        degree is not known.
+    """
+    return {name: subject.degrees.get(name) for name in expand_sharding(names, subject)}
 
 
 def degree_violations(subject: Subject) -> Iterator[Violation]:
-    """Yield the violations of the rules that need degrees only, not a model (`DEGREE_RULES`)."""
+    """Yield the violations of `DEGREE_RULES`, the rules that compare degrees only.
+
+    Args:
+        subject: Input of the rules. Only the degrees and their options are read.
+    """
     for rule in DEGREE_RULES:
         yield from judge(rule, subject).violations
 
 
 def check_rules(subject: Subject) -> Report:
-    """Evaluate all rules about the model, its sequences and its batch (`RULES`).
+    """Evaluate `RULES`, the rules about the model, its sequences and its batch.
+
+    Args:
+        subject: Degrees and sizes that the rules read.
 
     Returns:
-        A report with the violations of invalid numbers, the violations of the rules, and the names
-        of absent fields. A rule is skipped if one of its fields is absent or invalid.
+        A `Report`. The violations in ``subject.wrong`` come first, then the violations of the
+        rules. `Report.skipped` has the absent fields that a rule needs. A rule with an absent or
+        invalid field is not tested.
     """
     violations = list(subject.wrong.values())
     skipped: dict[str, None] = {}
     for rule in RULES:
         found = judge(rule, subject)
-        if found.missing is None:
+        if found.unusable_field is None:
             violations += found.violations
-        elif found.missing not in subject.wrong:
-            skipped[found.missing] = None
+        elif found.unusable_field not in subject.wrong:
+            skipped[found.unusable_field] = None
     return Report(violations, skipped)
 
 
 def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Return one explanation for each rule, always in the same order.
+    """Explain the rules of `DEGREE_RULES` and `RULES`.
 
     Args:
-        subject: Degrees and numbers. All degrees must be known.
+        subject: Degrees and sizes. All degrees must be known.
         axes: Names of the degrees that multiply to the world size.
+
+    Returns:
+        One `Explanation` for the rule ``"product"`` about the world size, then one for each rule
+        of `DEGREE_RULES`, then one for each rule of `RULES`.
     """
     world = prod(subject.degrees[axis] for axis in axes)
     given = {axis: subject.degrees[axis] for axis in axes if subject.degrees[axis] > 1}
@@ -179,32 +230,34 @@ def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation,
 
 def _explain(rule: Rule, subject: Subject) -> Explanation:
     found = judge(rule, subject)
-    values: dict[str, object] = _degrees(rule.degrees, subject)
+    values: dict[str, object] = _degrees_by_name(rule.degrees, subject)
     if found.verdict != "idle":
         read = (*rule.hints, *rule.fields)
         values |= dict(subject.numbers[name] for name in read if name in subject.numbers)
     text = ", ".join(f"{name}={value}" for name, value in values.items())
     if found.violations:
         text = "; ".join(map(str, found.violations))
-    elif found.missing:
-        text = f"{text}, but {found.missing} is not known"
+    elif found.unusable_field:
+        text = f"{text}, but {found.unusable_field} is not known"
     return Explanation(
         rule=rule.code, sentence=rule.sentence, values=values, verdict=found.verdict, text=text
     )
 
 
 def _divides(code: str, sentence: str, field: str, *degrees: str) -> Rule:
-    """Create the rule that a product of degrees divides a number of the model.
+    """Create a rule: the product of some degrees must divide one field.
 
     Args:
         code: Code of the rule.
-        sentence: The rule as a sentence.
-        field: Name of the number, such as ``"heads"``.
-        *degrees: Names of the degrees.
+        sentence: The rule as an English sentence.
+        field: Key of `Subject.numbers`, such as ``"heads"``.
+        *degrees: Names of the factors of the product.
     """
 
     def test(subject: Subject) -> Iterator[Violation]:
-        yield from division_violations(code, *subject.numbers[field], _degrees(degrees, subject))
+        yield from division_violations(
+            code, *subject.numbers[field], _degrees_by_name(degrees, subject)
+        )
 
     return Rule(code=code, sentence=sentence, degrees=degrees, fields=(field,), test=test)
 
@@ -220,19 +273,20 @@ def division_violations(
     choices: Mapping[str, Collection[int]] | None = None,
     level: Level = "error",
 ) -> Iterator[Violation]:
-    """Yield a violation if a product of degrees does not divide a number.
+    """Yield one violation if the product of the degrees does not divide the number.
 
     Args:
         rule: Code of the rule.
-        name: Name of the number, for the message.
+        name: Name of the number in the message, such as ``"num_attention_heads"``.
         number: A positive integer.
-        degrees: The factors of the product: positive degrees by name.
-        factor: Constant factor of the product. If it is above 1, the message shows it before the
+        degrees: Factors of the product. A key is the name of a degree, and the value is a positive
+            integer.
+        factor: One more factor of the product. If it is above 1, the message shows it before the
             degrees, as in ``2*cp``.
         exactly: If True, the product must be equal to the number.
-        choices: Values that the message may suggest for a degree, by the name of the degree. For
-            other degrees, all values that repair the problem are suggested.
-        level: ``"error"`` or ``"advice"``.
+        choices: A key is the name of a degree. The violation suggests only values in its entry. If
+            a degree has no entry, the violation suggests every value with which the rule holds.
+        level: Level of the violation, ``"error"`` or ``"advice"``.
     """
     product = factor * prod(degrees.values())
     if product == number or (number % product == 0 and not exactly):
@@ -312,7 +366,7 @@ def _kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
     kv = kv_heads // tp
     if kv_heads % tp or _shares(
         kv, ulysses
-    ):  # the rule kv-heads-tp reports that tp does not divide kv_heads
+    ):  # if tp does not divide kv_heads, the rule kv-heads-tp reports it
         return
     owner = f"{name}={kv_heads}" if tp == 1 else f"{name}/tp={kv_heads}/{tp}={kv}"
     reason = f"ulysses_degree={ulysses} neither divides {owner} nor is a multiple of it"
@@ -526,11 +580,16 @@ class Topology:
 
 
 def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
-    """Yield violations of the rules about nodes.
+    """Yield the violations of the rules about the nodes of a cluster.
 
-    If several nodes are needed and the ranks do not fill the last one, the only violation is an
-    error about the world size. In all other cases there is one violation of level ``"advice"`` for
-    each mesh dimension that crosses nodes.
+    - If there are more ranks than one node has, and ``ranks_per_node`` does not divide the world
+      size, the function yields one violation of level ``"error"``.
+    - Otherwise it yields one violation of level ``"advice"`` for each mesh dimension with groups
+      that cross nodes.
+
+    Args:
+        layout: Groups of all ranks.
+        topology: Number of ranks per node.
 
     Raises:
         ParallelDimsError: ``topology`` is not a `Topology`.
@@ -541,8 +600,12 @@ def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Viol
 def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanation, ...]:
     """Explain whether the ranks fill the nodes, and which mesh dimensions cross nodes.
 
+    Args:
+        layout: Groups of all ranks.
+        topology: Number of ranks per node.
+
     Returns:
-        One explanation for the world size, and one for each mesh dimension.
+        One `Explanation` for the world size, then one for each mesh dimension in `NODE_AXES`.
 
     Raises:
         ParallelDimsError: ``topology`` is not a `Topology`.
@@ -553,10 +616,11 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
 def _judge_nodes(
     layout: RankLayout, topology: object
 ) -> Iterator[tuple[Explanation, Violation | None]]:
-    """Evaluate the rules about nodes: one for the world size, and one for each mesh dimension.
+    """Evaluate one rule for the world size, and one rule for each mesh dimension in `NODE_AXES`.
 
     Yields:
-        The explanation of the rule, and the violation, or None if the rule is not broken.
+        A pair for each rule: the explanation, and the violation. The violation is None if the rule
+        is not broken.
     """
     if not isinstance(topology, Topology):
         reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"

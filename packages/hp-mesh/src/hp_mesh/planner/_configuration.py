@@ -27,7 +27,7 @@ from .._errors import (
 )
 from .._layout import Folds, RankLayout, axis_sizes
 from .._model import read_numbers
-from .._rules import RULES, Rule, Subject, degree_violations, judge, names_of
+from .._rules import RULES, Rule, Subject, degree_violations, expand_sharding, judge
 from ._schedules import ADJUSTABLE, DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 from ._shape import ModelShape
 from ._train import ANY, Recompute, TrainSpec, Zero
@@ -211,7 +211,7 @@ class Legality:
         # By the code of a rule: a function that returns the degrees which the rule reads.
         self._read = {
             rule.code: itemgetter(
-                *map(Degrees._fields.index, names_of(rule.degrees, self._subject))
+                *map(Degrees._fields.index, expand_sharding(rule.degrees, self._subject))
             )
             for rule in RULES
         }
