@@ -128,7 +128,7 @@ def judge(rule: Rule, subject: Subject) -> RuleResult:
     Returns:
         A `RuleResult` with the verdict, such as ``"holds"`` or ``"error"``, and the violations.
     """
-    degrees = _degrees_by_name(rule.degrees, subject)
+    degrees = _select(rule.degrees, subject)
     if None in degrees.values():
         return RuleResult("idle")
     above_one = any(degree != 1 for degree in degrees.values())
@@ -158,7 +158,7 @@ def expand_sharding(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ..
     return tuple(n for name in degrees for n in (subject.sharding if name == SHARDING else (name,)))
 
 
-def _degrees_by_name(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
+def _select(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
     """Select degrees of ``subject``.
 
     Args:
@@ -230,7 +230,7 @@ def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation,
 
 def _explain(rule: Rule, subject: Subject) -> Explanation:
     found = judge(rule, subject)
-    values: dict[str, object] = _degrees_by_name(rule.degrees, subject)
+    values: dict[str, object] = _select(rule.degrees, subject)
     if found.verdict != "idle":
         read = (*rule.hints, *rule.fields)
         values |= dict(subject.numbers[name] for name in read if name in subject.numbers)
@@ -255,9 +255,7 @@ def _divides(code: str, sentence: str, field: str, *degrees: str) -> Rule:
     """
 
     def test(subject: Subject) -> Iterator[Violation]:
-        yield from division_violations(
-            code, *subject.numbers[field], _degrees_by_name(degrees, subject)
-        )
+        yield from division_violations(code, *subject.numbers[field], _select(degrees, subject))
 
     return Rule(code=code, sentence=sentence, degrees=degrees, fields=(field,), test=test)
 
