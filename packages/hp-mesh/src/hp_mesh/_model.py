@@ -1,7 +1,9 @@
 """Read the sizes of a model from its configuration.
 
-The tables list the names that families of models use for each field. `read_numbers` reads the
-fields that the rules need, and `read_model_fields` all fields that the planner needs.
+A field is one size under its hp-mesh name, such as ``"heads"``. The tables list the names that
+families of models use for each field, such as ``"num_attention_heads"``. `read_numbers` reads the
+fields that the rules of `ParallelDims.check` compare. `read_model_fields` reads these fields and
+the fields that only the planner uses.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,17 +23,26 @@ from ._errors import (
     show,
 )
 
-# Key: field, such as "heads". Value: the field's name in the configuration, and the field's value.
+# Key: field, such as "heads". Value: a pair of the field's name in the configuration, such as
+# "num_attention_heads", and the field's value.
 Fields = dict[str, tuple[str, Any]]
 
 
 def _table(**rows: str) -> Mapping[str, tuple[str, ...]]:
-    """Create a table from strings: split the names in each row at spaces."""
+    """Create a table of names.
+
+    Args:
+        **rows: The name of an argument is a field, such as ``heads``. The value has the names of
+            this field in configurations, with spaces between them.
+
+    Returns:
+        A dict. A key is a field, and the value is a tuple of its names in configurations.
+    """
     return {row: tuple(names.split()) for row, names in rows.items()}
 
 
-# Fields that the rules read. Each row has the names of one field, the most common first. The names
-# are used in Hugging Face configurations, in research code and in the planner's `ModelShape`.
+# Fields that the rules read. Each row has the names of one field in configurations, the most common
+# name first. Hugging Face configurations, research code and the planner's `ModelShape` use them.
 RULED = _table(
     heads="num_attention_heads n_heads num_heads n_head heads",
     kv_heads="num_key_value_heads n_kv_heads num_kv_heads kv_n_heads kv_heads",
@@ -76,8 +87,8 @@ WORDS = _table(
     mlp_types="mlp_layer_types",
     gpt2_width="n_embd",
 )
-# A model that has one of these fields has layers that the planner cannot estimate. `OTHER_LAYERS`
-# is ignored if the configuration lists the type of every layer and all types are attention.
+# A model with one of these names has layers that the planner cannot estimate. `OTHER_LAYERS` is
+# ignored if the configuration lists the type of every layer and all types are attention.
 OTHER_LAYERS = _table(
     **{
         "state-space layers": (
@@ -101,7 +112,8 @@ OTHER_MODELS = _table(
         "an encoder": "is_encoder_decoder",
     }
 )
-# Families that have layers which the planner cannot estimate, but none of the fields above.
+# Families with layers that the planner cannot estimate. Their configurations have none of the names
+# above.
 OTHER_FAMILIES: Mapping[str, str] = {
     "gemma4": "heads of several sizes",
     "gemma4_text": "heads of several sizes",
@@ -146,22 +158,22 @@ TIED = (
 
 
 def read_model_fields(model: object) -> Fields:
-    """Read all known fields of a model.
+    """Read all fields of a model that hp-mesh knows.
 
-    If the model has a nested ``text_config``, the fields of the ``text_config`` have priority.
-    Fields with the value None are left out.
+    If the model has a nested ``text_config``, values in ``text_config`` have priority. A field with
+    the value None has no entry in the result.
 
     Args:
         model: A mapping, a configuration object, or an object with an attribute ``config``. The
-            fields of ``config`` have priority over the object's attributes.
+            values in ``config`` have priority over the object's attributes.
 
     Returns:
-        A dict. A key is a field, such as ``"heads"``. The value is a pair: the name of the field in
-        the configuration, such as ``"num_attention_heads"``, and the value there.
+        A dict. A key is an hp-mesh name of a field, such as ``"heads"``. The value is a pair: the
+        field's name in the configuration, such as ``"num_attention_heads"``, and its value.
 
     Raises:
-        ParallelDimsError: ``model`` has no named fields (for example a string), or two names of one
-            field have different values.
+        ParallelDimsError: ``model`` has neither keys nor attributes (for example a string), or two
+            names of one field have different values.
     """
     check_named("model", model)
     sources, fields = [*_sources(model)], Fields()
@@ -189,8 +201,9 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
     """Find layers in a model that the planner cannot estimate.
 
     Returns:
-        A dict. A key describes a kind of layers, such as ``"linear attention"``. The value has the
-        fields of the configuration from which the kind was recognized, by name.
+        A dict. A key describes a kind of layers, such as ``"linear attention"``. The value is a
+        dict with the evidence: names and values in the configuration that only models with such
+        layers have. The outer dict is empty if the planner can estimate all layers.
     """
     sources = [*_sources(model)]
 
@@ -215,12 +228,11 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
 
 
 def _read(source: object, name: str) -> Any:
-    """Read one field of a mapping or an object.
+    """Read one entry of a mapping, or one attribute of an object.
 
     Returns:
-        The value, or None if the field does not exist or is a submodule. The result is also None if
-        reading the field raises an error. Some configurations raise for a field that differs
-        between layers.
+        The value. None if the entry or attribute does not exist, is a submodule, or cannot be read.
+        Some configurations raise an error for an attribute that differs between layers.
     """
     try:
         value = read_field(source, name)
@@ -230,12 +242,15 @@ def _read(source: object, name: str) -> Any:
 
 
 def _word(value: object) -> Any:
-    """Return a string or an integer unchanged, and the ``repr`` of any other value."""
+    """Convert a layer type to a hashable value.
+
+    Returns a string or an integer unchanged. Returns the (shortened) ``repr`` of any other value.
+    """
     return value if isinstance(value, str | int) else show(value)
 
 
 def _is_set(value: object) -> bool:
-    """Return whether a field of a configuration has a value other than None, 0, False and empty."""
+    """Return whether a value is a nonzero integer, or a nonempty string, list, tuple or dict."""
     kinds = (str, int, list, tuple, dict)  # not a submodule with the name of the field
     return isinstance(value, kinds) and bool(value)
 
@@ -248,9 +263,12 @@ def _sources(model: object) -> Iterator[object]:
 
 
 def _derive(fields: Fields) -> None:
-    """Compute fields that some families of models express differently.
+    """Add fields that a configuration gives indirectly, and correct fields with another meaning.
 
-    For example, a model with multi-query attention has 1 KV head. ``fields`` is changed in place.
+    For example, ``multi_query=True`` means that the field ``kv_heads`` is 1.
+
+    Args:
+        fields: Result of `read_model_fields` so far. The dict is changed in place.
     """
     given = {name: value for name, (_, value) in fields.items()}
     if "tied" not in fields and given.get("family") in TIED:
@@ -280,15 +298,19 @@ def _derive(fields: Fields) -> None:
 def _dense_layers(given: Mapping[str, Any]) -> int | None:
     """Return the number of layers without experts.
 
-    Configurations give this number in one of three ways. ``mlp_layer_types`` lists the type of each
-    layer. ``decoder_sparse_step=n`` means that every n-th layer has experts. ``mlp_only_layers``
-    lists the indices of additional layers without experts.
+    Configurations give this number by three names:
+
+    - ``mlp_layer_types`` lists the type of each layer.
+    - ``decoder_sparse_step=n`` means that every n-th layer has experts.
+    - ``mlp_only_layers`` lists the indices of additional layers without experts.
 
     Args:
-        given: Values from the configuration, by the field's name in the tables of this module.
+        given: A key is an hp-mesh name of a field, such as ``"mlp_types"``. The value is the value
+            in the configuration.
 
     Returns:
-        The number of layers, or None if the configuration has none of these fields.
+        The number of layers. None if the configuration has none of the three names, or a number is
+        invalid.
     """
     types, listed = given.get("mlp_types"), given.get("dense_list")
     if isinstance(types, list | tuple):
@@ -307,10 +329,10 @@ def _dense_layers(given: Mapping[str, Any]) -> int | None:
 def read_numbers(
     model: object, seq_len: object, global_batch: object
 ) -> tuple[dict[str, tuple[str, int]], dict[str, Violation]]:
-    """Read the numbers that the rules need.
+    """Read the sizes that the rules of `ParallelDims.check` compare with degrees.
 
-    If a field has one number per layer, the greatest common divisor is returned: a degree divides
-    all numbers if and only if it divides their greatest common divisor.
+    If a field has one number per layer, the result has the greatest common divisor of the numbers.
+    A degree divides all numbers if and only if it divides their greatest common divisor.
 
     Args:
         model: A mapping, a configuration object, or an object with an attribute ``config``.
@@ -318,12 +340,18 @@ def read_numbers(
         global_batch: Number of sequences per optimizer step, or None.
 
     Returns:
-        Two dicts. The first has, for each valid field, its name in the configuration and its value.
-        The second has, for each field with an invalid value, a violation.
+        A pair of dicts. A key of both is an hp-mesh name of a field, such as ``"heads"``.
+
+        - The first dict has the fields with a valid value. A value of the dict is a pair: the
+          field's name in the configuration, and the number.
+        - The second dict has the fields with an invalid value. A value of the dict is a
+          `Violation` that describes the problem.
+
+        A field that is absent or None is in neither dict.
 
     Raises:
-        ParallelDimsError: ``model`` has no named fields (for example a string), or two names of one
-            field have different values.
+        ParallelDimsError: ``model`` has neither keys nor attributes (for example a string), or two
+            names of one field have different values.
     """
     given = {name: found for name, found in read_model_fields(model).items() if name in RULED}
     given |= {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}
@@ -342,16 +370,21 @@ def read_numbers(
 
 
 def _parse_number(field: str, name: str, value: Any) -> tuple[str, int | None]:
-    """Convert the value of one field to an integer.
+    """Convert the value of one field to a number.
 
     Args:
-        field: The field, such as ``"ffn"``.
-        name: Name of the field in the configuration.
+        field: hp-mesh name of the field, such as ``"ffn"``.
+        name: Name of the field in the configuration, such as ``"intermediate_size"``.
         value: The value in the configuration. It may be a list with one number per layer.
 
     Returns:
-        The name for messages, which is ``gcd(name)`` for a list of different numbers, and the
-        number. The number is None if the value is invalid.
+        A pair: a name for messages, and the number.
+
+        - If ``value`` is one number, the pair has ``name`` and the number.
+        - If ``value`` is a list, the number is the greatest common divisor of the list. The name is
+          ``"gcd(intermediate_size)"`` if the list has different numbers, otherwise ``name``.
+        - If ``field`` is ``"tied"``, the number is a bool.
+        - If ``value`` is invalid, the number is None.
     """
     if field == "tied":
         return name, value if isinstance(value, bool) else None
