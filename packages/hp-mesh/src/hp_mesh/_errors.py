@@ -1,4 +1,7 @@
-"""Broken rules (`Violation`), error classes, and functions that check single values."""
+"""Broken rules (`Violation`), error classes, and functions that check single values.
+
+A rule is a condition that degrees must meet. `Violation` describes a broken rule.
+"""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +15,7 @@ Level: TypeAlias = Literal["error", "advice"]
 Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
 Degree: TypeAlias = SupportsIndex | str | None
 
-LARGEST = 2**32  # upper bound of the number of ranks and of a model's sizes
+LARGEST = 2**32  # the number of ranks and a model's sizes are at most this number
 MOST_CHOICES = 24  # an error message lists at most this many legal values of a name
 MOST_LETTERS = 80  # longer values are shortened in error messages
 MOST_DIGITS = 20  # only this many digits of a string are read; `LARGEST` has fewer
@@ -26,7 +29,7 @@ def join_words(words: Iterable[object], last: str = "or") -> str:
 
 
 def show(value: object) -> str:
-    """Return ``repr(value)``; if it is long, only its start and its end."""
+    """Return ``repr(value)``, shortened in the middle if it has more than 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of several thousand digits
@@ -45,17 +48,18 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken rule, with the numbers that break it and the values that would not.
+    """One broken rule, with the values that the rule compared and the values to use instead.
 
-    ``str(violation)`` is a sentence. It lists at most 24 legal values of each name, and says how
-    many more there are.
+    ``str(violation)`` is one line: ``reason``, then the values to use. It lists at most 24 values
+    for each name, and the number of further values.
 
     Args:
         rule: Code of the rule, such as ``"heads-tp"``. Codes do not change between versions.
-        reason: Description of the problem, with the numbers.
-        values: The numbers that the rule compared, by name.
-        legal: Legal values by name. Each entry assumes that only this name changes. A name such as
-            ``cp*tp`` is a product of degrees: its factors have to change together.
+        reason: Description of the problem, such as ``"tp=4 does not divide heads=6"``.
+        values: The values that the rule compared. A key is the name of a degree or field.
+        legal: A key is the name of a degree or field, and the value has all legal values of this
+            name. Each entry assumes that nothing else changes. A key such as ``"cp*tp"`` is a
+            product of degrees: its factors have to change together.
         level: ``"error"`` if the degrees cannot be used. ``"advice"`` if the degrees work, but cost
             time or memory.
 
@@ -93,16 +97,22 @@ def _join_choices(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Result of one rule of `ParallelDims.explain`.
+    """Evaluation of one rule. `ParallelDims.explain` returns one for each rule.
 
     Args:
         rule: Code of the rule, such as ``"heads-tp"``.
-        sentence: The rule as a sentence.
-        values: The numbers that the rule compared, by name.
-        verdict: ``"holds"``, ``"error"`` or ``"advice"``. ``"skipped"`` if the model or the call
-            lacks a number that the rule needs. ``"idle"`` if the rule does not apply to these
-            degrees.
-        text: The numbers and, if the rule is broken, the violation, in one line.
+        sentence: The rule as an English sentence.
+        values: The values that the rule compares. A key is the name of a degree or field.
+        verdict: One of five strings.
+
+            - ``"holds"``: the rule is not broken.
+            - ``"error"``: the degrees cannot be used, or a value of the model is invalid.
+            - ``"advice"``: the rule is broken, but the degrees work. They cost time or memory.
+            - ``"skipped"``: the rule needs a value that neither the model nor the arguments of
+              `ParallelDims.explain` have.
+            - ``"idle"``: the rule does not apply to the degrees, for example because ``tp`` is 1.
+        text: The violation if the rule is broken. Otherwise the values and, if the verdict is
+            ``"skipped"``, the name of the missing value.
 
     Examples:
         >>> ParallelDims(tp=2, world_size=4).explain()[0].verdict
@@ -121,8 +131,9 @@ class Report(Sequence[Violation]):
 
     Args:
         violations: Broken rules, of level ``"error"`` or ``"advice"``.
-        skipped: Names of absent fields of the model or the call. Rules that need one of these
-            fields were not checked.
+        skipped: Names of the values that a rule needs, but that neither the model nor the arguments
+            of `ParallelDims.check` have, such as ``"kv_heads"`` or ``"seq_len"``. A rule that needs
+            such a value was not tested.
 
     Examples:
         >>> report = ParallelDims(tp=4, world_size=8).check({"num_attention_heads": 8})
@@ -159,7 +170,11 @@ class Report(Sequence[Violation]):
 
 
 class ParallelDimsError(ValueError):
-    """Raised for invalid degrees. The attribute ``violations`` lists all broken rules."""
+    """Raised for invalid degrees or other invalid arguments.
+
+    The attribute ``violations`` is a list of `Violation` objects. The message has one line for each
+    violation.
+    """
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = list(violations)
@@ -176,7 +191,7 @@ def broken(
     legal: Mapping[str, tuple[int, ...]] | None = None,
     level: Level = "error",
 ) -> Violation:
-    """Create a `Violation`; the arguments are its fields."""
+    """Create a `Violation`. The arguments are its fields."""
     return Violation(rule=rule, reason=reason, values=values, legal=legal or {}, level=level)
 
 
@@ -186,7 +201,7 @@ def refusal(
     values: Mapping[str, object],
     legal: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ParallelDimsError:
-    """Create a `ParallelDimsError` with one violation; the arguments are fields of `Violation`."""
+    """Create a `ParallelDimsError` with one violation. The arguments are fields of `Violation`."""
     return ParallelDimsError([broken(rule, reason, values, legal)])
 
 
@@ -220,7 +235,7 @@ def read_integer(value: Any) -> int | None:
 
 
 def as_integer(value: Any) -> Any:
-    """Convert an integer, such as a numpy integer, to int; return any other value unchanged."""
+    """Convert an integer, such as a numpy integer, to int. Return any other value unchanged."""
     number = read_integer(value)
     return value if number is None else number
 
@@ -228,7 +243,8 @@ def as_integer(value: Any) -> Any:
 def integer_of(text: str) -> int | None:
     """Parse an integer such as ``"8"`` or ``"-1"``.
 
-    Returns None if the text has characters other than ASCII digits after an optional minus sign.
+    Returns None if ``text`` is not a sequence of ASCII digits, with or without a minus sign. Only
+    the first 20 characters are converted.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
@@ -237,11 +253,13 @@ def integer_of(text: str) -> int | None:
 
 
 def take_integers(values: object, names: Iterable[str]) -> None:
-    """Convert integers in fields of a frozen dataclass, such as numpy integers, to int.
+    """Convert integers in an instance of a frozen dataclass, such as numpy integers, to int.
+
+    A field with a value of another type is not changed.
 
     Args:
         values: Instance of the dataclass. It is changed in place.
-        names: Names of the fields.
+        names: Names of the fields to convert.
     """
     for name in names:
         object.__setattr__(values, name, as_integer(getattr(values, name)))
@@ -259,11 +277,14 @@ def as_degree(
     Args:
         name: Name of the field, for error messages.
         value: An integer of any type except bool, or a string such as ``"8"``.
-        inferable: If True, -1 is allowed too.
-        optional: If True, None is allowed too, and returned unchanged.
+        inferable: If True, -1 is allowed too. It means that the degree is to be inferred.
+        optional: If True, None is allowed too.
+
+    Returns:
+        An integer from 1 to 2**32, or -1 if ``inferable`` is True, or None if ``optional`` is True.
 
     Raises:
-        ParallelDimsError: The value is not allowed, or above 2**32.
+        ParallelDimsError: ``value`` is another integer, or of another type.
     """
     if value is None and optional:
         return None
@@ -279,10 +300,14 @@ def as_degree(
 
 
 def as_flag(name: str, value: object) -> bool:
-    """Convert True, False, ``"true"`` or ``"false"`` to bool; upper case is allowed too.
+    """Convert True, False, ``"true"`` or ``"false"`` to bool.
+
+    Args:
+        name: Name of the option, for the error message.
+        value: A bool, or a string in upper or lower case.
 
     Raises:
-        ParallelDimsError: ``value`` is something else. The message has ``name``.
+        ParallelDimsError: ``value`` has another type, or is another string.
     """
     flag = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(flag, bool):
@@ -293,7 +318,7 @@ def as_flag(name: str, value: object) -> bool:
 def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:
     """Yield a violation for every value that is not an integer from ``minimum`` to 2**32.
 
-    ``values`` has the values by the name of their field.
+    A key of ``values`` is the name of the value in the message.
     """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -306,7 +331,7 @@ def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> It
     """Yield a violation for every value that is not a number above 0, up to 2**32.
 
     Args:
-        values: Values by the name of their field.
+        values: A key is the name of the value in the message.
         zero: If True, 0 is allowed too.
     """
     for name, value in values.items():
@@ -324,7 +349,7 @@ def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> It
 def flag_violations(values: Mapping[str, object]) -> Iterator[Violation]:
     """Yield a violation for every value that is not a bool.
 
-    ``values`` has the values by the name of their field.
+    A key of ``values`` is the name of the value in the message.
     """
     for name, value in values.items():
         if not isinstance(value, bool):
@@ -334,7 +359,7 @@ def flag_violations(values: Mapping[str, object]) -> Iterator[Violation]:
 def kind_violations(name: str, value: object, kind: type) -> Iterator[Violation]:
     """Yield a violation if ``value`` is not an instance of ``kind``.
 
-    ``name`` is the name of the field, for the message.
+    ``name`` is the name of the value in the message.
     """
     if not isinstance(value, kind):
         reason = f"{name}={show(value)} given; use a {kind.__name__}"
@@ -342,10 +367,10 @@ def kind_violations(name: str, value: object, kind: type) -> Iterator[Violation]
 
 
 def number_violation(name: str, value: object, legal: str) -> Violation:
-    """Create the violation for an invalid value of a field.
+    """Create the violation for an invalid value.
 
     Args:
-        name: Name of the field.
+        name: Name of the value in the message.
         value: The invalid value.
         legal: Description of the legal values, such as ``"a number above 0"``.
     """
