@@ -35,10 +35,13 @@ def world_axes(ep_mode: str) -> tuple[str, ...]:
 
 
 def as_order(order: object) -> tuple[str, ...]:
-    """Convert the field ``order`` to a tuple of names of mesh dimensions.
+    """Convert the field ``order`` of `ParallelDims` to a tuple.
 
     Args:
-        order: A list or tuple of names, or one string with commas.
+        order: A list or tuple of names of mesh dimensions, or one string with commas.
+
+    Returns:
+        The names in the same order. They are not checked.
 
     Raises:
         ParallelDimsError: ``order`` has another type. Sets are not allowed, because their order
@@ -55,20 +58,21 @@ def as_order(order: object) -> tuple[str, ...]:
 def infer_degrees(
     degrees: Mapping[str, int], axes: tuple[str, ...], world_size: int
 ) -> dict[str, int]:
-    """Compute the degree that is -1 from the world size and the other degrees.
+    """Replace the degree that is -1 by the number that makes the product equal the world size.
 
     Args:
-        degrees: Degrees by name. A degree is absent if its value was invalid.
+        degrees: A key is the name of a degree. A degree with an invalid value has no entry.
         axes: Names of the degrees that must multiply to ``world_size``.
         world_size: Number of ranks.
 
     Returns:
-        A copy of ``degrees`` without -1. If a degree in ``axes`` is absent, nothing can be
-        computed, and the copy is unchanged.
+        A copy of ``degrees`` in which the inferred degree is a positive integer. The copy equals
+        ``degrees`` if no degree in ``axes`` is -1, or if more than one is -1 or absent.
 
     Raises:
-        ParallelDimsError: The product of the other degrees does not divide the world size, or no
-            degree is -1 and the product is not the world size.
+        ParallelDimsError: No degree in ``axes`` is -1 or absent, and their product is not
+            ``world_size``. Or a degree is -1 or absent, and the product of the other degrees does
+            not divide ``world_size``.
     """
     unknown = [name for name in axes if degrees.get(name, INFERRED) == INFERRED]
     given = {name: degrees[name] for name in axes if name not in unknown and degrees[name] != 1}
@@ -94,7 +98,7 @@ def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation
     """Yield a violation if ``order`` lacks a mesh dimension or has a wrong or repeated name.
 
     Args:
-        ep_mode: ``"folded"`` or ``"peer"``. With ``"folded"``, ``ep`` may be absent.
+        ep_mode: ``"folded"`` or ``"peer"``. With ``"folded"``, ``order`` may omit ``ep``.
         order: Names of mesh dimensions.
     """
     axes = world_axes(ep_mode)
@@ -106,7 +110,7 @@ def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation
 
 
 def inferred_violations(degrees: Mapping[str, int]) -> Iterator[Violation]:
-    """Yield a violation if more than one degree is -1."""
+    """Yield one violation if more than one value of ``degrees`` is -1."""
     inferred = [name for name, degree in degrees.items() if degree == INFERRED]
     if len(inferred) > 1:
         reason = f"{join_words(inferred, 'and')} are -1, but only one degree can be inferred from "
@@ -123,20 +127,21 @@ def resolve_fields(
 ) -> dict[str, Any]:
     """Convert and check all fields of `ParallelDims`, and infer the degree that is -1.
 
-    The degree is inferred only if the world size is known.
-
     Args:
-        given: Values of all fields by name, of any type.
-        found: Violations that were found earlier. If there are any, the function raises.
+        given: A key is a field of `ParallelDims`, and the value is the user's value, of any type.
+            Every field has an entry.
+        found: Violations to report with the violations that this function finds.
         needs_world: If True, ``world_size`` must not be None.
-        etp_is_tp: If True, ``etp`` is set to the value of ``tp``.
+        etp_is_tp: If True and the world size is known, ``etp`` is set to the value of ``tp``.
 
     Returns:
-        All fields by name, with their final types. Degrees are positive integers if the world size
-        is known. If not, a degree may be -1 and ``dp_shard`` may be None.
+        A dict. A key is a field of `ParallelDims`, and the value has the type of the field. If
+        ``world_size`` is not None, all degrees are positive integers. If ``world_size`` is None, a
+        degree may be -1, and ``dp_shard`` may be None.
 
     Raises:
-        ParallelDimsError: Lists ``found``, all invalid values, and all broken rules.
+        ParallelDimsError: ``found`` is not empty, a value is invalid, or the degrees break a rule.
+            The error lists all these violations.
     """
     violations = list(found)
     fields: dict[str, Any] = {}
@@ -176,10 +181,16 @@ def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[An
 
 
 def _known_degrees(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return the degrees that rules can read, by name.
+    """Collect the input `Subject.degrees` of the rules.
 
-    Degrees that are invalid or -1 are absent. ``"ulysses_degree"`` is 1 if it is None.
-    ``"world_size"`` is included if it is known.
+    Args:
+        fields: Valid fields of `ParallelDims` by name.
+        degrees: Result of `degrees_from` or `infer_degrees`.
+
+    Returns:
+        A dict of positive integers. A key is the name of a degree. A degree that is invalid or -1
+        has no entry. ``"ulysses_degree"`` is 1 if the field is None. ``"world_size"`` has an entry
+        if the world size is known.
     """
     known = {name: degree for name, degree in degrees.items() if degree != INFERRED}
     if "ulysses_degree" in fields:
@@ -190,9 +201,14 @@ def _known_degrees(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dic
 
 
 def degrees_from(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return all degrees of ``fields`` by name.
+    """Select the degrees from the fields of `ParallelDims`, and set the default of ``dp_shard``.
 
-    If ``dp_shard`` is None, its default is used: 1 if another degree is -1, else -1.
+    Args:
+        fields: A key is a field of `ParallelDims`. A field with an invalid value has no entry.
+
+    Returns:
+        A dict. A key is a name in `DEGREES`, and the value is a positive integer or -1. If
+        ``fields["dp_shard"]`` is None, the result has 1 if another degree is -1, otherwise -1.
     """
     degrees = {name: fields[name] for name in DEGREES if name in fields}
     if "dp_shard" in degrees and degrees["dp_shard"] is None:
