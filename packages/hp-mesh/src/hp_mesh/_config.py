@@ -1,7 +1,7 @@
 """Read the arguments of `ParallelDims` from configurations of several frameworks and from files.
 
-`DIALECTS` lists the names of degrees in the configuration of each framework.
-`arguments_from_config` reads the values of these names.
+`DIALECTS` lists the names of degrees in the configuration of each framework, such as
+``tensor_parallel_degree`` in torchtitan. `arguments_from_config` reads the values of these names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -41,9 +41,10 @@ OPTIONS = {
     "free_etp": "true: etp may be any degree whose product with ep divides dp_shard*cp*tp",
 }
 FIELDS = (*OPTIONS, "world_size")
-# Targets that are not fields of `ParallelDims`. `arguments_from_config` converts their values.
-DATA = "data"  # number of data-parallel ranks: sets dp_replicate and dp_shard
-SEQUENCE = "sequence"  # number of ranks with Ulysses attention: sets cp and ulysses_degree
+# Intermediate fields: a name in `DIALECTS` can set one of these instead of a field of
+# `ParallelDims`. `arguments_from_config` then computes fields of `ParallelDims` from its value.
+DATA = "data"  # number of data-parallel ranks, for dp_replicate and dp_shard
+SEQUENCE = "sequence"  # number of ranks with Ulysses attention, for cp and ulysses_degree
 MAPPING = "use_tp_pp_dp_mapping"  # Megatron-LM's flag that places pp inside dp: sets order
 # An error message lists at most this many names of a configuration, and shortens long names.
 MOST_NAMES = 6
@@ -58,11 +59,14 @@ class Dialect:
     Attributes:
         framework: Name of the framework. Empty for hp-mesh.
         names: A key is a name in the configuration, and the value is the field of `ParallelDims`
-            that the name sets. ``"a.b"`` is the entry ``b`` of the mapping ``a``.
-        etp_follows_tp: If True, the default of ``etp`` is the value of ``tp``. If False, it is 1.
-        off: Values that have the same meaning as an absent name.
-        unread: A key is the name of a degree that cannot be converted to fields of `ParallelDims`.
-            The value is the advice for the user; ``{0}`` is replaced by the degree.
+            that the name sets. The value can also be one of the intermediate fields `DATA`,
+            `SEQUENCE` and `MAPPING`. The key ``"a.b"`` is the entry ``b`` of the mapping ``a``.
+        etp_follows_tp: If True, the framework's default of ``etp`` is the value of ``tp``. If
+            False, it is 1.
+        off: Values with which the framework disables a degree. A name with such a value is ignored.
+        unread: A key is a name in the configuration that hp-mesh cannot convert to fields of
+            `ParallelDims`. The value is the advice in the error message. ``{0}`` in the advice is
+            replaced by the degree.
     """
 
     framework: str
@@ -149,8 +153,8 @@ DIALECTS = (
         },
     ),
 )
-# Names of degrees in other frameworks, which are not read, and the fields to use instead. They
-# raise an error: if they were ignored, a run would silently use wrong degrees.
+# Key: name of a degree in other frameworks that hp-mesh does not read. Value: the field to use
+# instead. A degree above 1 raises an error. If it were ignored, a run would use wrong degrees.
 OTHER_NAMES = {
     **{f"{axis}_degree": axis for axis in ("tp", "pp", "cp", "ep", "etp")},
     **{f"{axis}_size": axis for axis in ("pp", "etp")},
@@ -171,7 +175,10 @@ _ABSENT = object()
 def check_named(name: str, source: object) -> None:
     """Raise `ParallelDimsError` if ``source`` has no named fields, for example a number or a list.
 
-    ``name`` is the name of the argument, for the message.
+    Args:
+        name: Name of the argument, for the error message.
+        source: The argument. A mapping, a named tuple and other objects with attributes are
+            allowed.
     """
     is_named_tuple = hasattr(source, "_fields")
     plain = source is None or isinstance(source, str | bytes | Number | Sequence | Set)
@@ -185,13 +192,13 @@ def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
 
 
 def read_field(source: object, name: str, absent: object = None) -> Any:
-    """Return an entry of a mapping, or an attribute of an object.
+    """Return the value of an entry of a mapping, or of an attribute of an object.
 
     Args:
         source: The mapping or object.
-        name: Key of the entry, or name of the attribute. ``"a.b"`` is the field ``b`` of the field
-            ``a``.
-        absent: Result if there is no such entry or attribute.
+        name: Key of the entry, or name of the attribute. ``"a.b"`` reads ``a`` from ``source``, and
+            then ``b`` from the value.
+        absent: Value to return if ``source`` has no such entry or attribute.
     """
     for part in name.split("."):
         if isinstance(source, Mapping):
@@ -202,27 +209,31 @@ def read_field(source: object, name: str, absent: object = None) -> Any:
 
 
 def has_field(source: object, name: str) -> bool:
-    """Return whether a mapping has an entry, or an object an attribute, called ``name``.
+    """Return whether a mapping has the key ``name``, or an object has the attribute ``name``.
 
-    The value may be None.
+    The result is True even if the value is None.
     """
     return read_field(source, name, _ABSENT) is not _ABSENT
 
 
 def is_of_framework(table: Mapping[str, Any]) -> bool:
-    """Return whether a table has a name of a degree from another framework, such as ``cp_size``.
+    """Return whether a table has at least one name that `ParallelDims.from_config` must convert.
 
-    Names of fields of `ParallelDims` do not count.
+    Such names are ``dp`` and the names of other frameworks, such as ``cp_size``. The fields of
+    `ParallelDims`, such as ``cp``, need no conversion.
     """
     return any(has_field(table, name) for name in NAMES if name not in OPTIONS)
 
 
 def table_of_degrees(config: object) -> str | None:
-    """Find a table with names of degrees inside a configuration.
+    """Return the name of the nested table that has the degrees, for error messages.
+
+    Args:
+        config: A mapping or an object with attributes.
 
     Returns:
-        The name of the first field of ``config`` that is a mapping or dataclass with at least one
-        known name of a degree, or None if there is no such field.
+        The name of an entry or attribute of ``config``. Its value is a mapping or a dataclass with
+        at least one name in `NAMES`. The first such entry is used. None if there is none.
     """
     fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for name, value in fields.items():
@@ -242,9 +253,12 @@ def arguments_from_config(
         world_size: Number of ranks. If None, the field ``world_size`` of ``config`` is used.
 
     Returns:
-        - The arguments by name.
-        - Violations for problems in the configuration.
-        - True if ``etp`` must be set to the value of ``tp``.
+        A tuple of three elements:
+
+        - Arguments of `ParallelDims`: a dict from names to values. Only names with a value in
+          ``config``, and ``world_size``, have an entry.
+        - Violations to report, for example for two names of one degree with different values.
+        - True if ``etp`` has no value in ``config`` and must be set to the value of ``tp``.
 
     Raises:
         ParallelDimsError: ``config`` is neither a mapping nor an object with attributes, or a value
@@ -283,16 +297,19 @@ def _world_violations(configured: Any, given: Any) -> Iterator[Violation]:
 
 
 def _convert_order(values: dict[str, Any]) -> Iterator[Violation]:
-    """Convert Megatron-LM's settings of the rank order to the field ``order``.
+    """Convert Megatron-LM's rank order to the field ``order`` of `ParallelDims`.
 
-    Megatron-LM's order, such as ``"tp-cp-ep-dp-pp"``, is innermost first. Its flag
-    ``use_tp_pp_dp_mapping`` means the order ``"tp-cp-ep-pp-dp"``.
+    Megatron-LM has two ways to set the rank order:
+
+    - A string with dashes, such as ``"tp-cp-ep-dp-pp"``, lists the dimensions, innermost first.
+    - The flag ``use_tp_pp_dp_mapping`` means the order ``"tp-cp-ep-pp-dp"``.
 
     Args:
-        values: Values by their name in the configuration. The dict is changed in place.
+        values: A key is a name in the configuration. The entry ``"order"`` is set to a tuple,
+            outermost first, and the entry of the flag is removed.
 
     Yields:
-        A violation if the flag and the order contradict each other.
+        A violation if the flag and the string mean different orders.
     """
     order = values.get("order")
     if isinstance(order, str) and "-" in order:
@@ -314,15 +331,18 @@ def _outermost_first(order: str) -> tuple[str, ...]:
 
 
 def _one_value_each(values: Mapping[str, Any], found: list[Violation]) -> dict[str, Any]:
-    """Combine the values of names that set the same field.
+    """Convert names of a configuration to fields of `ParallelDims`.
+
+    Several names can set the same field. For example, ``tp`` and ``tp_size`` set ``tp``.
 
     Args:
-        values: Values by their name in the configuration.
-        found: List to which a violation is appended if two names of one field have different
-            values.
+        values: A key is a name in the configuration.
+        found: List of violations. If two names of one field have different values, a violation is
+            appended.
 
     Returns:
-        One value for each field of `ParallelDims`, and for the targets `DATA` and `SEQUENCE`.
+        A dict. A key is a field of `ParallelDims`, or one of the intermediate fields `DATA` and
+        `SEQUENCE`. Fields without a value in ``values`` have no entry.
 
     Raises:
         ParallelDimsError: A value is not a degree.
@@ -361,10 +381,14 @@ def _convert_data(arguments: dict[str, Any]) -> Iterator[Violation]:
     """Compute ``dp_replicate`` and ``dp_shard`` from Megatron-LM's ``data_parallel_size``.
 
     Args:
-        arguments: Values by field. The entry `DATA` is removed, and the two fields are set.
+        arguments: Result of `_one_value_each`. The entry `DATA` is removed, and the entries
+            ``"dp_replicate"`` and ``"dp_shard"`` are set.
 
     Yields:
-        A violation if ``data_parallel_size`` contradicts one of the two fields.
+        A violation if ``data_parallel_size`` contradicts ``dp_replicate`` or ``dp_shard``.
+
+    Raises:
+        ParallelDimsError: One of the three values is not a degree.
     """
     ranks = arguments.pop(DATA, None)
     if ranks is None:
@@ -394,16 +418,18 @@ def _convert_data(arguments: dict[str, Any]) -> Iterator[Violation]:
 def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Violation]:
     """Compute ``cp`` and ``ulysses_degree`` from the Ulysses degree of another framework.
 
-    accelerate calls the degree ``sp_size``, and DeepSpeed ``sequence_parallel_size``. Both count
-    the ranks of Ulysses attention separately from ``cp``, but the ``cp`` of `ParallelDims` includes
-    them, so ``cp`` is multiplied by the degree.
+    The Ulysses degree is ``sp_size`` in accelerate and ``sequence_parallel_size`` in DeepSpeed. In
+    both frameworks, ``cp`` does not include the Ulysses ranks. In `ParallelDims`, ``cp`` includes
+    them. Therefore ``cp`` is multiplied by the Ulysses degree.
 
     Args:
-        arguments: Values by field. The entry `SEQUENCE` is removed, and the two fields are set.
-        values: Values by their name in the configuration.
+        arguments: Result of `_one_value_each`. The entry `SEQUENCE` is removed. If the Ulysses
+            degree is above 1, the entries ``"cp"`` and ``"ulysses_degree"`` are set.
+        values: A key is a name in the configuration. Only the names are read, for messages.
 
     Yields:
-        A violation if a degree is invalid, or if ``ulysses_degree`` has another value already.
+        A violation if the Ulysses degree or ``cp`` is not a degree, or if ``arguments`` has another
+        value of ``ulysses_degree``.
     """
     ranks = arguments.pop(SEQUENCE, None)
     if ranks is None:
@@ -423,16 +449,19 @@ def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> I
 
 
 def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> ParallelDimsError:
-    """Name the source of ``dp_shard`` in an error, if the user wrote another name.
+    """Add the name from which ``dp_shard`` was read to the messages about ``dp_shard``.
+
+    Without this name, a user who wrote ``data_parallel_size=3`` would read about a ``dp_shard``
+    that the configuration does not have.
 
     Args:
         error: Error about degrees that were read from ``config``.
-        config: The user's configuration. It may have ``dp_shard`` under another name, such as
-            ``data_parallel_size``.
+        config: The user's configuration.
 
     Returns:
-        A copy of ``error`` in which the violations about ``dp_shard`` mention this name and its
-        value. It is ``error`` itself if nothing has to be added.
+        A copy of ``error``. Its violations about ``dp_shard`` end with a text such as
+        ``" (dp_shard is read from data_parallel_size=3)"``. If ``config`` has no other name of
+        ``dp_shard``, or ``error`` mentions the name already, the result is ``error`` itself.
     """
     fields = (DATA, "dp_shard")
     names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
@@ -447,10 +476,12 @@ def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> Paralle
 
 
 def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:
-    """Split a mapping into arguments of `ParallelDims` and unknown keys.
+    """Read the arguments of `ParallelDims` from the result of `ParallelDims.to_dict`.
 
     Returns:
-        The entries that are fields of `ParallelDims`, and a violation for each other key.
+        A pair. The first element is a dict with all entries of ``mapping`` that are fields of
+        `ParallelDims`. The second element is a list with one violation for each other key. If no
+        key is a field, but a nested mapping has the degrees, one more violation names this mapping.
 
     Raises:
         ParallelDimsError: ``mapping`` is not a mapping.
@@ -470,10 +501,10 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
 
 
 def unread_degrees(config: object) -> Iterator[Violation]:
-    """Yield a violation for each degree above 1 that the configuration has under an unread name.
+    """Yield a violation for each name in `UNREAD` that has a value above 1 in the configuration.
 
-    Unread names are the keys of `UNREAD`, such as ``pp_size``. Properties of the configuration's
-    class are ignored, because they are computed from other fields.
+    `UNREAD` has names of degrees that hp-mesh recognizes but does not read, such as ``pp_size``. A
+    property of the configuration's class is ignored, because it is computed from other attributes.
     """
     for name, advice in UNREAD.items():
         value = read_field(config, name)
@@ -492,7 +523,7 @@ def _is_above_one(value: Any) -> bool:
 
 
 def no_name_violation(config: object) -> Violation:
-    """Create the violation for a configuration without any known name of a degree."""
+    """Create the violation for a configuration that has none of the names in `NAMES`."""
     names = [*map(str, config)] if isinstance(config, Mapping) else dir(config)
     names = [name for name in names if not name.startswith("_")]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
@@ -514,7 +545,8 @@ def no_name_violation(config: object) -> Violation:
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return the entries of a TOML file by name.
 
-    ``table`` selects one table of the file, such as ``"run.mesh"``. If None, the top level is read.
+    ``table`` is the name of one table of the file, such as ``"run.mesh"``. If it is None, the
+    entries of the top level are returned.
     """
     import tomllib
 
@@ -524,7 +556,8 @@ def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
 def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return the entries of a YAML file by name.
 
-    ``table`` selects a mapping in the file, such as ``"run.mesh"``. If None, the top level is read.
+    ``table`` is the name of one mapping in the file, such as ``"run.mesh"``. If it is None, the
+    entries of the top level are returned.
     """
     try:
         import yaml
