@@ -1,4 +1,4 @@
-"""`ParallelDims`: the degrees of one training run."""
+"""`ParallelDims`: the parallel degrees of one training run, such as ``tp`` and ``cp``."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -62,39 +62,41 @@ class _EtpSource:
 class ParallelDims(_EtpSource):
     """Parallel degrees of one training run: the sizes of the mesh dimensions.
 
-    The product ``dp_replicate * dp_shard * cp * tp * pp`` is the world size. With
-    ``ep_mode="peer"``, ``ep`` is another factor. One of these degrees may be -1: this degree is
-    then inferred from the world size. Each value is checked when the object is created. The product
-    is checked when the world size is known, which may be later, in `resolve`.
+    The world size is the product ``dp_replicate * dp_shard * cp * tp * pp``. With
+    ``ep_mode="peer"``, it is ``dp_replicate * dp_shard * ep * cp * tp * pp``. One factor of the
+    product may be -1: this degree is inferred from the world size. The constructor checks each
+    value. The product is checked when the world size is known, in the constructor or in `resolve`.
 
     Degrees may be integers of any type, or strings such as ``"8"``. An instance is frozen, hashable
     and compared by its fields. `ParallelDims` works without torch. Only `build_mesh` communicates.
 
     Args:
         dp_replicate: Number of replicas of the sharded model.
-        dp_shard: Number of ranks that shard parameters. Defaults to -1, or to 1 if another degree
-            is -1.
+        dp_shard: Number of ranks that shard parameters. Defaults to -1 (inferred from the world
+            size), or to 1 if another degree is -1.
         cp: Number of ranks that share one sequence (context parallel).
         tp: Number of ranks that share one layer (tensor parallel).
         pp: Number of pipeline stages.
         ep: Number of ranks that hold different experts.
-        etp: Number of ranks that share one expert: 1 or ``tp``. Any number if ``free_etp`` is True.
+        etp: Number of ranks that share one expert. It must be 1 or ``tp``, unless ``free_etp`` is
+            True.
         ulysses_degree: Number of ranks inside ``cp`` that exchange attention heads by all-to-all
-            (DeepSpeed-Ulysses). It divides ``cp``. Defaults to None: no Ulysses attention.
-        world_size: Number of ranks. If it is None, the world size is set later, in `resolve`.
-        ep_mode: With ``"folded"``, experts reuse the ranks of the dense layers, and
+            (DeepSpeed-Ulysses). It must divide ``cp``. Defaults to None: no Ulysses attention.
+        world_size: Number of ranks. If it is None, call `resolve` later to set it.
+        ep_mode: With ``"folded"``, experts reuse the ranks of the dense layers:
             ``ep * etp * efsdp == dp_shard * cp * tp``. FSDP shards each expert over ``efsdp``
-            ranks. With ``"peer"``, ``ep`` is another factor of the world size. Ranks along ``ep``
-            then have different samples, and dense parameters are sharded over them too.
-        order: Names of the mesh dimensions, outermost first, as a sequence or as one string with
-            commas. Consecutive ranks differ along the last dimension. ``ep`` is optional if
-            ``ep_mode`` is ``"folded"``.
+            ranks. With ``"peer"``, ``ep`` is a factor of the world size. Ranks along ``ep`` then
+            have different samples, and FSDP shards dense parameters over ``ep`` too.
+        order: Names of the mesh dimensions, outermost first, as a list, a tuple or one string with
+            commas. Consecutive ranks differ along the last dimension. If ``ep_mode`` is
+            ``"folded"``, ``ep`` may be absent.
         fsdp_folds_cp: If True, FSDP shards parameters over ``cp`` too. If False, the ranks of
             ``cp`` hold replicas, and gradients must be reduced over ``mesh["replicate"]``, which
             has the ranks of ``dp_replicate`` and ``cp``.
         free_etp: If True, ``etp`` may differ from 1 and ``tp``, as in Megatron-LM. Each group of
             ``etp`` then consists of consecutive ranks of ``dp_shard``, ``cp`` and ``tp``, and may
-            differ from the groups of ``tp``. Has no effect if ``ep_mode`` is ``"peer"``.
+            differ from the groups of ``tp``. If ``ep_mode`` is ``"peer"``, this option has no
+            effect.
 
     Raises:
         ParallelDimsError: A value is not a degree, or the degrees break a rule, for example
@@ -138,7 +140,10 @@ class ParallelDims(_EtpSource):
         return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
-        """Return every degree by its name, as a positive integer.
+        """Return all degrees as positive integers.
+
+        Returns:
+            A dict. A key is a name in `DEGREES`, such as ``"tp"``, and the value is the degree.
 
         Raises:
             ParallelDimsError: A degree is -1 because the world size is unknown, or the product of
@@ -162,8 +167,8 @@ class ParallelDims(_EtpSource):
             world_size: Number of ranks.
 
         Returns:
-            A copy in which every degree is a positive integer. If this instance already has this
-            world size, it is returned itself.
+            A copy with this world size, in which every degree is a positive integer. If this
+            instance already has the same world size, the result is this instance.
 
         Raises:
             ParallelDimsError: The product of the degrees is not ``world_size``, or this instance
@@ -184,17 +189,18 @@ class ParallelDims(_EtpSource):
 
     @classmethod
     def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
-        """Read degrees from a configuration of this or another framework.
+        """Read degrees from a configuration of hp-mesh or of another framework.
 
-        These names are read: the fields of this class, ``dp`` (for ``dp_shard``), and the names of
-        torchtitan, Megatron-LM, accelerate and DeepSpeed. Some names in other frameworks, such as
-        ``pp_size``, are known but not read. If such a name has a value above 1, an error says which
-        name to use. All other names are ignored.
-
-        A field that is absent or None has its default. ``etp`` is an exception: its default is
-        ``tp``, as in Megatron-LM, if ``config`` uses only names of this class and of Megatron-LM.
-        An ``order`` with dashes, such as ``"tp-cp-ep-dp-pp"``, is innermost first, as in
-        Megatron-LM.
+        - The method reads the fields of this class, the name ``dp`` (for ``dp_shard``), and the
+          names of torchtitan, Megatron-LM, accelerate and DeepSpeed, such as ``cp_size``.
+        - Some further names of degrees, such as ``pp_size``, are not supported. If such a name has
+          a value above 1, the error says which field to use.
+        - All other names are ignored.
+        - A field that is absent or None has the default of this class.
+        - The default of ``etp`` is the value of ``tp``, as in Megatron-LM, if ``config`` has only
+          names of this class and of Megatron-LM. Otherwise it is 1.
+        - An ``order`` with dashes, such as ``"tp-cp-ep-dp-pp"``, is innermost first, as in
+          Megatron-LM.
 
         Args:
             config: A mapping, or an object with attributes. It may have other fields too. An empty
@@ -202,13 +208,13 @@ class ParallelDims(_EtpSource):
             world_size: Number of ranks. Defaults to the field ``world_size`` of ``config``.
 
         Returns:
-            The degrees for this world size, all positive integers.
+            An instance with this world size. All its degrees are positive integers.
 
         Raises:
             ParallelDimsError: A value is not a degree; the degrees do not fit the world size; two
-                names of one degree have different values; a known name that is not read has a
-                value above 1; the world size is missing, or differs from the one in ``config``; or
-                ``config`` has none of the names that are read.
+                names of one degree have different values; a name that is not supported has a value
+                above 1; the world size is missing, or differs from the one in ``config``; or
+                ``config`` has no name of a degree.
 
         Examples:
             >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
@@ -234,13 +240,14 @@ class ParallelDims(_EtpSource):
         """Create an instance from the result of `to_dict`.
 
         Args:
-            mapping: Fields of this class by name. Absent fields have their defaults.
+            mapping: A key is a field of this class. Absent fields have their defaults.
 
         Returns:
-            An instance with these fields.
+            An instance with the fields in ``mapping``.
 
         Raises:
-            ParallelDimsError: A key is not a field of this class, or the degrees are wrong.
+            ParallelDimsError: A key is not a field of this class, a value is invalid, or the
+                degrees break a rule.
 
         Examples:
             >>> ParallelDims.from_dict({"tp": 2, "world_size": 8}).dp_shard
@@ -253,7 +260,8 @@ class ParallelDims(_EtpSource):
         """Return all fields in a form that JSON can store.
 
         Returns:
-            The value of each field by its name. ``order`` is a list. `from_dict` reads the result.
+            A dict. A key is a field of this class. The value of ``"order"`` is a list. `from_dict`
+            accepts the result.
         """
         return {**self._fields(), "order": list(self.order)}
 
@@ -264,7 +272,7 @@ class ParallelDims(_EtpSource):
         """Read degrees from a TOML file or from one table of the file.
 
         If the table has a name of another framework, such as ``tensor_parallel_degree`` of
-        torchtitan, it is read as in `from_config`. If not, it is read as in `from_dict`.
+        torchtitan, `from_config` reads the table. Otherwise `from_dict` reads it.
 
         Args:
             path: Path of the file.
@@ -274,10 +282,11 @@ class ParallelDims(_EtpSource):
                 are absent, call `resolve` later.
 
         Returns:
-            An instance with these degrees.
+            An instance with the degrees of the table.
 
         Raises:
-            ParallelDimsError: The table does not exist, or its degrees are wrong.
+            ParallelDimsError: The table does not exist, a value is invalid, or the degrees break a
+                rule.
         """
         return cls._from_table(read_toml(path, table), world_size)
 
@@ -292,10 +301,10 @@ class ParallelDims(_EtpSource):
     def from_yaml(
         cls, path: str | PathLike[str], table: str | None = None, world_size: int | None = None
     ) -> "ParallelDims":
-        """Read degrees from a YAML file or from one mapping in the file. Needs PyYAML.
+        """Read degrees from a YAML file or from one mapping in the file.
 
-        If the mapping has a name of another framework, such as ``dp_shard_size`` of accelerate, it
-        is read as in `from_config`. If not, it is read as in `from_dict`.
+        If the mapping has a name of another framework, such as ``dp_shard_size`` of accelerate,
+        `from_config` reads the mapping. Otherwise `from_dict` reads it. PyYAML must be installed.
 
         Args:
             path: Path of the file.
@@ -305,10 +314,11 @@ class ParallelDims(_EtpSource):
                 both are absent, call `resolve` later.
 
         Returns:
-            An instance with these degrees.
+            An instance with the degrees of the mapping.
 
         Raises:
-            ParallelDimsError: The mapping does not exist, or its degrees are wrong.
+            ParallelDimsError: The mapping does not exist, a value is invalid, or the degrees break
+                a rule.
         """
         return cls._from_table(read_yaml(path, table), world_size)
 
@@ -340,12 +350,12 @@ class ParallelDims(_EtpSource):
         """Read degrees from the command-line options that `add_arguments` added.
 
         Args:
-            args: Result of ``parse_args``. Options that the user did not give have the default of
-                their field.
+            args: Result of ``parse_args``. If the user did not give an option, the field has its
+                default.
             world_size: Number of ranks. If it is None, call `resolve` later.
 
         Returns:
-            An instance with these degrees.
+            An instance with the degrees of the command line.
 
         Raises:
             ParallelDimsError: A value is not a degree, or the degrees break a rule.
@@ -366,31 +376,32 @@ class ParallelDims(_EtpSource):
     ) -> Report:
         """List the rules that these degrees break for a model, its sequences and its batch.
 
-        A rule is skipped if a field that it needs is absent or None. Unknown fields of the model
-        are ignored. If a known field has an invalid value, the report has an error of the rule
-        ``"number"``.
+        A rule is skipped if the model or the arguments do not have a value that the rule needs. If
+        a value is invalid, for example a negative number of heads, the result has a violation with
+        the rule code ``"number"``. Fields of the model that no rule needs are ignored.
 
         Args:
             model: A mapping, a configuration object such as a Hugging Face ``PretrainedConfig``, or
                 an object with an attribute ``config``, such as a Hugging Face model.
-            seq_len: Number of tokens per sequence.
-            global_batch: Number of sequences per optimizer step, over all ranks.
+            seq_len: Number of tokens per sequence. If None, rules about it are skipped.
+            global_batch: Number of sequences per optimizer step, over all ranks. If None, the rule
+                about it is skipped.
             causal_balance: If True, ``2 * cp`` must divide ``seq_len``. Each rank then computes an
                 early and a late part of the sequence, which balances causal attention.
             sequence_parallel: If True, activations between layers are sharded over ``tp`` along the
                 sequence, so ``tp`` must divide ``seq_len``. If False, each rank of ``tp`` holds
                 whole sequences.
-            topology: Number of ranks per node. If given, the report has advice for each mesh
-                dimension that crosses nodes.
+            topology: Number of ranks per node. If it is not None, the result has advice for each
+                mesh dimension with groups that cross nodes.
 
         Returns:
-            A sequence of violations: errors and advice. Its attribute ``skipped`` has the names of
-            the absent fields.
+            A `Report`: a sequence of `Violation` objects of level ``"error"`` or ``"advice"``. It
+            is empty if no rule is broken. `Report.skipped` has the names of the absent values.
 
         Raises:
-            ParallelDimsError: ``model`` has no fields (for example a string or a number); the model
-                has two values for one field; an option is not a bool; or a degree is -1 because the
-                world size is unknown.
+            ParallelDimsError: ``model`` is neither a mapping nor an object with attributes; the
+                model has two values for one field; ``causal_balance`` or ``sequence_parallel`` is
+                not a bool; or a degree is -1 because the world size is unknown.
 
         Examples:
             >>> dims = ParallelDims(tp=4, world_size=8)
@@ -434,7 +445,8 @@ class ParallelDims(_EtpSource):
     ) -> None:
         """Raise an error if the degrees break a rule for a model, its sequences and its batch.
 
-        Advice, for example about unequal pipeline stages, does not raise; `check` returns it.
+        The rules and arguments are those of `check`. Violations of level ``"advice"``, for example
+        about unequal pipeline stages, do not raise an error. `check` returns them.
 
         Args:
             model: A mapping, a configuration object such as a Hugging Face ``PretrainedConfig``, or
@@ -445,8 +457,8 @@ class ParallelDims(_EtpSource):
             sequence_parallel: If True, ``tp`` must divide ``seq_len``.
 
         Raises:
-            ParallelDimsError: At least one rule is broken. The attribute ``violations`` lists all
-                broken rules.
+            ParallelDimsError: At least one violation has the level ``"error"``. The attribute
+                ``violations`` lists all such violations.
 
         Examples:
             >>> ParallelDims(tp=4, dp_shard=1).validate({}, seq_len=61, sequence_parallel=False)
@@ -471,21 +483,23 @@ class ParallelDims(_EtpSource):
         sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
-        """Explain for every rule of `check` which numbers were compared and whether the rule holds.
+        """Return for every rule of `check` the values that it compares, and whether it is broken.
+
+        The result also has the rules that `check` skips, and the rules that do not apply.
 
         Args:
             model: A mapping or a configuration object, as in `check`. Defaults to an empty
-                mapping.
+                mapping: all rules about the model are skipped.
             seq_len: Number of tokens per sequence.
             global_batch: Number of sequences per optimizer step, over all ranks.
             causal_balance: If True, ``2 * cp`` must divide ``seq_len``.
             sequence_parallel: If True, ``tp`` must divide ``seq_len``.
-            topology: Number of ranks per node. If given, the result also says which mesh dimensions
-                cross nodes.
+            topology: Number of ranks per node. If it is not None, the result also says which mesh
+                dimensions have groups that cross nodes.
 
         Returns:
-            One explanation for each rule, always in the same order. If ``topology`` is given, an
-            explanation for the world size and one for each mesh dimension follow.
+            One `Explanation` for each rule, always in the same order. If ``topology`` is not None,
+            one `Explanation` for the world size and one for each mesh dimension follow.
 
         Raises:
             ParallelDimsError: ``model`` is neither a mapping nor an object with attributes; the
@@ -510,9 +524,11 @@ class ParallelDims(_EtpSource):
         )
 
     def _axis_degrees(self) -> dict[str, int]:
-        """Return the degrees by name, in the form that `RankLayout` takes.
+        """Return the argument ``degrees`` of `RankLayout`.
 
-        The dict has ``"ulysses"`` only if ``ulysses_degree`` is set.
+        Returns:
+            A dict. A key is a name in `DEGREES`, such as ``"tp"``, and the value is a positive
+            integer. If ``ulysses_degree`` is not None, the dict also has the key ``"ulysses"``.
         """
         degrees = self._resolved()
         return (
@@ -520,16 +536,25 @@ class ParallelDims(_EtpSource):
         )
 
     def _plan_mesh(self, world_size: int, rank: int) -> "tuple[ParallelDims, MeshPlan]":
-        """Return the degrees for a world size, and the process groups that one rank must create."""
+        """Compute the process groups of one rank, without communication.
+
+        Args:
+            world_size: Number of ranks.
+            rank: Global rank.
+
+        Returns:
+            A pair: a copy of this instance with the world size, and the plan of the process groups
+            and device meshes that ``rank`` must create.
+        """
         dims = self.resolve(world_size)
         return dims, plan_mesh(dims._axis_degrees(), dims._folds(), dims.order, rank)
 
     def layout(self) -> RankLayout:
-        """Return an object that computes coordinates and groups of any rank.
+        """Return the coordinates and groups of all ranks, without communication.
 
         Returns:
-            The layout of all ranks. It depends on the fields of this instance only and needs no
-            process group.
+            A `RankLayout`. Its methods compute the coordinates of a rank and the ranks of a group.
+            It depends on the fields of this instance only and needs no process group.
 
         Raises:
             ParallelDimsError: A degree is -1 because the world size is unknown.
@@ -549,10 +574,11 @@ class ParallelDims(_EtpSource):
     ) -> "ParallelMesh":
         """Create the process groups of all mesh dimensions and return torch device meshes.
 
-        Collective: every rank of the default process group calls this method with the same
-        arguments. One all-reduce compares the arguments before groups are created. A second
-        all-reduce compares whether all ranks succeeded. If one rank fails, every rank destroys the
-        groups that it created, and raises. Set the accelerator's current device before the call.
+        This method is collective: every rank of the default process group must call it with the
+        same arguments. Set the accelerator's current device before. One all-reduce compares the
+        arguments of all ranks before groups are created. A second all-reduce checks whether all
+        ranks succeeded. If one rank fails, every rank destroys the groups that it created and
+        raises an error.
 
         Args:
             device_type: A device type for which the default process group has a backend, or
@@ -563,16 +589,17 @@ class ParallelDims(_EtpSource):
                 groups are created, another rank can wait this long before it raises.
 
         Returns:
-            The meshes. The result can be used in a ``with`` statement: the end of the block
-            destroys the groups.
+            A `ParallelMesh` with the device meshes. If it is used in a ``with`` statement, the end
+            of the block destroys the process groups.
 
         Raises:
             MeshError: There is no default process group; the ranks have different degrees; the
                 device type or the timeout is invalid; the device type has no backend; or another
                 rank failed.
-            ParallelDimsError: The degrees or the topology of this rank do not fit the number of
-                ranks. Ranks with correct degrees raise `MeshError` instead.
-            RuntimeError: torch could not create a group of this rank. A note names the group.
+            ParallelDimsError: The degrees or the topology that this rank passed do not fit the
+                number of ranks. Ranks that passed correct arguments raise `MeshError` instead.
+            RuntimeError: torch could not create a process group of this rank. A note of the
+                exception names the group.
 
         Examples:
             On 4 ranks:
@@ -607,7 +634,8 @@ class ParallelDims(_EtpSource):
     def dp_size(self) -> int:
         """Number of ranks with different samples.
 
-        It is ``dp_replicate * dp_shard``. With ``ep_mode="peer"``, ``ep`` is another factor.
+        It is ``dp_replicate * dp_shard``, or ``dp_replicate * dp_shard * ep`` if ``ep_mode`` is
+        ``"peer"``.
         """
         return self.layout().size("dp")
 
@@ -624,10 +652,11 @@ class ParallelDims(_EtpSource):
 
     @property
     def seq_len_divisor(self) -> int:
-        """Smallest number of tokens that every sequence length must be a multiple of.
+        """Number of tokens that must divide the length of every sequence.
 
-        It is ``2 * cp * tp`` if ``cp`` is above 1, because each rank of ``cp`` computes an early
-        and a late part of the sequence to balance causal attention. Else it is ``tp``.
+        If ``cp`` is 1, the number is ``tp``. If ``cp`` is above 1, the number is ``2 * cp * tp``,
+        because each rank of ``cp`` computes an early and a late part of the sequence to balance
+        causal attention.
         """
         degrees = self._resolved()
         return degrees["tp"] * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
