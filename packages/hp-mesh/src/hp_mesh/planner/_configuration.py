@@ -1,8 +1,11 @@
-"""Configurations of a run, and the search for configurations that keep all rules.
+"""Configurations of a training run, and the search for legal configurations.
 
 A configuration has degrees, a microbatch size, a kind of recomputation, a pipeline schedule and a
-ZeRO stage. It is legal if it keeps the rules of `ParallelDims.check` and a few rules of the
-planner.
+ZeRO stage. A configuration is legal if it breaks no rule. The rules are in three places:
+
+- `ParallelDims.check`,
+- the class `Legality`, with the rules ``virtual-stages`` and ``shared-ffn-tp``,
+- the function `batch_violations`, with the rules for microbatches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +43,7 @@ CHOICES = {"tp": ("tp",), "cp": ("tp", "cp"), "pp": ("tp", "cp", "pp"), "dp_shar
 
 
 class Degrees(NamedTuple):
-    """Degrees of one configuration, and the sizes of the axes that follow from them.
+    """Degrees of one configuration, and axis sizes that are computed from the degrees.
 
     Every degree is a positive integer. Experts use the same ranks as dense layers
     (``ep_mode="folded"``).
@@ -86,18 +89,21 @@ class Degrees(NamedTuple):
         return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
 
     def dims(self) -> ParallelDims:
-        """Return these degrees as `ParallelDims` with ``ep_mode="folded"``, without Ulysses."""
+        """Convert to `ParallelDims` with ``ep_mode="folded"``. Leaves out ``ulysses_degree``."""
         degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
         return ParallelDims(**degrees, world_size=self.world)
 
     def layout(self) -> RankLayout:
-        """Return the rank layout of these degrees in the default order of axes. Checks no rule."""
+        """Return the `RankLayout` for the default order of axes. The degrees may break rules."""
         return RankLayout(self._asdict(), Folds(over_tp=self.etp == self.tp > 1), DEFAULT_ORDER)
 
 
 @lru_cache(maxsize=4096)
 def _sizes(degrees: Degrees) -> dict[str, int]:
-    """Return the size of every axis and alias, by name."""
+    """Return the number of ranks along every mesh axis.
+
+    The keys are the axis names and their aliases, such as ``"fsdp"`` and ``"dp"``.
+    """
     named = degrees._asdict()
     return axis_sizes(Folds(ulysses=True), {**named, "ulysses": named["ulysses_degree"]})
 
@@ -105,8 +111,10 @@ def _sizes(degrees: Degrees) -> dict[str, int]:
 def degrees_of(dims: ParallelDims) -> Degrees:
     """Convert resolved `ParallelDims` to `Degrees`.
 
-    With ``ep_mode="peer"``, the returned ``dp_shard`` is multiplied by ``ep``. All groups then have
-    the same sizes as with ``ep_mode="folded"``, but other ranks.
+    With ``ep_mode="peer"``, `Degrees.dp_shard` is ``dims.dp_shard * dims.ep``. With this value, the
+    number of ranks of every group, such as ``fsdp`` or ``ep``, is the same in `Degrees` and in
+    ``dims``. But `Degrees.layout` assumes ``ep_mode="folded"``, so it assigns other ranks to the
+    groups. Only ``dims.layout()`` returns the ranks of the groups for ``ep_mode="peer"``.
     """
     layout = dims.layout()
     own = dims.ep if dims.ep_mode == "peer" else 1
@@ -126,8 +134,8 @@ class Setting(NamedTuple):
     """Pipeline schedule and ZeRO stage of a candidate.
 
     Attributes:
-        schedule: Pipeline schedule.
-        virtual_stages: Number of stages of each pipeline rank.
+        schedule: Name of the pipeline schedule, such as ``"1f1b"``. `TrainSpec` lists the names.
+        virtual_stages: Number of pipeline stages on each pipeline rank.
         zero: ZeRO stage from 0 to 3, or None for FSDP. See ``zero`` of `TrainSpec`.
 
     Examples:
@@ -149,11 +157,11 @@ class Point(NamedTuple):
     """One configuration of a run, with resolved degrees.
 
     Attributes:
-        degrees: Degrees.
+        degrees: Degrees of all axes.
         micro_batch: Number of sequences per microbatch on each data-parallel rank.
         recompute: Kind of recomputation, as in `TrainSpec`.
         setting: Pipeline schedule and ZeRO stage.
-        microbatches: Number of microbatches per step.
+        microbatches: Number of microbatches of each data-parallel rank in one step.
     """
 
     degrees: Degrees
@@ -165,14 +173,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Degrees with which no configuration is valid, and the rules that they break.
+    """Degrees that break at least one rule, and the violations.
 
-    If the broken rules read only some axes, ``degrees`` has only these axes. The rejection then
-    covers every configuration with these degrees.
+    ``degrees`` may lack some axes. For example, if ``degrees`` is ``{"tp": 8, "cp": 3}``, every
+    configuration with ``tp=8`` and ``cp=3`` is rejected, for any degrees of the other axes.
 
     Args:
-        degrees: Rejected degrees, by axis name.
-        violations: Broken rules.
+        degrees: Rejected degrees. A key is an axis name, such as ``"tp"``.
+        violations: One `Violation` for each broken rule.
 
     Examples:
         >>> cluster = Cluster(world_size=64, accelerator="H100")
@@ -190,16 +198,27 @@ class Rejection:
 
 
 class Legality:
-    """Finds the degrees that keep all rules, for one model and one run.
+    """Finds the legal degrees for one model and one training run.
 
-    The rules are those of `ParallelDims.check`, and two more rules of the planner. Degrees are
-    chosen axis by axis. If the degrees chosen so far break a rule, no choice for the remaining axes
-    can repair it. One `Rejection` then covers all of these choices.
+    Degrees are legal if they break no rule of `ParallelDims.check` and neither of two rules of the
+    planner:
+
+    - ``virtual-stages``: with ``schedule="interleaved"``, the model must have enough layers for all
+      pipeline stages.
+    - ``shared-ffn-tp``: ``tp`` must divide the width of the shared feed-forward part.
+
+    The search chooses the degree of one axis after another. If the degrees of the first axes break
+    a rule, the search does not try degrees of the remaining axes. It adds one `Rejection` with the
+    degrees of the first axes.
 
     Args:
         model: Shape of the model.
-        train: Training run.
-        fix: Degrees that every configuration must have, by axis name.
+        train: Settings of the training run.
+        fix: Degrees that every configuration must have. A key is an axis name. If None, no degree
+            is fixed.
+
+    Attributes:
+        rejected: One `Rejection` for each set of degrees that the search rejected.
     """
 
     def __init__(
@@ -208,7 +227,7 @@ class Legality:
         self._model, self._train, self._fix = model, train, fix or {}
         numbers, _ = read_numbers(model.to_config(), train.seq_len, train.global_batch)
         self._subject = Subject(degrees={}, numbers=numbers, causal_balance=True)
-        # By the code of a rule: a function that returns the degrees which the rule reads.
+        # Keys: codes of rules. Values: functions that return the degrees that the rule reads.
         self._read = {
             rule.code: itemgetter(
                 *map(Degrees._fields.index, expand_sharding(rule.degrees, self._subject))
@@ -219,21 +238,27 @@ class Legality:
         self.rejected: list[Rejection] = []
 
     def violations(self, dims: ParallelDims, degrees: Degrees) -> tuple[Violation, ...]:
-        """Return the rules that a configuration breaks. Advice is left out.
+        """Return the violations of one configuration that have the level ``"error"``.
 
-        ``dims`` and ``degrees`` are the same configuration: ``degrees`` is ``degrees_of(dims)``.
+        Violations with the level ``"advice"`` are left out, because the configuration is legal. The
+        result is empty if the configuration is legal.
+
+        Args:
+            dims: Resolved configuration.
+            degrees: Result of ``degrees_of(dims)``.
         """
         train = self._train
         report = dims.check(
             self._model.to_config(), train.seq_len, train.global_batch, causal_balance=True
         )
-        return (*report.errors, *self._estimate_violations(degrees))
+        return (*report.errors, *self._planner_violations(degrees))
 
     def legal(self, world: int) -> Iterator[Degrees]:
-        """Yield all legal degrees for a world size. Append the others to ``rejected``.
+        """Yield the legal degrees whose product is the world size.
 
-        If ``ep * etp`` does not divide ``dp_shard * cp * tp``, degrees are rejected only if ``ep``
-        is fixed. Otherwise they are skipped, and not listed in ``rejected``.
+        Illegal degrees are appended to the attribute `rejected`. Degrees are also illegal if
+        ``ep * etp`` does not divide ``dp_shard * cp * tp``. Then they are appended to `rejected`
+        if ``ep`` is fixed, and skipped without a rejection otherwise.
         """
         choices = self._choices("ep", world) if self._model.experts else ()
         experts = [ep for ep in choices if self._keeps(Degrees(ep=ep), ("ep",))]
@@ -247,7 +272,13 @@ class Legality:
                 yield from self._with_experts(degrees, experts)
 
     def _choose(self, axis: str, chosen: Iterable[Degrees], world: int) -> Iterator[Degrees]:
-        """Extend each of the chosen degrees by every legal degree of one more axis."""
+        """Yield degrees with every legal degree of ``axis``, for each element of ``chosen``.
+
+        Illegal degrees of ``axis`` are appended to `rejected`. In ``chosen``, the degree of
+        ``axis`` is 1. If ``axis`` is ``"dp_shard"``, the method also sets ``dp_replicate``, so that
+        the product of the degrees is ``world``. Then it skips degrees that contradict a fixed
+        ``dp_replicate``.
+        """
         for degrees in chosen:
             for degree in self._choices(axis, world // degrees.world):
                 more = degrees._replace(**{axis: degree})
@@ -261,7 +292,7 @@ class Legality:
     def _choices(self, axis: str, ranks: int) -> tuple[int, ...]:
         """Return the degrees to try for an axis: the fixed degree, or all divisors of ``ranks``.
 
-        Returns an empty tuple if the fixed degree does not divide ``ranks``.
+        Returns an empty tuple if the degree is fixed and does not divide ``ranks``.
         """
         fixed = self._fix.get(axis)
         if fixed is None:
@@ -269,9 +300,10 @@ class Legality:
         return (fixed,) if ranks % fixed == 0 else ()
 
     def _with_experts(self, dense: Degrees, experts: Sequence[int]) -> Iterator[Degrees]:
-        """Extend dense degrees by every legal ``ep`` and ``etp`` with ``ep * etp > 1``.
+        """Yield ``dense`` with every legal pair of ``ep`` and ``etp``, except ``ep = etp = 1``.
 
-        ``experts`` has the values of ``ep`` to try.
+        Illegal degrees are appended to `rejected`. The values of ``ep`` are the elements of
+        ``experts``. The values of ``etp`` are 1 and ``dense.tp``.
         """
         for etp in sorted({1, dense.tp}):
             if self._fix.get("etp", etp) != etp:
@@ -280,7 +312,7 @@ class Legality:
                 degrees = dense._replace(ep=ep, etp=etp)
                 if ep * etp == 1 or not (degrees.fills_block or "ep" in self._fix):
                     continue
-                errors = self._errors(degrees, RULES_OF_EXPERTS)
+                errors = self._rule_violations(degrees, RULES_OF_EXPERTS)
                 if not degrees.fills_block:
                     errors += degree_violations(Subject(degrees=degrees._asdict()))
                 if errors:
@@ -289,21 +321,29 @@ class Legality:
                     yield degrees
 
     def _keeps(self, degrees: Degrees, axes: Sequence[str]) -> bool:
-        errors = [*self._errors(degrees, RULES), *self._estimate_violations(degrees)]
+        errors = [*self._rule_violations(degrees, RULES), *self._planner_violations(degrees)]
         if errors:
             self.reject(degrees, axes, errors)
         return not errors
 
     def reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
-        """Append a rejection to ``rejected``, with the degrees of ``axes`` only."""
+        """Append a `Rejection` to the attribute `rejected`.
+
+        Args:
+            degrees: Rejected degrees.
+            axes: Names of the axes that the rejection lists. Other axes are left out, so the
+                rejection covers all of their degrees.
+            errors: Violations of the degrees.
+        """
         named = {axis: getattr(degrees, axis) for axis in axes}
         self.rejected.append(Rejection(degrees=named, violations=(*errors,)))
 
-    def _errors(self, degrees: Degrees, rules: Sequence[Rule]) -> list[Violation]:
-        """Return the violations of some rules. Advice is left out.
+    def _rule_violations(self, degrees: Degrees, rules: Sequence[Rule]) -> list[Violation]:
+        """Return the violations of ``rules`` that have the level ``"error"``.
 
-        The result of each rule is memoized by the degrees that the rule reads. No rule is skipped
-        for a missing field, because `ModelShape` has the fields of all rules.
+        Violations with the level ``"advice"`` are left out. Every rule is evaluated, because
+        `ModelShape` has all fields that rules read. The violations of a rule are memoized by the
+        degrees that the rule reads.
         """
         errors: list[Violation] = []
         for rule in rules:
@@ -314,12 +354,18 @@ class Legality:
             errors += self._judged[key]
         return errors
 
-    def _estimate_violations(self, degrees: Degrees) -> Iterator[Violation]:
-        """Yield violations of the two rules that only the planner has."""
-        # With an adjustable schedule, each rank has at least two stages.
+    def _planner_violations(self, degrees: Degrees) -> Iterator[Violation]:
+        """Yield a violation for each broken rule that `ParallelDims.check` does not have.
+
+        - ``virtual-stages``: with ``schedule="interleaved"``, ``pp * virtual_stages`` must be at
+          most the number of layers plus 2. The 2 counts the embedding and the output matrix. If the
+          planner chooses ``virtual_stages``, the rule uses its smallest value, 2.
+        - ``shared-ffn-tp``: ``tp`` must divide `ModelShape.shared_ffn`.
+        """
+        # With a schedule in ADJUSTABLE, each rank has at least two stages.
         stages, layers = max(2, self._train.virtual_stages), self._model.layers
         adjustable = self._train.schedule in ADJUSTABLE and degrees.pp > 1
-        # The embedding and the output matrix can be two more stages, without layers.
+        # The embedding and the output matrix can be two additional stages without layers.
         if adjustable and degrees.pp * stages > layers + 2:
             reason = f"pp*virtual_stages={degrees.pp}*{stages} is more than layers={layers} "
             reason += "and both ends"
@@ -334,12 +380,21 @@ class Legality:
 
 
 def check_fixed(fix: object, model: ModelShape, world: int) -> dict[str, int]:
-    """Check the argument ``fix`` of `plan`, and return it with integers as values.
+    """Check the argument ``fix`` of `plan`, and return the fixed degrees.
 
-    If ``etp`` is fixed to more than 1, ``tp`` is fixed to the same degree.
+    Args:
+        fix: Degrees by axis name. A degree may be an integer of another type, such as
+            ``numpy.int64``.
+        model: Shape of the model.
+        world: Number of ranks.
+
+    Returns:
+        The fixed degrees as int, by axis name. If ``fix`` has ``etp`` above 1 and no ``tp``, the
+        result also has ``tp``, with the value of ``etp``.
 
     Raises:
-        ParallelDimsError: A name is unknown, or no configuration of the world has these degrees.
+        ParallelDimsError: ``fix`` is not a mapping, an axis name is unknown, or no configuration
+            with ``world`` ranks can have the fixed degrees.
     """
     if not isinstance(fix, Mapping):
         raise_errors([number_violation("fix", fix, "a mapping of degrees by name, or None")])
@@ -376,7 +431,12 @@ def _fixed_violations(
 def batch_violations(
     degrees: Degrees, train: TrainSpec, setting: Setting, micro_batch: int
 ) -> Iterator[Violation]:
-    """Yield a violation if a microbatch size is illegal for the batch or for the schedule."""
+    """Yield at most one violation of the rules for microbatches.
+
+    - ``micro_batch`` must divide the number of sequences of each data-parallel rank in one step.
+    - With pipeline stages, the schedule of ``setting`` must allow the number of microbatches. For
+      example, ``"interleaved"`` needs a multiple of ``pp``.
+    """
     dp, violations = degrees.dp, SCHEDULES[setting.schedule].violations
     local = train.global_batch // dp
     if local % micro_batch:
@@ -389,25 +449,36 @@ def batch_violations(
 
 
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
-    """Return the schedules, virtual stages and ZeRO stages to try with ``pp`` pipeline ranks."""
+    """Return one `Setting` for each combination that the planner tries with ``pp`` pipeline ranks.
+
+    A combination has a schedule, a number of virtual stages and a ZeRO stage. If ``train`` fixes
+    one of the three, all combinations have its value. The result is empty if ``train`` fixes an
+    interleaved schedule and the model has too few layers for its stages.
+    """
     zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == ANY else (train.zero,)
     if pp == 1:
         return [Setting(DEFAULT_SCHEDULE, 1, zero) for zero in zeros]
-    adjusted = _virtual_stages(model, train, pp)
+    interleaved = _virtual_stage_counts(model, train, pp)
     return [
         Setting(name, stages, zero)
         for name in (SCHEDULES if train.schedule == ANY else (train.schedule,))
-        for stages in (adjusted if name in ADJUSTABLE else [1])
+        for stages in (interleaved if name in ADJUSTABLE else [1])
         for zero in zeros
     ]
 
 
-def _virtual_stages(model: ModelShape, train: TrainSpec, pp: int) -> list[int]:
-    """Return the numbers of stages per pipeline rank to try with an adjustable schedule."""
-    given, most = train.virtual_stages, (model.layers + 2) // pp
-    if given > 1:
-        return [given] if given <= most else []
-    # Several numbers of stages can give the same number of layers per stage. Try only the smallest.
+def _virtual_stage_counts(model: ModelShape, train: TrainSpec, pp: int) -> list[int]:
+    """Return the values of `Setting.virtual_stages` to try with an interleaved schedule.
+
+    If ``train.virtual_stages`` is above 1, it is the only value. Otherwise the values are at least
+    2. The result is empty if every number of stages is too large: the stages of ``pp`` ranks are
+    at most as many as the layers, the embedding and the output matrix.
+    """
+    fixed, most = train.virtual_stages, (model.layers + 2) // pp
+    if fixed > 1:
+        return [fixed] if fixed <= most else []
+    # Several numbers of stages can give the same number of layers per stage. The smallest of these
+    # numbers is enough.
     fewest: dict[int, int] = {}
     for stages in range(2, most + 1):
         fewest.setdefault(ceil(model.layers / (pp * stages)), stages)
