@@ -1,8 +1,11 @@
-"""Constants of the cost model, and how far an estimate can be trusted.
+"""Constants of the cost model, and the expected error of an estimate.
 
-A published run is a training run whose configuration and step time are in a paper or a report. If
-the source of a constant is `FIT`, ``benchmarks/calibrate.py`` fits it to the published runs listed
-in ``benchmarks/``. An estimate is trusted if published runs with a similar configuration exist.
+A published run is a training run with a configuration and a step time in a paper or a report. The
+folder ``benchmarks/`` lists the published runs. They have two uses:
+
+- The program ``benchmarks/calibrate.py`` fits constants to the step times of the published runs.
+- The function `trust_of` finds published runs that resemble a configuration. The mean error of
+  their estimates is the expected error for the configuration.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,6 +19,7 @@ from ._configuration import Point
 from ._shape import ModelShape
 from ._train import TrainSpec
 
+# Source of constants that are fitted to published runs.
 FIT = "fit: benchmarks/calibrate.py"
 
 
@@ -27,41 +31,49 @@ def _constant(value: float, source: str) -> Any:
 class Calibration:
     """Constants of the cost model that estimates memory and time.
 
-    The same constants are used for every device, model and configuration. If your own runs differ
-    from an estimate, pass another value to the constructor. The metadata of each field names the
-    source of its default. Unless stated otherwise, an efficiency is a share of the dense peak in
-    the data sheet. An eager kernel is not fused with other kernels.
+    The same constants are used for every device, model and configuration. To change a constant,
+    pass its new value to the constructor, for example after measurements of your own runs. In the
+    metadata of a dataclass field, the key ``"source"`` has the source of the default value.
+
+    - The efficiency of matrix products and of attention is the reached speed, as a share of the
+      dense peak in the accelerator's data sheet.
+    - An eager kernel computes one operation. A fused kernel computes several operations.
 
     Args:
         master_bytes: Bytes of the float32 copy of one weight.
         half_bytes: Bytes of one bf16 weight or activation.
         logit_bytes: Bytes per logit: the bf16 value, its float32 copy, softmax and gradient.
-        eager_logit_bytes: Like ``logit_bytes``, if the loss is computed with eager kernels.
+        eager_logit_bytes: Bytes per logit if the loss is computed with eager kernels. Replaces
+            ``logit_bytes``.
         shared_loss_bytes: Additional bytes per logit if the loss is split over ``tp``.
         fused_loss_tokens: Number of tokens in one chunk of a fused loss.
-        mask_bytes: Bytes of dropout masks per element of the residual stream, for two dropouts in a
-            layer.
+        mask_bytes: Bytes of the two dropout masks of a layer, per element of the residual stream.
         score_bytes: Bytes that backward needs per attention score: score, softmax and dropout mask.
-        fragmentation: Factor on memory for blocks that the caching allocator cannot use.
-        eager_fragmentation: Like ``fragmentation``, with eager kernels.
+        fragmentation: Factor on the memory of activations, logits and buffers. It counts blocks
+            that the caching allocator cannot use.
+        eager_fragmentation: Replaces ``fragmentation`` with eager kernels.
         gemm_efficiency: Efficiency of large bf16 matrix products.
         fp8_efficiency: Efficiency of large fp8 matrix products.
         gemm_half_side: Size of a matrix dimension, in elements, at which a product reaches half of
             its efficiency if the other dimensions are large.
-        expert_half_side: Like ``gemm_half_side``, for grouped products of experts on a device with
-            a peak of 1 PFLOP/s. On other devices the size is proportional to the peak, because
+        expert_half_side: Replaces ``gemm_half_side`` for grouped products of experts, on a device
+            with a peak of 1 PFLOP/s. On other devices the size is proportional to the peak, because
             starting and ending a tile takes a fixed time.
         attention_efficiency: Efficiency of fused attention, forward and backward.
-        flash2_tflops: Peak of FlashAttention-2 on devices newer than A100, in TFLOP/s.
-        attention_half_chunk: Number of consecutive tokens per block at which attention reaches half
-            of its efficiency.
-        ring_efficiency: Factor on the speed of ring attention, for each doubling of the ring.
-        attention_backward: Time of the backward pass of attention, relative to the forward pass.
+        flash2_tflops: Upper bound on the peak for FlashAttention-2, in TFLOP/s. It applies to
+            devices newer than A100.
+        attention_half_chunk: Number of consecutive tokens of a sequence on one rank at which
+            attention reaches half of its efficiency.
+        ring_efficiency: Factor on the speed of ring attention, for each doubling of the number of
+            ranks in the ring.
+        attention_backward: Time of the backward pass of attention, divided by the time of the
+            forward pass.
         score_passes: Number of times that unfused attention reads or writes its bf16 scores.
         hbm_efficiency: Share of the memory bandwidth that elementwise kernels reach.
-        eager_passes: Memory traffic of eager elementwise kernels, relative to fused kernels.
-        elementwise_backward: Memory traffic of elementwise kernels in backward, relative to
-            forward.
+        eager_passes: Memory traffic of eager elementwise kernels, divided by the memory traffic of
+            fused kernels.
+        elementwise_backward: Memory traffic of elementwise kernels in backward, divided by their
+            memory traffic in forward.
         cast_bytes: Bytes read and written to cast one weight to fp8.
         gather_copy_bytes: Bytes read and written to copy one weight out of an all-gather's buffer.
         reduce_copy_bytes: Bytes read and written to copy one gradient into a reduce-scatter's
@@ -76,22 +88,23 @@ class Calibration:
         tp_hidden: Share of tensor-parallel communication that overlaps with computation.
         ep_hidden: Share of expert-parallel communication that overlaps with computation. DualPipe
             overlaps more, and does not use this constant.
-        stage3_collectives: Number of all-gathers of ZeRO stage 3 for one layer, one for each
-            weight. The number of reduce-scatters is the same.
+        stage3_collectives: Number of all-gathers per layer in ZeRO stage 3, one for each weight.
+            The number of reduce-scatters is the same.
         layer_seconds: Host time to launch the eager kernels of one layer, forward and backward, in
             seconds.
-        eager_hop_seconds: Additional host time of a tensor-parallel collective per hop, in seconds,
-            with eager kernels and pipeline stages on several nodes. It was measured. The reason is
-            unknown.
+        eager_hop_seconds: Additional host time per hop of a tensor-parallel collective, in seconds,
+            with eager kernels and pipeline stages on several nodes. The value was measured. The
+            cause of the additional time is unknown.
         fused_launches: Host time to launch fused kernels, as a share of ``layer_seconds``.
-        retry_share: Share of the memory limit above which the caching allocator frees its cache and
-            retries, with eager kernels.
-        retry_slowdown: Factor on the time of a microbatch if the caching allocator retries.
-        expert_layer_seconds: Time in which the host reads the number of tokens of each expert, in
-            seconds per layer.
+        retry_share: Share of the memory limit. If a configuration with eager kernels needs more,
+            the caching allocator frees its cache and retries allocations.
+        retry_slowdown: Factor on the time of a microbatch if the caching allocator retries
+            allocations.
+        expert_layer_seconds: Time in seconds in which the host reads how many tokens each expert of
+            one layer receives, forward and backward.
 
     Raises:
-        ParallelDimsError: A constant is not a finite number of at least 0.
+        ParallelDimsError: A constant is negative, infinite, NaN or not a number.
 
     Examples:
         >>> from hp_mesh.planner import CONSTANTS, Calibration
@@ -151,22 +164,25 @@ DEFAULT_CALIBRATION = Calibration()
 CONSTANTS: Mapping[str, float] = MappingProxyType(
     {each.name.upper(): getattr(DEFAULT_CALIBRATION, each.name) for each in fields(Calibration)}
 )
-"""Default value of every field of `Calibration`, by the field's name in upper case."""
+"""Default values of `Calibration`. A key is the name of a field in upper case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """Published runs that resemble a configuration, and the error of their estimates.
+    """Published training runs that resemble a configuration, and the error of their estimates.
 
-    Published runs with the same precision and the same kind of device and model form a class.
+    Published runs form a class if they have the same precision, kind of device, kind of model and
+    pipeline schedule.
 
     Args:
-        resembles: Name of the class that the configuration resembles; ``""`` without one.
-        runs: Number of published runs in the class.
-        error: Mean absolute relative error of the estimated step times in the class, or None if
-            ``runs`` is 0. Each run was estimated with constants that were fitted to the runs of
-            other sources only.
-        differs: Features of the configuration that no run of the class has, as short texts.
+        resembles: Name of the class that the configuration resembles, or ``""`` if it resembles no
+            class.
+        runs: Number of published runs in the class, or 0 if the configuration resembles no class.
+        error: Mean absolute error of the estimated step times in the class, as a share of the
+            published step times: 0.1 means 10 %. None if the configuration resembles no class. For
+            each estimate, the constants were fitted to published runs of other sources.
+        differs: One short text for each feature of the configuration that is absent from all runs
+            of the class.
 
     Examples:
         >>> print(Trust(resembles="dense", runs=2, error=0.1))
@@ -189,17 +205,18 @@ class Trust:
         )
 
 
+# For a configuration that resembles no class of published runs.
 UNKNOWN = Trust(resembles="", runs=0, error=None)
 
 
 class Published(NamedTuple):
-    """A class of published runs with the same precision, kind of device and kind of model.
+    """A class of similar published runs. The keys of `CLASSES` list what the runs have in common.
 
     Attributes:
-        name: Name of the class, such as ``"dense bf16 on H100"``.
+        name: Name of the class without its schedule, such as ``"dense bf16 on H100"``.
         runs: Number of runs in the class.
-        error: Mean absolute relative error of the estimated step times, cross-validated by
-            ``benchmarks/calibrate.py``.
+        error: Mean absolute error of the estimated step times, as a share of the published step
+            times. ``benchmarks/calibrate.py`` computes it by cross-validation.
         largest: Number of devices of the largest run.
     """
 
@@ -212,13 +229,14 @@ class Published(NamedTuple):
 AMPERE_RUNS = "dense bf16 on A100"
 DEEPSPEED_RUNS = "ZeRO stage 3 of DeepSpeed on A100"
 STAGE_3 = "ZeRO stage 3"
-# Accelerators that run the same kernels.
+# Names of accelerators. The accelerators of one tuple run the same kernels.
 AMPERE = ("A100-40", "A100-80")
 HOPPER = ("H100", "H100-96", "H800", "H200")
-# Published runs by (device family, precision, whether the model has experts). The inner key is the
-# pipeline schedule, "" without pipeline stages, or `STAGE_3` for ZeRO stage 3 of DeepSpeed. FSDP
-# is not counted as ZeRO stage 3. The error of the `STAGE_3` runs is not cross-validated: they have
-# one source only, and the formula for ZeRO stage 3 was chosen with these runs.
+# Classes of published runs. Outer key: device family, precision, and whether the model has experts.
+# Inner key: the pipeline schedule, "" without pipeline stages, or `STAGE_3` for ZeRO stage 3 of
+# DeepSpeed. Runs with FSDP and without pipeline stages have the inner key "". The error of the
+# `STAGE_3` runs is not cross-validated: all of them have the same source, and the formula for ZeRO
+# stage 3 was chosen with these runs.
 CLASSES = {
     ("ampere", "bf16", False): {
         "": Published(AMPERE_RUNS, 6, 0.04, 128),
@@ -250,9 +268,19 @@ def trust_of(
     point: Point,
     computing: float,
 ) -> Trust:
-    """Return the published runs that a configuration resembles, and how it differs from them.
+    """Return a `Trust` with the class of published runs that a configuration resembles.
 
-    ``computing`` is the share of the step time that is computation, from 0 to 1.
+    The class has the same precision, kind of device, kind of model and pipeline schedule as the
+    configuration. The configuration resembles the class if at most one of its other features is
+    absent from all runs of the class. Otherwise `Trust.runs` is 0 and `Trust.differs` lists the
+    reasons.
+
+    Args:
+        model: Shape of the model.
+        cluster: Devices and links.
+        train: Settings of the training run.
+        point: Configuration.
+        computing: Computation time divided by the step time, from 0 to 1.
     """
     degrees, setting, chip = point.degrees, point.setting, name_of(cluster.device)
     family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else ""
@@ -269,19 +297,26 @@ def trust_of(
         if kinds:
             feature += f" with {STAGE_3}" if stage_3 else f" with {schedule} pipelines"
         return Trust(resembles="", runs=0, error=None, differs=(feature,))
-    differs = tuple(_differences(published, cluster, train, point, computing))
+    differs = tuple(_absent_features(published, cluster, train, point, computing))
     error = published.error if len(differs) < 2 else None
     name = published.name if error is not None else ""
     name += f" with {schedule} pipelines" if name and schedule else ""
     return Trust(resembles=name, runs=published.runs if name else 0, error=error, differs=differs)
 
 
-def _differences(
+def _absent_features(
     published: Published, cluster: Cluster, train: TrainSpec, point: Point, computing: float
 ) -> Iterator[str]:
-    """Yield a text for each feature of the configuration that no run of the class has.
+    """Yield a short text for each feature of a configuration that a class of runs does not have.
 
-    ``computing`` is the share of the step time that is computation, from 0 to 1.
+    Features are, for example, a large ``cp`` or eager elementwise kernels.
+
+    Args:
+        published: Class of published runs.
+        cluster: Devices and links.
+        train: Settings of the training run.
+        point: Configuration.
+        computing: Computation time divided by the step time, from 0 to 1.
     """
     degrees, setting = point.degrees, point.setting
     if setting.zero == 0 and degrees.fsdp > 1:
