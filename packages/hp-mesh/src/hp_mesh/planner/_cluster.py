@@ -1,4 +1,8 @@
-"""Accelerators, clusters with their links, and the estimated time of collectives."""
+"""Accelerators, clusters with their links, and the estimated time of collectives.
+
+A group is a set of ranks that communicate with one another. One `AxisGroup` describes all groups
+along one mesh axis, such as all ``tp`` groups.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +16,11 @@ from ._fields import check_fields, optional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """Memory and peak rates of one accelerator, as in its data sheet.
+    """Memory, memory bandwidth and peak rates of one accelerator, from its data sheet.
 
     Args:
         name: Name of the device.
-        memory_gib: Memory in GiB, as the driver reports it.
+        memory_gib: Memory in GiB that the driver reports.
         tflops: Peak of dense bf16 matrix products, in TFLOP/s.
         tflops_fp8: Peak of dense fp8 matrix products, in TFLOP/s; 0 if the device has no fp8.
         hbm_gbs: Memory bandwidth in GB/s.
@@ -45,10 +49,10 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link between devices.
+    """Bandwidth and latency of the links inside a node, or of the links between nodes.
 
     Attributes:
-        bandwidth: Bytes per second of one device in one direction.
+        bandwidth: Bytes per second that one device sends in one direction.
         latency: Latency of one hop, in seconds.
     """
 
@@ -58,8 +62,8 @@ class Link:
 
 # Rates are for dense matrices, from the makers' data sheets. The driver reports the memory.
 # H100-96 has HBM2e memory and 500 W; torchtitan's published runs used it. The authors of these runs
-# say that its peak lies between the peaks of the SXM and the NVL board. The table has the peak of
-# the NVL board. Source of the TPUs: cloud.google.com/tpu/docs.
+# say that its peak is between the peaks of the SXM and the NVL board. The table has the peak of the
+# NVL board. Source of the TPUs: cloud.google.com/tpu/docs.
 _CHIPS = (
     # Name, GiB, bf16 TFLOP/s, fp8 TFLOP/s, memory GB/s, and GB/s per device and direction inside a
     # node (NVLink, Infinity Fabric, inter-chip interconnect) and between nodes (network card).
@@ -85,36 +89,43 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         for name, memory, half, quarter, bandwidth, _, _ in _CHIPS
     }
 )
-"""Known accelerators, by name."""
+"""Known accelerators. A key is the name of an accelerator, such as ``"H100"``."""
+# Bandwidths inside a node and between nodes, in GB/s.
 _LINKS: Mapping[Accelerator, tuple[float, float]] = {
     ACCELERATORS[chip[0]]: (chip[5], chip[6]) for chip in _CHIPS
 }
-# Accelerators by name in upper case. A family's name stands for its most common member.
+# Accelerators by name in upper case. The name of a family, such as A100, is an alias of its most
+# common member.
 _NAMED = {name.upper(): chip for name, chip in ACCELERATORS.items()}
 _NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
 
 
 def name_of(chip: Accelerator) -> str:
-    """Return an accelerator's name, or "a modified NAME" if it differs from `ACCELERATORS`."""
+    """Return the name of an accelerator.
+
+    The result is ``"a modified NAME"`` if the accelerator with this name in `ACCELERATORS` has
+    other field values.
+    """
     known = ACCELERATORS.get(chip.name, chip)
     return chip.name if chip == known else f"a modified {chip.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Devices in nodes, with a fast link inside a node and a slow link between nodes.
+    """Devices in nodes, with fast links inside a node and slow links between nodes.
 
     Args:
         world_size: Number of devices.
         accelerator: An `Accelerator`, or a key of `ACCELERATORS` in upper or lower case. ``"A100"``
             means A100-80.
-        ranks_per_node: Number of devices that the fast link connects: 8 for an HGX board, 72 for an
+        ranks_per_node: Number of devices that the fast links connect: 8 for an HGX board, 72 for an
             NVL72 rack.
         intra_gbs: Bandwidth of each device in one direction inside a node, in GB/s. Defaults to the
             usual bandwidth of the accelerator. Required if the accelerator is not in
             `ACCELERATORS`.
-        inter_gbs: Bandwidth of each device in one direction between nodes, in GB/s. Default and
-            requirement are as for ``intra_gbs``.
+        inter_gbs: Bandwidth of each device in one direction between nodes, in GB/s. Defaults to the
+            usual bandwidth of the accelerator. Required if the accelerator is not in
+            `ACCELERATORS`.
         intra_us: Latency of one hop inside a node, in microseconds.
         inter_us: Latency of one hop between nodes, in microseconds.
         memory_fraction: Share of a device's memory that a plan may use. Defaults to
@@ -153,18 +164,18 @@ class Cluster:
 
     @property
     def device(self) -> Accelerator:
-        """The accelerator as an `Accelerator`, even if it was given by name."""
+        """The `Accelerator`, also if the constructor received its name."""
         return cast(Accelerator, self.accelerator)  # `__post_init__` replaced the name
 
     @property
     def fast(self) -> Link:
-        """Link inside a node, with ``intra_gbs`` or else the accelerator's usual bandwidth."""
+        """`Link` inside a node. Uses the accelerator's usual bandwidth if ``intra_gbs`` is None."""
         bandwidth = self.intra_gbs or _LINKS[self.device][0]
         return Link(bandwidth=bandwidth * 1e9, latency=self.intra_us * 1e-6)
 
     @property
     def slow(self) -> Link:
-        """Link between nodes, with ``inter_gbs`` or else the accelerator's usual bandwidth."""
+        """`Link` between nodes. Uses the accelerator's usual bandwidth if ``inter_gbs`` is None."""
         bandwidth = self.inter_gbs or _LINKS[self.device][1]
         return Link(bandwidth=bandwidth * 1e9, latency=self.inter_us * 1e-6)
 
@@ -182,16 +193,20 @@ def _device_violations(cluster: Cluster) -> Iterator[Violation]:
 
 
 def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the groups over which dense layers communicate, by name.
+    """Return the groups over which dense layers communicate, as one `AxisGroup` per key.
 
     | key | group |
     |---|---|
-    | ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``pp`` | the axis with this name |
-    | ``dense`` | ranks that sum the gradients of one parameter |
+    | ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``pp`` | ranks along the axis of this name |
+    | ``dense`` | ranks that sum the gradients of a dense parameter |
     | ``ring`` | ranks of ``cp`` that exchange keys and values |
     | ``ulysses`` | ranks of ``cp`` that exchange heads |
 
-    ``dense`` is ``fsdp``, or all ranks of ``loss`` if parameters are ``replicated`` (ZeRO stage 0).
+    Args:
+        layout: Ranks of all axes.
+        replicated: True for ZeRO stage 0. Then the value of ``dense`` is the group of the axis
+            ``loss``, which has all ranks of ``dp_replicate`` and ``fsdp``. Otherwise it is the
+            group of the axis ``fsdp``.
     """
     axes = ("tp", "cp", "fsdp", "dp_replicate", "pp")
     groups = {name: layout.axis_group(name) for name in axes}
@@ -204,22 +219,34 @@ def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, Axis
 
 
 def expert_groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the groups over which experts communicate, by name.
+    """Return the groups over which experts communicate, as one `AxisGroup` per key.
 
-    Ranks of ``ep`` send tokens to experts. Ranks of ``efsdp`` sum the gradients of an expert. If
-    parameters are ``replicated`` (ZeRO stage 0), the value of the key ``efsdp`` is the axis
-    ``ep_replicate``.
+    | key | group |
+    |---|---|
+    | ``ep`` | ranks that send tokens to the experts of one another |
+    | ``efsdp`` | ranks that sum the gradients of an expert |
+
+    Args:
+        layout: Ranks of all axes.
+        replicated: True for ZeRO stage 0. Then all ranks with a copy of the expert sum its
+            gradients: the value of the key ``efsdp`` is the group of the axis ``ep_replicate``,
+            which has all ranks of ``dp_replicate`` and ``efsdp``. Otherwise it is the group of the
+            axis ``efsdp``.
     """
     shared = layout.axis_group("ep_replicate" if replicated else "efsdp")
     return {"ep": layout.axis_group("ep"), "efsdp": shared}
 
 
 class Links:
-    """Estimates the time of collectives, as latency plus transferred bytes over bandwidth.
+    """Estimates the time of collectives over the links of a cluster.
 
-    Sizes are in bytes, times in seconds. All-gather and reduce-scatter are ring algorithms (Thakur
-    et al., Optimization of Collective Communication Operations in MPICH). If a group has several
-    ranks in a node, their network cards share the traffic between nodes.
+    The time is the latency plus the number of transferred bytes divided by the bandwidth. Sizes are
+    in bytes, and times are in seconds.
+
+    - All-gather and reduce-scatter use a ring of ranks (Thakur et al., Optimization of Collective
+      Communication Operations in MPICH).
+    - If a group has several ranks in each node, the traffic between nodes is split over the network
+      cards of these ranks.
 
     Args:
         cluster: Devices and links.
@@ -235,13 +262,16 @@ class Links:
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
     def ranks_on_node(self, group: AxisGroup) -> int:
-        """Return the number of a group's ranks in one node; the smallest number if nodes differ."""
+        """Return the smallest number of ranks that a group has on one node.
+
+        Nodes without a rank of the group do not count.
+        """
         if group not in self._shared:
             self._shared[group] = group.on_one_node(self._node, self._world)
         return self._shared[group]
 
     def crosses(self, group: AxisGroup) -> bool:
-        """Return whether the ranks of a group are on several nodes."""
+        """Return True if the ranks of a group are on several nodes."""
         return self.ranks_on_node(group) < group.size
 
     def gather(self, group: AxisGroup, size: float) -> float:
@@ -254,15 +284,16 @@ class Links:
     def latency(self, group: AxisGroup) -> float:
         """Return the latency of an all-gather or a reduce-scatter, in seconds.
 
-        A ring of ``n`` ranks takes ``n - 1`` steps. Each step waits for the slowest hop.
+        A ring of ``n`` ranks takes ``n - 1`` steps. Each step takes the latency of the slowest hop.
         """
         _, latency = self._slow if self.crosses(group) else self._fast
         return (group.size - 1) * latency
 
     def transfer(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-gather or a reduce-scatter without latency, in seconds.
+        """Return the transfer time of an all-gather or a reduce-scatter, in seconds.
 
-        ``size`` is the number of bytes of the whole, unsharded tensor.
+        The result does not include the latency. ``size`` is the number of bytes of the whole,
+        unsharded tensor.
         """
         if group.size == 1:
             return 0.0
@@ -273,11 +304,14 @@ class Links:
         return size * (group.size - 1) / group.size / bandwidth
 
     def all_reduce(self, group: AxisGroup, size: float) -> float:
-        """Return the time of an all-reduce of ``size`` bytes on each rank, in seconds."""
+        """Return the time of an all-reduce, in seconds. Each rank has ``size`` bytes."""
         return 2 * self.gather(group, size)
 
     def all_to_all(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds of an all-to-all in which each rank sends ``size`` bytes in total."""
+        """Return the time of an all-to-all, in seconds.
+
+        ``size`` is the number of bytes that one rank sends to all ranks of the group together.
+        """
         if group.size == 1:
             return 0.0
         fast, latency = self._fast
@@ -290,15 +324,16 @@ class Links:
         return (group.size - members) * slow_latency + max(inside, outside)
 
     def dispatch(self, group: AxisGroup, size: float, inside: float, outside: float) -> float:
-        """Return the time of sending the tokens of every rank to their experts, in seconds.
+        """Return the time in which all ranks send their tokens to the experts, in seconds.
 
-        The links inside and between nodes work at the same time. All messages are sent at once.
+        All messages start at the same time, so the latency of each kind of link counts once.
+        Transfers inside a node overlap with transfers between nodes.
 
         Args:
             group: Ranks that have the experts.
-            size: Number of bytes of one rank's tokens.
-            inside: Number of times that each token is sent inside a node, on average.
-            outside: Number of times that each token is sent between nodes, on average.
+            size: Number of bytes of the tokens of one rank, with each token counted once.
+            inside: Mean number of transfers of one token over links inside nodes.
+            outside: Mean number of transfers of one token over links between nodes.
         """
         if group.size == 1:
             return 0.0
@@ -309,7 +344,7 @@ class Links:
         return slow_latency + latency + max(inside * size / fast, outside * size / slow)
 
     def send(self, group: AxisGroup, size: float) -> float:
-        """Return the seconds of sending ``size`` bytes from a rank to the next one of its group."""
+        """Return the time of sending ``size`` bytes to the next rank of the group, in seconds."""
         if group.size == 1:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast
