@@ -20,38 +20,49 @@ SHARES = ("memory_fraction",)  # names of fields whose largest value is 1
 def option(
     help: str, *, unit: str = "", choices: tuple[object, ...] = (), zero: bool = False
 ) -> dict[str, Any]:
-    """Return metadata for a dataclass field. The command line makes an option from it.
+    """Return the metadata of a dataclass field from which the command line makes an option.
+
+    The command line makes a flag, which takes no value, if the field has no unit and no choices.
 
     Args:
         help: Help text of the option. The command line appends the default.
-        unit: Unit of a numeric field. A field with neither unit nor choices is a flag.
-        choices: Legal values. If the default is None, it is legal too.
+        unit: Unit of a numeric field, such as ``"tokens"``. Empty for other fields.
+        choices: Legal values, or an empty tuple if the type determines them. None is also legal if
+            it is the default.
         zero: If True, a number may be 0.
+
+    Returns:
+        A dict with the four arguments. The keys are their names.
     """
     return {"help": help, "unit": unit, "choices": choices, "zero": zero}
 
 
 def optional(default: object, help: str, **metadata: Any) -> Any:
-    """Return a dataclass field with a default and the metadata that `option` returns."""
+    """Return a dataclass field with a default.
+
+    ``help`` and ``metadata`` are arguments of `option`, which makes the metadata of the field.
+    """
     return field(default=default, metadata=option(help, **metadata))
 
 
 def check_fields(values: Any) -> list[Violation]:
-    """Check every field of a frozen dataclass, and return the violations.
+    """Return the violations of all fields of a frozen dataclass.
 
-    Integers of other types, such as those of NumPy, are converted to int first. If the default of a
-    field is None, the value None is legal, and the field is checked after the others. Other values
-    are checked by the type of the field:
+    The function first converts NumPy integers and other integer types to int, in place. Then it
+    checks each field:
 
-    | type | legal values |
+    | field | legal values |
     |---|---|
-    | a field with ``choices`` | one of the choices |
-    | bool | True and False |
-    | int | at least 1 |
-    | float | finite and above 0; fields in `SHARES`: at most 1 |
-    | others | not checked here |
+    | with ``choices`` in its metadata | one of the choices |
+    | of type bool | True and False |
+    | of type int | integers from 1 |
+    | of type float | finite numbers above 0; for names in `SHARES` at most 1 |
+    | of another type | all values |
 
-    0 is also legal for a number if the default is 0, or if the metadata has ``zero=True``.
+    - 0 is a legal number if the default is 0 or the metadata has ``zero=True``.
+    - None is legal if it is the default.
+
+    The violations of fields with the default None are at the end of the list.
     """
     optional_last = sorted(fields(values), key=lambda each: each.default is None)
     every = {each: (each.type, *get_args(each.type)) for each in optional_last}
@@ -79,7 +90,7 @@ def check_fields(values: Any) -> list[Violation]:
 def _choice_violations(
     name: str, value: object, choices: tuple[object, ...]
 ) -> Iterator[Violation]:
-    # Types are compared too, because True == 1: the choice True does not make 1 legal.
+    # Types are compared too, because True equals 1, but the choice True does not make 1 legal.
     typed = [(choice, type(choice) is bool) for choice in choices]
     if (value, type(value) is bool) not in typed:
         yield number_violation(name, value, join_words(map(repr, choices)))
