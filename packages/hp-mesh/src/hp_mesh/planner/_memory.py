@@ -18,20 +18,35 @@ from ._train import RECOMPUTE, Recompute, TrainSpec
 class RankMemory(NamedTuple):
     """Memory of the first or the last pipeline rank, for any microbatch size.
 
+    Most numbers are for one rank. The numbers "per token" are for one token of one microbatch. To
+    get bytes, multiply them by the number of tokens of a microbatch on the rank, and by the number
+    of microbatches in the table:
+
+    | attribute | number of microbatches |
+    |---|---|
+    | ``activations``, first number | microbatches in flight |
+    | ``activations``, second number | 1 |
+    | ``buffers`` | 1 |
+    | ``outputs`` | microbatches in flight |
+    | ``received`` | all microbatches of a step |
+
     Attributes:
         layers: Number of layers on the rank.
-        in_flight: Largest number of microbatches whose activations are saved at the same time.
-        activations: For each kind of recomputation, two numbers of bytes per token of a microbatch:
-            activations that all layers save in forward, and additional activations while backward
-            recomputes one layer.
+        in_flight: Largest number of microbatches in flight: microbatches with saved activations at
+            the same time.
+        activations: Two numbers of bytes per token for each kind of recomputation. The first number
+            has the activations that all layers of the rank save in forward. The second number has
+            the additional activations while backward recomputes one layer.
         parameters: Bytes of parameters.
         gradients: Bytes of gradients.
         optimizer: Bytes of optimizer state.
         gathered: Bytes of unsharded parameters and gradients that exist during the whole step.
-        passing: Bytes of unsharded parameters and gradients of the layer that is being computed.
-        rows: Bytes of communication buffers, per token of a microbatch.
-        outputs: Bytes of saved stage outputs, per token of each microbatch in flight.
-        received: Bytes of receive buffers, per token of every microbatch of the step.
+        backward_layer: Bytes of unsharded parameters and gradients of the layer that backward
+            computes. They are freed after the backward pass of the layer.
+        buffers: Bytes per token of buffers for tensor-parallel and expert-parallel communication.
+        outputs: Bytes per token of the outputs of pipeline stages, which are saved for backward.
+        received: Bytes per token of the buffers in which a rank receives inputs and gradients from
+            other pipeline ranks. 0 unless ``receive_buffers="all"`` in `TrainSpec`.
         logits: Number of logits per token; 0 on a rank without the output matrix.
     """
 
@@ -42,22 +57,23 @@ class RankMemory(NamedTuple):
     gradients: float
     optimizer: float
     gathered: float
-    passing: float
-    rows: float
+    backward_layer: float
+    buffers: float
     outputs: float
     received: float
     logits: float
 
 
 def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, int]:
-    """Return two numbers of layers: of the largest pipeline rank, and of the last one.
+    """Return the largest number of layers on a pipeline rank, and the number on the last rank.
 
-    The last rank has fewer layers because it also has the output matrix.
+    The last rank also has the output matrix, so it may have fewer layers than the other ranks.
 
-    - With one stage per rank, the numbers are chosen so that the slowest rank takes the least time.
-    - With several virtual stages per rank, all stages have the same number of layers if possible.
-      Otherwise the first and the last stage have fewer. Megatron-LM does the same if it counts the
+    - If ``virtual_stages`` is 1, the numbers minimize the time of the slowest rank.
+    - If ``virtual_stages`` is above 1, all stages have the same number of layers if possible.
+      Otherwise the first and the last stage have fewer layers, as in Megatron-LM if it counts the
       embedding and the loss as layers.
+    - If ``pp`` is 1, both numbers are the number of layers of the model.
     """
     layers = model.layers
     if pp == 1:
@@ -79,18 +95,24 @@ def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, 
 
 
 class MemoryModel:
-    """Estimates the memory of training one model, for any configuration.
+    """Estimates the memory of one rank for any configuration of a training run.
 
-    | content | source |
+    | memory | source of the formula |
     |---|---|
-    | states | ZeRO stages (arXiv 1910.02054, section 5); ``fsdp`` or ``efsdp`` shards them |
+    | parameters, gradients, optimizer state | ZeRO stages (arXiv 1910.02054, section 5) |
     | activations | arXiv 2205.05198, sections 4 and 5, with sequence parallelism |
-    | eager elementwise kernels | measured with nanotron |
+    | activations of eager elementwise kernels | measurements with nanotron |
 
-    The formulas for activations are extended to gated feed-forward layers and grouped-query
-    attention. Fused kernels save fewer activations and have no dropout masks. Eager elementwise
-    kernels save all their outputs, and one gathered input of a tensor-parallel matrix product in
-    each layer.
+    - The class adds gated feed-forward layers and grouped-query attention to the formulas of the
+      publication.
+    - Fused kernels save fewer activations and have no dropout masks.
+    - Eager elementwise kernels save all their outputs. Each layer also saves the all-gathered input
+      of one tensor-parallel matrix product.
+
+    Args:
+        model: Shape of the model.
+        train: Settings of the training run.
+        calibration: Constants of the cost model.
     """
 
     def __init__(self, model: ModelShape, train: TrainSpec, calibration: Calibration) -> None:
@@ -110,7 +132,10 @@ class MemoryModel:
         self._logit_tokens = calibration.fused_loss_tokens if train.fused_loss else float("inf")
 
     def ranks(self, degrees: Degrees, setting: Setting) -> tuple[RankMemory, ...]:
-        """Return the memory of the first and the last pipeline rank; of one rank if ``pp`` is 1."""
+        """Return one `RankMemory` for the first and one for the last pipeline rank.
+
+        The tuple has only one `RankMemory` if ``pp`` is 1.
+        """
         pp, tp, ep, etp = degrees.pp, degrees.tp, degrees.ep, degrees.etp
         key = setting, pp, tp, ep, etp, degrees.fsdp, degrees.dp > 1
         if key not in self._ranks:
@@ -121,14 +146,15 @@ class MemoryModel:
         return self._ranks[key]
 
     def need(self, point: Point, ranks: tuple[RankMemory, ...]) -> tuple[float, ...]:
-        """Return the memory of the rank that needs most, in bytes, by content.
+        """Return the memory of the rank that needs most.
 
         Args:
             point: Configuration.
             ranks: Result of the method `ranks` for the configuration.
 
         Returns:
-            One number for each field of `MemorySplit`, in the same order.
+            Six numbers of bytes, in the order of the fields of `MemorySplit`: parameters,
+            gradients, optimizer state, activations, logits and buffers.
         """
         tokens = point.micro_batch * self._train.seq_len / point.degrees.cp
         first = self._need(point, ranks[0], tokens)
@@ -142,10 +168,10 @@ class MemoryModel:
         saved, working = rank.activations[point.recompute]
         logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
         # The logits are freed before backward recomputes a layer, so both can use the same memory.
-        again = max(0.0, tokens * working + rank.passing - logits)
+        again = max(0.0, tokens * working + rank.backward_layer - logits)
         activations = factor * (tokens * saved * in_flight + again)
-        rows = rank.rows + rank.outputs * in_flight + rank.received * point.microbatches
-        buffers = factor * (rank.gathered + tokens * rows)
+        per_token = rank.buffers + rank.outputs * in_flight + rank.received * point.microbatches
+        buffers = factor * (rank.gathered + tokens * per_token)
         states = rank.parameters, rank.gradients, rank.optimizer
         return (*states, activations, factor * logits, buffers)
 
@@ -155,9 +181,10 @@ class MemoryModel:
         gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
         layers = self._stage_layers(pp, setting.virtual_stages)[last]
         expert_layers = min(layers, model.expert_layers)
-        # Numbers of parameters. `ends`: embedding and output matrix. `whole`: all of the pipeline
-        # rank before sharding. `owned`: after sharding. `layer`: the largest layer. `sharded`,
-        # `sharded_layer`: the part that is sharded over more than one rank.
+        # Numbers of parameters. `ends`: embedding and output matrix. `whole`: all parameters of the
+        # pipeline rank before sharding. `owned`: the parameters of one rank after sharding.
+        # `layer`: the largest layer before sharding. `sharded`, `sharded_layer`: the parameters of
+        # `whole` and of `layer` that are sharded over more than one rank.
         blocks = (layers - expert_layers) * self._dense_layer + expert_layers * self._shared_layer
         ends = (first + (last and not (first and model.tied))) * model.embedding_parameters / tp
         dense = blocks / tp + ends
@@ -170,17 +197,18 @@ class MemoryModel:
         layer += layer_experts
 
         parameters, gradients, optimizer = master * owned, gradient * owned, moments * owned
-        gathered = passing = 0.0
+        gathered = backward_layer = 0.0
         if zero is None and pp > 1:
-            # FSDP gathers and reduces once per step, so everything stays unsharded in between.
+            # FSDP all-gathers parameters and reduces gradients once per step. They are unsharded
+            # from the start to the end of the step.
             gathered = half * whole + gradient * sharded
         elif zero in (None, 3):
             # Unsharded parameters of the current layer, the prefetched layer and the ends.
             gathered = half * (2 * layer + ends)
-            passing = (half + gradient) * sharded_layer
+            backward_layer = (half + gradient) * sharded_layer
         elif zero == 2:
             parameters += half * whole
-            passing = gradient * sharded_layer
+            backward_layer = gradient * sharded_layer
         else:
             share = owned if zero == 1 else whole
             parameters = half * whole + master * share
@@ -191,24 +219,27 @@ class MemoryModel:
         if pp > 1:
             parameters += (SCHEDULES[setting.schedule].weight_copies - 1) * half * whole
         in_flight, outputs, received = self._pipeline_buffers(degrees, setting, last=last)
-        rows, logits = 0.0, model.vocab / tp if last else 0.0
+        buffers, logits = 0.0, model.vocab / tp if last else 0.0
         if tp > 1:
             # Inputs that are gathered over tp, and their gradients before the reduce-scatter.
-            rows += 2 * half * model.hidden
+            buffers += 2 * half * model.hidden
             if self._logit_tokens == float("inf"):
-                rows += self._shared_loss_bytes * logits
+                buffers += self._shared_loss_bytes * logits
         if expert_layers:
             routed = model.top_k / (tp if degrees.etp == 1 else 1)
-            rows += 4 * half * routed * model.hidden
+            buffers += 4 * half * routed * model.hidden
         return RankMemory(
             layers, in_flight, self._activations(degrees, layers, expert_layers), parameters,
-            gradients, optimizer, gathered, passing, rows, outputs, received, logits,
+            gradients, optimizer, gathered, backward_layer, buffers, outputs, received, logits,
         )  # fmt: skip
 
     def _pipeline_buffers(
         self, degrees: Degrees, setting: Setting, *, last: bool
     ) -> tuple[float, float, float]:
-        """Return `in_flight`, `outputs` and `received` of `RankMemory`, in this order."""
+        """Return the values of `in_flight`, `outputs` and `received` of `RankMemory`.
+
+        ``last`` is True for the last pipeline rank, and False for the first.
+        """
         pp, stages = degrees.pp, setting.virtual_stages
         if pp == 1:
             return 1.0, 0.0, 0.0
@@ -225,9 +256,9 @@ class MemoryModel:
     def _activations(
         self, degrees: Degrees, layers: int, expert_layers: int
     ) -> Mapping[Recompute, tuple[float, float]]:
-        """Return the field `activations` of `RankMemory`, for a rank with ``layers`` layers.
+        """Return `RankMemory.activations` for a pipeline rank with ``layers`` layers.
 
-        ``expert_layers`` is the number of layers with experts among them.
+        ``expert_layers`` of the ``layers`` layers have experts.
         """
         key = degrees.tp, degrees.etp, layers, expert_layers
         if key not in self._saved:
@@ -247,7 +278,7 @@ class MemoryModel:
         return self._saved[key]
 
     def _layer(self, recompute: Recompute, tp: int, etp: int, *, experts: bool) -> float:
-        """Return the activations that one layer saves on each rank, in bytes per token."""
+        """Return the bytes per token that one layer saves on each rank in forward."""
         model, constants, fused = self._model, self._constants, self._train.fused
         hidden, attention = model.hidden, model.attention_width
         half = constants.half_bytes
