@@ -1,7 +1,10 @@
-"""Searches: rank all configurations, estimate one, find the smallest world, and give hints.
+"""Searches for configurations of a training run, and estimates of one configuration.
 
-A configuration has degrees, a microbatch size, a kind of recomputation and a setting (pipeline
-schedule and ZeRO stage).
+A configuration has degrees, a microbatch size, a kind of recomputation and a `Setting`: a pipeline
+schedule with its number of virtual stages, and a ZeRO stage.
+
+A configuration fits if its memory is at most the memory limit of a device. It is borderline if its
+memory is above the limit by a factor of at most `BORDER`. Otherwise it does not fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,9 +60,9 @@ from ._train import ANY, RECOMPUTE, Recompute, TrainSpec
 
 # `progress` is called once for this number of estimated sets of degrees.
 REPORTED = 256
-# Options of `TrainSpec` that `hints` tries, with the value to try. "any" tries all values in one
-# search. An option is missing here if it changes hardware or numerics, if no value is faster than
-# the default, or if the planner already chooses the value.
+# Keys: options of `TrainSpec` that the function `hints` tries. Values: the value to try. "any"
+# tries all values in one search. An option is absent if it needs other hardware or changes
+# numerics, if no value is faster than the default, or if the planner already chooses the value.
 HINTED: Mapping[str, Any] = {
     "fused_loss": True,
     "schedule": ANY,
@@ -67,21 +70,25 @@ HINTED: Mapping[str, Any] = {
     "context": "all-gather",
     "dispatch": "copies",
 }
-# An option has no effect if the degree of its axis is 1.
+# Keys: options of `TrainSpec`. Values: axes. An option has no effect if the degree of the axis
+# is 1.
 HINTED_AXES = {"schedule": "pp", "context": "cp", "dispatch": "ep"}
 DEFAULTS = {option.name: option.default for option in fields(TrainSpec)}
-# Smallest reduction of the step time that makes a hint, as a share of the step time.
+# Smallest reduction of the step time for which `hints` returns an option, as a share of the time.
 GAIN = 0.01
 MOST_HINTS = 3
-LIKELY = 100  # number of configurations of each class with which `hints` tries an option
+# Number of configurations of each class in `CLASSES` with which `hints` first tries an option.
+LIKELY = 100
 
 
 class Found(NamedTuple):
-    """An estimated configuration. Sorting such tuples gives the order of a plan.
+    """A configuration with its class and cost. A sorted list has the best configuration first.
 
     Attributes:
-        fit: Index in `CLASSES`: 0 if the configuration fits, 1 if it is borderline, else 2.
-        cost: Seconds of one step, or bytes of memory if ``fit`` is 2.
+        fit: 0 if the configuration fits, 1 if it is borderline, 2 if it does not fit. The number is
+            an index in `CLASSES`.
+        cost: Estimated time of one step in seconds if ``fit`` is 0 or 1. Needed bytes of memory if
+            ``fit`` is 2.
         point: The configuration.
     """
 
@@ -99,27 +106,32 @@ def plan(
     calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Rank all valid configurations of a run, and list why the others are rejected.
+    """Rank all valid configurations of a training run, and list the rejected degrees.
 
-    Tries every set of degrees for the world size. If ``train`` leaves the microbatch size, the
-    recomputation, the schedule or the ZeRO stage open, each set of degrees gets the fastest values
-    that fit. All configurations have ``ep_mode="folded"`` and the default order of axes. `estimate`
-    also accepts other modes and orders. The result is deterministic. The function does not need
-    torch and does not communicate.
+    The function tries every set of degrees for the world size. For each set of degrees it chooses
+    the microbatch size, the recomputation, the schedule and the ZeRO stage, unless ``train`` fixes
+    them. It chooses the values with the shortest step time among the values that fit into memory.
+    If no values fit, the configuration is at the end of the plan, as borderline or too large.
+
+    All configurations have ``ep_mode="folded"`` and the default order of axes. `estimate` also
+    accepts other modes and orders. The result is deterministic. The function does not need torch
+    and does not communicate.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
-        fix: Degrees by name, such as ``{"tp": 8}``. Only configurations with these degrees are
-            tried. Names are ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep`` and
-            ``etp``. By default no degree is fixed.
+        fix: Degrees that every configuration must have, such as ``{"tp": 8}``. The keys may be
+            ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep`` and ``etp``. By default
+            no degree is fixed.
         calibration: Constants of the cost model.
-        progress: Called repeatedly with two numbers: how many sets of degrees are estimated, and
-            how many there are.
+        progress: Called repeatedly with two integers: the number of sets of degrees that are
+            estimated so far, and the number of all sets.
 
     Returns:
-        The plan. ``best`` is the recommended configuration, and ``candidates`` has all of them.
+        A `Plan`. Its attribute ``best`` is the recommended configuration, or None if no
+        configuration is valid. ``candidates`` has all valid configurations, and ``rejected`` has
+        the rejected degrees with the rules that they break.
 
     Raises:
         ParallelDimsError: An argument has a wrong type, the accelerator has no fp8 peak for
@@ -187,15 +199,18 @@ def estimate(
     Args:
         model: Shape of the model.
         cluster: Devices and links.
-        train: Batch, precision, recomputation and schedule. Open values are chosen as in `plan`.
+        train: Batch, precision, recomputation and schedule. The function chooses values that
+            ``train`` does not fix, in the same way as `plan`.
         dims: Degrees. If they have no world size, they are resolved for ``cluster.world_size``.
-        micro_batch: Number of sequences per microbatch. Defaults to ``train.micro_batch``.
+        micro_batch: Number of sequences per microbatch on each data-parallel rank. Defaults to
+            ``train.micro_batch``.
         recompute: Kind of recomputation, as in `TrainSpec`. Defaults to ``train.recompute``.
         calibration: Constants of the cost model.
 
     Returns:
-        The configuration with its estimated memory and time. ``violations`` is empty if the
-        configuration fits into memory. ``trust`` says how reliable the estimate is.
+        A `Candidate`: the configuration with its estimated memory and time. Its attribute
+        ``violations`` is empty if the configuration fits into memory. ``trust`` has the expected
+        error of the estimate.
 
     Raises:
         ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
@@ -242,15 +257,16 @@ def compare(
     Args:
         model: Shape of the model.
         cluster: Devices and links.
-        train: Batch, precision, recomputation and schedule. Open values are chosen separately for
-            each of the two configurations.
+        train: Batch, precision, recomputation and schedule. Values that ``train`` does not fix are
+            chosen separately for each of the two configurations.
         dims: Degrees of the configuration.
         calibration: Constants of the cost model.
-        progress: Called repeatedly with two numbers: how many sets of degrees are estimated, and
-            how many there are.
+        progress: Called repeatedly with two integers: the number of sets of degrees that are
+            estimated so far, and the number of all sets.
 
     Returns:
-        Both configurations, and their differences in each part of memory and step time.
+        A `Comparison`: both configurations, and the difference in each part of memory and step
+        time.
 
     Raises:
         ParallelDimsError: The configuration breaks at least one rule. The error lists all of them.
@@ -278,7 +294,8 @@ def smallest_world(
     """Find the smallest number of devices, in whole nodes, on which a run fits into memory.
 
     The search tries 1, 2, 4, 8, ... nodes until the run fits. Then it tries at most seven numbers
-    of devices between the last two, so the run may also fit on slightly fewer devices.
+    of devices between the last two numbers of nodes. It does not try every number, so the run may
+    also fit on slightly fewer devices.
 
     Args:
         model: Shape of the model.
@@ -286,8 +303,8 @@ def smallest_world(
         train: Batch, precision, recomputation and schedule.
         largest: Largest number of devices to try.
         calibration: Constants of the cost model.
-        progress: Called repeatedly with two numbers: how many world sizes were tried, and an upper
-            bound on how many will be tried.
+        progress: Called repeatedly with two integers: the number of world sizes that were tried so
+            far, and an upper bound on the number of world sizes that the search tries.
 
     Returns:
         The number of devices, or None if the run does not fit on ``largest`` devices.
@@ -327,19 +344,20 @@ def smallest_world(
 
 
 def hints(plan: Plan) -> tuple[Hint, ...]:
-    """Find options of `TrainSpec` that would make the best configuration of a run faster.
+    """Find options of `TrainSpec` that shorten the step time of the best configuration of a run.
 
-    Changes one option at a time, if it has its default value in the run. Options that need other
-    hardware or change numerics are not tried. `plan` does not compute hints, because each hint
-    needs one more search.
+    The function changes one option at a time, and only options that have their default value in the
+    run. It does not try options that need other hardware or change numerics. `plan` does not
+    compute hints, because each hint needs one more search.
 
     Args:
         plan: Result of `hp_mesh.planner.plan`.
 
     Returns:
-        At most three hints, in order of step time. With a hint's option, the best configuration
-        takes at least 1 % less time. If nothing fits in ``plan``, the hints are options with which
-        a configuration fits.
+        At most three hints, the shortest step time first. A hint has an option, a value, and the
+        step time of the best configuration with this value, in seconds. The step time is at least
+        1 % shorter than without the option. If no configuration of ``plan`` fits into memory, at
+        least one configuration fits with the option of each hint.
 
     Raises:
         ParallelDimsError: ``plan`` is not a `Plan`.
@@ -362,11 +380,11 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
 
 
 def _likely_hints(given: Plan) -> Iterator[Hint]:
-    """Yield a hint with a first estimate of the step time for each option of `HINTED`.
+    """Yield one hint for each option of `HINTED` with which a configuration fits into memory.
 
-    An option is left out if no configuration fits with it. Only the first `LIKELY` configurations
-    of each class of the plan (fits, borderline, too large) are tried. So a search over all
-    configurations may find a faster one.
+    The step time of the hint is an upper bound. The function tries only the first `LIKELY`
+    configurations that fit, the first `LIKELY` borderline configurations, and the first `LIKELY`
+    configurations that are too large. A search over all configurations may find a shorter time.
     """
     classes = given.fits, given.borderline, given.too_large
     likely = [degrees_of(one.dims) for candidates in classes for one in candidates[:LIKELY]]
@@ -387,9 +405,10 @@ def _likely_hints(given: Plan) -> Iterator[Hint]:
 
 
 def _planned_seconds(given: Plan, hint: Hint) -> float:
-    """Return the step time of the best configuration with a hint's option, in seconds.
+    """Search all configurations with the option of a hint, and return the best step time.
 
-    Tries all configurations. Returns infinity if none is valid.
+    The time is the step time of the recommended configuration, in seconds. It is infinity if no
+    configuration is valid.
     """
     changes: dict[str, Any] = {hint.field: hint.value}
     train = replace(given.train, **changes)
@@ -398,17 +417,17 @@ def _planned_seconds(given: Plan, hint: Hint) -> float:
 
 
 class Search:
-    """Estimates memory and time of any configuration of one run.
+    """Estimates memory and time of the configurations of one training run.
 
-    Intermediate results that several configurations have in common are memoized.
+    Results that several configurations use, such as groups of ranks, are memoized.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
         calibration: Constants of the cost model.
-        dims: Degrees to estimate, if only one configuration is estimated. By default, all degrees
-            are estimated with ``ep_mode="folded"`` and the default order of axes.
+        dims: The only configuration to estimate, with its ``ep_mode`` and order of axes. If None,
+            all degrees can be estimated, with ``ep_mode="folded"`` and the default order of axes.
     """
 
     def __init__(
@@ -426,8 +445,8 @@ class Search:
         share = train.memory_fraction if share is None else share
         self._limit = cluster.device.memory_gib * GIB * share
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
-        # The kinds of recomputation to try, the fastest first. "selective" is left out with fused
-        # kernels, because it is the same as "none" then.
+        # The kinds of recomputation to try, the fastest first. With fused kernels, "selective" is
+        # left out, because it equals "none".
         kinds = [kind for kind in RECOMPUTE if kind != "selective" or not train.fused]
         self._kinds = [train.recompute] if train.recompute else kinds
         self._settings: dict[int, list[Setting]] = {}
@@ -435,11 +454,12 @@ class Search:
         self._communications: dict[Degrees, tuple[Mapping[str, AxisGroup], Traffic]] = {}
 
     def best(self, degrees: Degrees) -> tuple[Found | None, tuple[Violation, ...]]:
-        """Choose the best microbatch size, recomputation and setting for a set of degrees.
+        """Choose the best microbatch size, recomputation and `Setting` for a set of degrees.
 
         Returns:
-            The best configuration and an empty tuple. If no microbatch size is legal, returns None
-            and the broken rules.
+            - The best configuration, or None if no microbatch size is legal.
+            - The violations that make the microbatch sizes illegal. Empty if the first element is
+              not None.
         """
         train, given = self._train, self._train.micro_batch
         sizes = divisors(train.global_batch // degrees.dp) if given is None else (given,)
@@ -461,11 +481,16 @@ class Search:
         return best, () if best else wrong
 
     def _best_of(self, degrees: Degrees, setting: Setting, sizes: Sequence[int]) -> Found:
-        """Choose the fastest microbatch size and recomputation that fit, for one setting.
+        """Choose the best microbatch size and recomputation for one set of degrees and one setting.
 
-        If nothing fits, returns the fastest borderline configuration. If nothing is borderline,
-        returns the configuration that needs least memory. ``sizes`` has the microbatch sizes to
-        try, the smallest first. Memory grows with the size and shrinks with recomputation.
+        - If a configuration fits, the method returns the fastest configuration that fits.
+        - Otherwise, if a configuration is borderline, it returns the fastest borderline one.
+        - Otherwise it returns the configuration that needs the least memory.
+
+        Args:
+            degrees: Degrees.
+            setting: Pipeline schedule and ZeRO stage.
+            sizes: Microbatch sizes to try, in increasing order. A larger size needs more memory.
         """
         ranks = self._memory.ranks(degrees, setting)
         batch = self._train.global_batch // degrees.dp
@@ -489,15 +514,22 @@ class Search:
                     # A larger microbatch needs even more memory with this kind.
                     kinds = kinds[1:]
                     continue
-                seconds = sum(self._time.parts(tried, *self._communication(degrees), ranks, need))
+                seconds = sum(self._time.parts(tried, *self._traffic(degrees), ranks, need))
                 if seconds < best.cost:
                     best = Found(fit, seconds, tried)
                 if not self._time.retries(need):
                     break  # the other kinds recompute more and so take longer
         return best
 
-    def _communication(self, degrees: Degrees) -> tuple[Mapping[str, AxisGroup], Traffic]:
-        """Return the groups of all axes by name, and the time of the collectives on parameters."""
+    def _traffic(self, degrees: Degrees) -> tuple[Mapping[str, AxisGroup], Traffic]:
+        """Return the groups of ranks, and the time of collectives on parameters and gradients.
+
+        The second element has the time for one layer and for the embedding, not for one step.
+
+        Returns:
+            - Groups by name: the keys and values of `groups_of` and `expert_groups_of`.
+            - Result of `TimeModel.traffic` with these groups, in seconds.
+        """
         if degrees not in self._communications:
             layout = self._dims.layout() if self._dims else degrees.layout()
             replicated, dense = self._train.zero == 0, degrees[:5]  # without the degrees of experts
@@ -508,9 +540,12 @@ class Search:
         return self._communications[degrees]
 
     def candidate(self, found: Found) -> Candidate:
-        """Return a `Candidate`: a configuration with all parts of its memory and time."""
+        """Convert a result of the method `best` to a `Candidate`.
+
+        The `Candidate` has the memory and the step time of the configuration, split into parts.
+        """
         point, degrees = found.point, found.point.degrees
-        groups, traffic = self._communication(degrees)
+        groups, traffic = self._traffic(degrees)
         ranks = self._memory.ranks(degrees, point.setting)
         memory = self._memory.need(point, ranks)
         parts = self._time.parts(point, groups, traffic, ranks, sum(memory))
