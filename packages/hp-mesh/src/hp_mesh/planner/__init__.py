@@ -1,6 +1,6 @@
 """Estimate memory and time of all valid configurations of a training run, and rank them.
 
-Does not need torch.
+The package does not need torch.
 """
 
 from ._calibration import CONSTANTS, Calibration, Trust
