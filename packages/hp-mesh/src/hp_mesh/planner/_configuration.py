@@ -240,8 +240,8 @@ class Legality:
     def violations(self, dims: ParallelDims, degrees: Degrees) -> tuple[Violation, ...]:
         """Return the violations of one configuration that have the level ``"error"``.
 
-        Violations with the level ``"advice"`` are left out, because the configuration is legal. The
-        result is empty if the configuration is legal.
+        Violations with the level ``"advice"`` are left out, because they do not make a
+        configuration illegal. The result is empty if the configuration is legal.
 
         Args:
             dims: Resolved configuration.
@@ -254,11 +254,11 @@ class Legality:
         return (*report.errors, *self._planner_violations(degrees))
 
     def legal(self, world: int) -> Iterator[Degrees]:
-        """Yield the legal degrees whose product is the world size.
+        """Yield one `Degrees` for each legal set of degrees with ``world`` ranks.
 
-        Illegal degrees are appended to the attribute `rejected`. Degrees are also illegal if
-        ``ep * etp`` does not divide ``dp_shard * cp * tp``. Then they are appended to `rejected`
-        if ``ep`` is fixed, and skipped without a rejection otherwise.
+        The method appends illegal degrees to the attribute `rejected`. There is one exception:
+        degrees are skipped without a rejection if ``ep`` is not fixed and ``ep * etp`` does not
+        divide ``dp_shard * cp * tp``.
         """
         choices = self._choices("ep", world) if self._model.experts else ()
         experts = [ep for ep in choices if self._keeps(Degrees(ep=ep), ("ep",))]
@@ -276,8 +276,8 @@ class Legality:
 
         Illegal degrees of ``axis`` are appended to `rejected`. In ``chosen``, the degree of
         ``axis`` is 1. If ``axis`` is ``"dp_shard"``, the method also sets ``dp_replicate``, so that
-        the product of the degrees is ``world``. Then it skips degrees that contradict a fixed
-        ``dp_replicate``.
+        the configuration has ``world`` ranks. It skips degrees if another ``dp_replicate`` is
+        fixed.
         """
         for degrees in chosen:
             for degree in self._choices(axis, world // degrees.world):
@@ -303,7 +303,7 @@ class Legality:
         """Yield ``dense`` with every legal pair of ``ep`` and ``etp``, except ``ep = etp = 1``.
 
         Illegal degrees are appended to `rejected`. The values of ``ep`` are the elements of
-        ``experts``. The values of ``etp`` are 1 and ``dense.tp``.
+        ``experts``. The values of ``etp`` are 1 and ``dense.tp``, or only the fixed value.
         """
         for etp in sorted({1, dense.tp}):
             if self._fix.get("etp", etp) != etp:

@@ -14,7 +14,7 @@ from .._errors import (
     take_integers,
 )
 
-SHARES = ("memory_fraction",)  # names of fields whose largest value is 1
+SHARES = ("memory_fraction",)  # names of fields with values of at most 1
 
 
 def option(
@@ -26,7 +26,7 @@ def option(
 
     Args:
         help: Help text of the option. The command line appends the default.
-        unit: Unit of a numeric field, such as ``"tokens"``. Empty for other fields.
+        unit: Unit of a numeric field, such as ``"tokens"``. The default is for other fields.
         choices: Legal values, or an empty tuple if the type determines them. None is also legal if
             it is the default.
         zero: If True, a number may be 0.

@@ -46,7 +46,8 @@ class RankMemory(NamedTuple):
         buffers: Bytes per token of buffers for tensor-parallel and expert-parallel communication.
         outputs: Bytes per token of the outputs of pipeline stages, which are saved for backward.
         received: Bytes per token of the buffers in which a rank receives inputs and gradients from
-            other pipeline ranks. 0 unless ``receive_buffers="all"`` in `TrainSpec`.
+            other pipeline ranks. 0 without pipeline stages, and with
+            ``receive_buffers="in-flight"`` in `TrainSpec`.
         logits: Number of logits per token; 0 on a rank without the output matrix.
     """
 
