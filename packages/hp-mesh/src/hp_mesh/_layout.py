@@ -2,17 +2,21 @@
 
 Terms:
 
-- An axis is a mesh dimension. The size of a base axis, such as ``tp``, is a degree.
-- To fold axes is to flatten them into one: ``fsdp`` has the ranks of ``dp_shard`` and ``cp``.
-  An axis can be split into several: ``cp`` into ``cp_outer`` and ``ulysses``.
-- A view is one device mesh over all ranks. The same ranks have several views.
+- An axis is a mesh dimension.
+- A base axis is an axis whose size is a factor of the world size, such as ``tp``. The user sets
+  its size, which is called a degree.
+- To fold axes is to flatten them into one axis: ``fsdp`` folds ``dp_shard`` and ``cp``.
+- To split an axis is the reverse: ``cp`` is split into ``cp_outer`` and ``ulysses``.
+- A view is one device mesh over all ranks. The same ranks have several views, such as ``"dense"``.
 - An alias is a second name of an axis.
-- A group is a set of ranks that differ in the coordinate of one axis only.
-- The levels of an axis are (size, stride) pairs like the dimensions of a strided tensor. With the
-  levels ``((2, 1), (4, 16))``, a group has 4 pairs of neighbouring ranks, at a distance of 16.
+- A group along an axis is a set of ranks. They have equal coordinates on the other axes of a view.
+- The levels of an axis are (size, stride) pairs that describe its groups. A group has the ranks
+  ``first + i * stride_0 + j * stride_1 + ...``, with ``i`` from 0 to ``size_0 - 1`` and so on. For
+  example, the levels ``((2, 1), (4, 16))`` give the group 0, 1, 16, 17, 32, 33, 48, 49.
 
-`view_axes` and `axis_parts` are the tables of all axes. The levels are computed from these tables,
-and coordinates and groups from the levels. This module does not communicate or import torch.
+`view_axes` is the table of views. `axis_parts` is the table of folded and split axes. `RankLayout`
+computes levels from the two tables, and coordinates and groups from levels. This module does not
+communicate or import torch.
 """
 
 import operator
@@ -34,10 +38,11 @@ class Folds(NamedTuple):
     """Options that decide which mesh dimensions exist and how they are flattened or split.
 
     Attributes:
-        peer: If True (``ep_mode="peer"``), ``ep`` is another factor of the world size. If False,
-            ``ep`` reuses the ranks of ``dp_shard``, ``cp`` and ``tp``.
-        over_tp: If True, tensor parallelism shards each expert over the ranks of ``tp``.
-        fsdp_folds_cp: If True, FSDP shards parameters over the ranks of ``cp`` too.
+        peer: True for ``ep_mode="peer"``. The size of ``ep`` is then a factor of the world size.
+            If False, ``ep`` reuses the ranks of ``dp_shard``, ``cp`` and ``tp``.
+        over_tp: If True, each expert is sharded over the ranks of ``tp``: ``etp`` equals ``tp``.
+        fsdp_folds_cp: If True, ``fsdp`` flattens ``dp_shard`` and ``cp``. If False, ``fsdp`` does
+            not include ``cp``, and ``replicate`` flattens ``dp_replicate`` and ``cp``.
         ulysses: If True, ``cp`` is split into the dimensions ``cp_outer`` and ``ulysses``.
     """
 
@@ -48,9 +53,10 @@ class Folds(NamedTuple):
 
     @property
     def sharding(self) -> tuple[str, ...]:
-        """Mesh dimensions along which data is sharded, except ``dp_replicate``.
+        """Names of the data-parallel dimensions in the ``"base"`` view other than ``dp_replicate``.
 
-        They are ``("dp_shard", "ep")`` if ``peer`` is True, else ``("dp_shard",)``.
+        Ranks along a data-parallel dimension have different samples. The value is
+        ``("dp_shard", "ep")`` if ``peer`` is True, else ``("dp_shard",)``.
         """
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
 
@@ -59,13 +65,14 @@ class Folds(NamedTuple):
 def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
     """Return the names of the mesh dimensions of each view (one device mesh over all ranks).
 
-    If several views have a dimension, its sub-mesh is sliced from the first of these views. The
-    dense view is first: ``tp`` and ``fsdp`` are then slices of the same torch mesh, as FSDP with
-    tensor parallelism requires.
+    A dimension can be in several views. `RankLayout.find` searches the views in the order of the
+    dict and uses the first view with the dimension. ``"dense"`` is the first view, so the meshes of
+    ``tp`` and ``fsdp`` are slices of the same torch mesh. FSDP with tensor parallelism requires
+    this.
 
     Returns:
-        A dict. A key is the name of a view, such as ``"dense"``. The value has the names of its
-        dimensions, outermost first.
+        A dict. Each key is the name of a view, such as ``"dense"``. Each value is a tuple with the
+        names of the view's dimensions, outermost first.
     """
     data = ("dp_replicate", *folds.sharding)
     replicate = "dp_replicate" if folds.fsdp_folds_cp else "replicate"
@@ -84,16 +91,17 @@ def view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
 
 @cache
 def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return how each derived mesh dimension is made of base dimensions.
+    """Return which mesh dimensions are flattened or split into which other dimensions.
 
-    The item ``("fsdp",): ("dp_shard", "cp")`` means that ``fsdp`` flattens ``dp_shard`` and ``cp``.
-    The item ``("cp_outer", "ulysses"): ("cp",)`` means that ``cp`` is split into two dimensions:
-    ``ulysses`` has the size that the user gave, and ``cp_outer`` has the remaining factor.
+    The item ``("fsdp",): ("dp_shard", "cp")`` means that ``dp_shard`` and ``cp`` are flattened into
+    ``fsdp``. The item ``("cp_outer", "ulysses"): ("cp",)`` means that ``cp`` is split into
+    ``cp_outer`` and ``ulysses``.
 
     Returns:
-        A dict. A key has the names of the resulting dimensions, and its value the names of the
-        dimensions that are flattened, both outermost first. In a key with several names, the size
-        of the first dimension is the remaining factor, and the other sizes are degrees.
+        A dict from result names to source names, both tuples with the outermost dimension first.
+        The source dimensions are flattened. If the key has several names, the flattened dimension
+        is then split. The user sets the sizes of all results except the first. The size of the
+        first result is the size of the flattened dimension, divided by the other sizes.
     """
     data = ("dp_replicate", *folds.sharding)
     parts: dict[tuple[str, ...], tuple[str, ...]] = {("dp",): data, ("loss",): (*data, "cp")}
@@ -117,12 +125,15 @@ def axis_parts(folds: Folds) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 def axis_sizes(folds: Folds, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Return the size of every mesh dimension by its name.
+    """Return the sizes of all mesh dimensions.
 
     Args:
         folds: Options that decide which dimensions exist.
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
-            and ``etp``. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
+            and ``etp``, by name. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
+
+    Returns:
+        A dict from the name of each dimension to its size, in ranks. It has no aliases.
     """
     sizes = {axis: degrees[axis] for axis in view_axes(folds)["base"]}
     for (first, *others), parts in axis_parts(folds).items():
@@ -149,10 +160,10 @@ class View:
         name: Name of the view, such as ``"dense"``.
         axes: Names of the mesh dimensions, outermost first.
         shape: Sizes of the mesh dimensions, outermost first.
-        levels: (size, stride) pairs of all dimensions, innermost first, from which the ranks are
-            computed. Empty if ``listed`` is not empty.
-        listed: All ranks in row-major order. Empty unless the ranks of a dimension have irregular
-            distances, so that strides cannot describe them.
+        levels: (size, stride) pairs of all dimensions, innermost first. `ranks` computes the ranks
+            from them. Not used if ``listed`` has ranks.
+        listed: All ranks in row-major order, if (size, stride) pairs cannot describe the groups
+            along one of the dimensions. Else empty.
     """
 
     name: str
@@ -162,20 +173,21 @@ class View:
     listed: tuple[int, ...] = ()
 
     def ranks(self) -> Sequence[int]:
-        """Return all ranks in the row-major order of ``shape``."""
+        """Return all global ranks as a flat sequence, in row-major order of ``shape``."""
         return self.listed or _ranks_from(0, self.levels)
 
 
 def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
     """Return the ranks of one group.
 
+    For example, ``first=3`` and ``levels=((2, 1), (2, 16))`` give the ranks 3, 4, 19 and 20.
+
     Args:
         first: Lowest rank of the group.
-        levels: (size, stride) pairs, smallest stride first. The group has the rank ``first`` plus
-            the sum of ``index * stride``, for every combination of indices below the sizes.
+        levels: (size, stride) pairs, smallest stride first. The first pair changes fastest.
 
     Returns:
-        The ranks; the index of the first pair changes fastest.
+        A list or range of global ranks.
     """
     if len(levels) == 1:
         ((size, stride),) = levels
@@ -189,21 +201,20 @@ def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
 def _first_rank(rank: int, levels: Levels) -> int:
     """Return the lowest rank of the group that contains ``rank``.
 
-    ``levels`` are (size, stride) pairs that describe the group, like the dimensions of a strided
-    tensor.
+    ``levels`` are the (size, stride) pairs of the mesh dimension along which the group lies.
     """
     return rank - sum([rank // stride % size * stride for size, stride in levels])
 
 
 def _slices(shape: Sequence[int], axis: int) -> Iterator[slice]:
-    """Yield one slice for each group along a mesh dimension.
+    """Yield one slice for each group along a mesh dimension, in row-major order of the groups.
 
     Args:
         shape: Shape of a device mesh over all ranks.
-        axis: Index of the mesh dimension.
+        axis: Index of the mesh dimension in ``shape``.
 
     Yields:
-        A slice that selects the ranks of the group from the row-major list of the mesh's ranks.
+        A slice. Applied to the mesh's ranks in row-major order, it returns the ranks of one group.
     """
     stride = prod(shape[axis + 1 :])
     span = shape[axis] * stride
@@ -213,9 +224,15 @@ def _slices(shape: Sequence[int], axis: int) -> Iterator[slice]:
 
 
 def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
-    """Merge neighbouring (size, stride) pairs that one pair can describe.
+    """Merge neighbouring (size, stride) pairs where one pair describes the same ranks.
 
     For example, ``(2, 1)`` and ``(4, 2)`` become ``(8, 1)``.
+
+    Args:
+        levels: (size, stride) pairs, smallest stride first.
+
+    Returns:
+        The merged pairs, smallest stride first.
     """
     merged: list[tuple[int, int]] = []
     for size, stride in levels:
@@ -227,14 +244,14 @@ def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
 
 
 def _fold(parts: Iterable[Levels | None]) -> Levels | None:
-    """Return the (size, stride) pairs of the dimension that flattens several mesh dimensions.
+    """Flatten several mesh dimensions into one, and return its (size, stride) pairs.
 
     Args:
-        parts: The pairs of each dimension that is flattened. A part is None if the groups along
-            this dimension have irregular distances between ranks.
+        parts: One item per flattened dimension: its (size, stride) pairs, or None if such pairs
+            cannot describe its groups.
 
     Returns:
-        The pairs, smallest stride first, or None if one of the parts is None.
+        The pairs of the result, smallest stride first. The result is None if an item is None.
     """
     levels: list[tuple[int, int]] = []
     for part in parts:
@@ -247,13 +264,18 @@ def _fold(parts: Iterable[Levels | None]) -> Levels | None:
 def _split(levels: Levels, sizes: Sequence[int]) -> list[Levels | None]:
     """Split one mesh dimension into several, and return the (size, stride) pairs of each.
 
+    For example, the pairs ``((4, 1),)`` and the sizes 2 and 2 give ``((2, 2),)`` and ``((2, 1),)``.
+    The pairs ``((3, 1), (4, 6))`` cannot be split into the sizes 6 and 2: a group of the inner
+    dimension would be 0 and 1, the next one 2 and 6. Their distances differ.
+
     Args:
-        levels: Pairs of the dimension that is split, smallest stride first.
-        sizes: Sizes of the resulting dimensions, outermost first.
+        levels: (size, stride) pairs of the dimension to split, smallest stride first.
+        sizes: Sizes of the resulting dimensions, outermost first. Their product is the product of
+            the sizes in ``levels``.
 
     Returns:
-        The pairs of each resulting dimension, outermost dimension first. If the sizes do not divide
-        evenly into ``levels``, strides cannot describe the groups, and every entry is None.
+        One item per size. It is the tuple of (size, stride) pairs of the resulting dimension,
+        smallest stride first. All items are None if such pairs cannot describe the groups.
     """
     remaining = [*reversed(levels)]
     axes: list[Levels | None] = []
@@ -277,10 +299,11 @@ class AxisGroup(NamedTuple):
 
     Attributes:
         size: Number of ranks per group.
-        levels: (size, stride) pairs, smallest stride first. With ``((2, 1), (4, 16))``, a group has
-            4 pairs of neighbouring ranks, at a distance of 16.
-        listed: The ranks of all groups. Empty unless the groups have irregular distances between
-            ranks, so that strides cannot describe them.
+        levels: (size, stride) pairs, smallest stride first. For example, ``((2, 1), (4, 16))``
+            means that rank 0 is in the group 0, 1, 16, 17, 32, 33, 48, 49. Empty if ``size`` is 1
+            or ``listed`` has groups.
+        listed: One tuple of global ranks per group, if (size, stride) pairs cannot describe the
+            groups. Else empty.
     """
 
     size: int
@@ -288,15 +311,18 @@ class AxisGroup(NamedTuple):
     listed: tuple[tuple[int, ...], ...] = ()
 
     def on_one_node(self, ranks_per_node: int, world_size: int) -> int:
-        """Return the smallest number of ranks that a group has on one node.
+        """Return the smallest number of ranks that any group has on a node.
 
-        For example, the result is 1 if a group has 3 ranks on one node and 1 rank on another node.
-        All groups are considered.
+        Nodes without a rank of the group do not count. For example, the result is 1 if one of the
+        groups has 3 ranks on one node and 1 rank on another node.
 
         Args:
             ranks_per_node: Number of ranks per node. Node ``i`` starts at rank
                 ``i * ranks_per_node``.
             world_size: Number of all ranks.
+
+        Returns:
+            A number from 1 to ``size``. It is ``size`` if every group is on one node.
         """
         node, shares = ranks_per_node, 1
         if self.listed:
@@ -314,9 +340,9 @@ class AxisGroup(NamedTuple):
         return shares
 
     def _fewest_on_one_node(self, node: int, world_size: int) -> int:
-        # Node boundaries cut the groups unevenly, so the ranks of each group on each node are
-        # counted. The pattern repeats after the least common multiple of the group's span and the
-        # node's size.
+        # Nodes have different numbers of ranks of a group, so this method counts the ranks of each
+        # group on each node. The numbers repeat after lcm(size * stride, node) ranks, because
+        # size * stride consecutive ranks consist of whole groups.
         size, stride = self.levels[-1]
         ranks = range(min(world_size, lcm(size * stride, node)))
         nodes = Counter((_first_rank(rank, self.levels), rank // node) for rank in ranks)
@@ -325,12 +351,12 @@ class AxisGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """One process group that contains this rank.
+    """One process group that contains this rank, before it is created.
 
     Attributes:
         axes: Names of all mesh dimensions that share this group.
-        ranks: Global ranks, ascending. Empty if the group is torch's default group, which exists
-            already.
+        ranks: Global ranks, ascending. Empty for torch's default group, which has all ranks and
+            exists already.
     """
 
     axes: tuple[str, ...]
@@ -343,10 +369,10 @@ class MeshPlan:
 
     Attributes:
         layout: Coordinates and groups of all ranks.
-        groups: The groups that contain this rank, without duplicates. All ranks list the groups in
-            the same order of mesh dimensions, so creating the groups in order cannot deadlock.
-        views: One pair for each device mesh over all ranks: its names and shape, and its ranks in
-            row-major order.
+        groups: The groups that contain this rank, without duplicates. ``groups[i].axes`` is the
+            same on all ranks. Ranks therefore cannot deadlock if they create the groups in order.
+        views: One tuple ``(view, ranks)`` for each device mesh over all ranks. ``view`` has the
+            names and sizes of the dimensions. ``ranks`` has the global ranks in row-major order.
     """
 
     layout: "RankLayout"
@@ -357,18 +383,22 @@ class MeshPlan:
 def plan_mesh(
     degrees: Mapping[str, int], folds: Folds, order: Sequence[str], rank: int
 ) -> MeshPlan:
-    """Compute the process groups and device meshes of one rank, without communication.
+    """Compute which process groups and device meshes one rank must create.
 
-    Mesh dimensions with equal groups share one process group. For example, all dimensions of size 1
-    share one. If two dimensions have equal groups on one rank, their groups are equal on all ranks.
-    The order of the groups is therefore the same on all ranks.
+    The function does not communicate. Mesh dimensions with the same ranks share one process group.
+    For example, all dimensions of size 1 share the group that has this rank only. If two dimensions
+    share a group on one rank, they share a group on every rank. The order of the groups is
+    therefore the same on all ranks.
 
     Args:
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
             and ``etp``, and of ``ulysses`` if ``folds.ulysses`` is True.
         folds: Options that decide which dimensions exist.
-        order: Names of the dimensions that multiply to the world size, outermost first.
+        order: Names of the dimensions whose sizes multiply to the world size, outermost first.
         rank: Global rank of this process.
+
+    Returns:
+        The plan, as an argument for `create_meshes`.
     """
     layout = RankLayout(degrees, folds, order)
     axes_of: dict[tuple[int, ...], list[str]] = {}
@@ -383,22 +413,26 @@ def plan_mesh(
 class RankLayout:
     """Coordinates and groups of all ranks along every mesh dimension.
 
-    `ParallelDims.layout` returns a `RankLayout`. It is computed without communication. A mesh
-    dimension is called an axis. An alias is a second name of an axis. A view is one device mesh
-    over all ranks. The same ranks have several views: the view ``"dense"`` has the axes ``fsdp``
-    and ``tp``, and the view ``"sparse"`` has the axes ``efsdp`` and ``ep``.
+    `ParallelDims.layout` returns a `RankLayout`. It is computed without communication.
 
-    The ranks of one group are computed from strides, in time proportional to the size of the group.
-    A layout of 100,000 ranks is therefore as fast as a small one. Expert groups that strides
-    cannot describe are slower: they are found in a list of all ranks. Such groups exist only if
-    ``order`` has other axes between ``dp_shard``, ``cp`` and ``tp``, and ``ep`` or ``etp`` does not
-    divide evenly into these three sizes.
+    - An axis is a mesh dimension. An alias is a second name of an axis.
+    - A view is one device mesh over all ranks. The same ranks have several views: the view
+      ``"dense"`` has the axes ``fsdp`` and ``tp``, and the view ``"sparse"`` has the axes ``efsdp``
+      and ``ep``.
+    - A group along an axis is a set of ranks. They have equal coordinates on the view's other axes.
+
+    The time to compute a group depends on the size of the group, but not on the world size: ranks
+    are computed from strides. There is one exception. If strides cannot describe the groups of
+    ``ep``, ``etp`` or ``efsdp``, the layout lists all ranks once. This needs time and memory
+    proportional to the world size. It can happen only if ``order`` has another axis between two of
+    ``dp_shard``, ``cp`` and ``tp``. An example is ``pp`` between ``dp_shard=4`` and ``tp=3``, with
+    ``ep=2``: an ``ep`` group is then a pair of ranks, and the distance differs between the pairs.
 
     Args:
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
             and ``etp``, by name. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
         folds: Options that decide which axes exist.
-        order: Names of the axes that multiply to the world size, outermost first.
+        order: Names of the axes whose sizes multiply to the world size, outermost first.
 
     Examples:
         >>> layout = ParallelDims(cp=2, tp=2, world_size=8).layout()
@@ -417,9 +451,10 @@ class RankLayout:
 
     @cached_property
     def _levels(self) -> Mapping[str, Levels | None]:
-        """(size, stride) pairs of each mesh dimension by its name, smallest stride first.
+        """Dict from the name of each mesh dimension to its (size, stride) pairs.
 
-        The value is None if strides cannot describe the groups of the dimension.
+        The pairs have the smallest stride first. The value of a dimension is None if such pairs
+        cannot describe its groups.
         """
         levels: dict[str, Levels | None] = {}
         stride = 1
@@ -438,28 +473,31 @@ class RankLayout:
 
     @property
     def views(self) -> Mapping[str, View]:
-        """Names, shape and ranks of each device mesh over all ranks, by the name of the view.
+        """All views (device meshes over all ranks): a dict from the name of a view to the view.
 
-        `find` searches the views in this order.
+        A view has the attributes ``axes`` (names of its dimensions) and ``shape`` (their sizes),
+        and the method ``ranks()``. `find` searches the views in the order of the dict.
         """
         return {name: self._view(name) for name in view_axes(self._folds)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all mesh dimensions, followed by their second names (aliases)."""
+        """Names of all mesh dimensions, followed by all aliases (second names)."""
         return (*_axis_names(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
-        """Return the first view (device mesh over all ranks) that has all the given axes.
+        """Return the first view (device mesh over all ranks) that has all named mesh dimensions.
 
         Args:
             *names: Names or aliases of mesh dimensions, in any order.
 
         Returns:
-            The view, and a tuple of ``names`` in which each alias is replaced by the axis.
+            A tuple ``(view, axes)``. ``axes`` is the tuple of mesh dimensions for ``names``, in the
+            same order: ``"batch"`` in ``names`` gives ``"dp"`` in ``axes``.
 
         Raises:
-            LayoutError: A name does not exist or is given twice, or no view has all the names.
+            LayoutError: ``names`` is empty, a name does not exist, two names mean the same
+                dimension, or no view has all dimensions.
         """
         if not names:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
@@ -494,7 +532,7 @@ class RankLayout:
             rank: Global rank.
 
         Returns:
-            A number from 0 to ``size(name) - 1``.
+            An integer from 0 to ``size(name) - 1``.
 
         Raises:
             LayoutError: The name or the rank does not exist.
@@ -516,7 +554,8 @@ class RankLayout:
             view: Name of the mesh, such as ``"base"``, ``"dense"`` or ``"sparse"``.
 
         Returns:
-            The coordinate on each mesh dimension by its name, outermost first.
+            A dict from the name of each dimension of the mesh to the coordinate, outermost
+            dimension first.
 
         Raises:
             LayoutError: The rank or the view does not exist.
@@ -527,8 +566,8 @@ class RankLayout:
         """Return the rank at the given coordinates.
 
         Args:
-            coordinates: One coordinate for each dimension of the mesh, by the dimension's name.
-            view: Name of a device mesh over all ranks, such as ``"base"`` or ``"sparse"``.
+            coordinates: Dict from the name of each dimension of the mesh to a coordinate.
+            view: Name of the mesh, such as ``"base"``, ``"dense"`` or ``"sparse"``.
 
         Returns:
             The global rank.
@@ -562,15 +601,15 @@ class RankLayout:
         return rank
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the group along a mesh dimension that contains a rank.
+        """Return the ranks of one group along a mesh dimension: the group that contains ``rank``.
 
         Args:
             name: Name or alias of a mesh dimension.
             rank: Global rank.
 
         Returns:
-            ``rank`` and all ranks that differ from ``rank`` in the coordinate of this dimension
-            only. They are global ranks in ascending order, as in torch process groups.
+            The global ranks of the group in ascending order, as in torch process groups. The ranks
+            have the same coordinates as ``rank`` on the view's other dimensions.
 
         Raises:
             LayoutError: The name or the rank does not exist.
@@ -605,8 +644,9 @@ class RankLayout:
             name: Name or alias of a mesh dimension.
 
         Returns:
-            The number of ranks per group, and (size, stride) pairs from which the ranks of a group
-            can be computed. If strides cannot describe the groups, all groups are listed instead.
+            An object with three attributes. ``size`` is the number of ranks per group. ``levels``
+            has (size, stride) pairs that describe the ranks of a group. If such pairs cannot
+            describe the groups, ``listed`` has one tuple of ranks per group, else it is empty.
 
         Raises:
             LayoutError: The name does not exist.
@@ -654,14 +694,18 @@ class RankLayout:
         return self._views[name]
 
     def _list_expert_view(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return all ranks of a mesh with expert dimensions, in row-major order.
+        """Return all ranks of the view ``"sparse"`` or ``"expert"``, in row-major order.
 
-        Used if strides cannot describe the groups of ``ep``, ``etp`` or ``efsdp``. The ranks of
-        ``dp_shard``, ``cp`` and ``tp`` are put in one row, from which consecutive ranks form the
-        groups. The ranks of each group are then sorted, as in torch process groups.
+        `_view` calls this method only if (size, stride) pairs cannot describe the groups of
+        ``ep``, ``etp`` or ``efsdp``. The method lists all ranks with ``pp`` outermost, then
+        ``dp_replicate``, then ``dp_shard``, ``cp`` and ``tp``. It reads this list as an array with
+        the given shape. The ranks of each group are then sorted, as in torch process groups.
 
         Args:
-            shape: Shape of the view ``"sparse"`` or ``"expert"``.
+            shape: Sizes of the view's dimensions, outermost first.
+
+        Returns:
+            All global ranks.
         """
         experts = [
             parts for axes, parts in axis_parts(self._folds).items() if axes[-1] in ("ep", "etp")
@@ -705,9 +749,9 @@ def _keys(mapping: object) -> list[object] | None:
 
 
 def _index(value: object) -> int | None:
-    """Convert a non-negative integer, such as a numpy integer, to int.
+    """Return ``value`` as an int, or None if it is a bool, negative or not an integer.
 
-    Returns None if ``value`` is a bool, negative or not an integer.
+    Integers of other types, such as numpy integers, are converted.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
