@@ -1,9 +1,11 @@
-"""Parallel degrees, rank layouts and device meshes for PyTorch, and a planner.
+"""Device meshes for PyTorch: parallel degrees, rank coordinates, process groups and a planner.
 
-`ParallelDims` and `RankLayout` work without torch. `ParallelMesh`, which needs torch, and the
-planner are imported on first use. ``hp_mesh.world`` has functions for code that uses one mesh per
-process. ``hp_mesh.planner`` estimates memory and time of a training run, and has the sizes of
-published models.
+- `ParallelDims` has the parallel degrees of a training run. `RankLayout` computes the coordinates
+  and groups of ranks. Both work without torch.
+- `ParallelMesh` has the torch device meshes. It needs torch, and is imported on first use.
+- ``hp_mesh.world`` has functions for code that uses one mesh per process.
+- ``hp_mesh.planner`` estimates the memory and time of a training run, and searches for the degrees
+  with the shortest time. It has the sizes of published models. It is imported on first use.
 """
 
 from importlib import import_module

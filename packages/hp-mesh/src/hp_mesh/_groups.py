@@ -1,9 +1,13 @@
 """Creation of process groups and device meshes on all ranks or on none.
 
-`create_meshes` is the main function. It is collective: all ranks compare their arguments in one
-all-reduce, create their groups in the same order, and compare in a second all-reduce whether all
-succeeded. A rank with invalid arguments refuses: it takes part in the first all-reduce and reports
-the problem, so that the other ranks raise an error instead of waiting.
+`create_meshes` is the main function. Every rank calls it, and each call has three steps:
+
+1. The ranks compare their arguments in an all-reduce.
+2. Each rank creates its process groups. The order is the same on all ranks.
+3. The ranks compare in an all-reduce whether all of them succeeded.
+
+A rank with invalid arguments calls `report_invalid_arguments` instead. This function takes part in
+the all-reduce of step 1, so that the other ranks raise an error instead of waiting.
 """
 
 import time
@@ -22,10 +26,10 @@ from ._errors import MeshError, join_words
 from ._layout import MeshPlan, PlannedGroup, RankLayout, View
 from ._torch import (
     default_group,
-    group_count,
+    increase_joint_group_number,
     is_registered,
     joint_group_number,
-    raise_joint_group_number,
+    raised_group_count,
     registered_groups,
     share_rank_map,
     splits_world,
@@ -50,15 +54,17 @@ Creation: TypeAlias = Literal["local", "joint", "split"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Values that are equal on all ranks after the first all-reduce of `create_meshes`.
+    """The result of `_compare`: settings with which all ranks create their process groups.
+
+    All ranks have the same values.
 
     Attributes:
         equally_many: Whether every rank has the same number of existing process groups.
-        count: Number of existing process groups that every rank must report to torch when the first
-            new group is created. torch derives the names of new groups from this number, and with
-            this number the names are unused.
-        serial: Number of this call of `create_meshes`. Earlier calls in the same job have other
-            numbers.
+        count: Argument of `raised_group_count`. torch puts its number of existing groups into the
+            names of new groups. With ``count`` as this number, no new group gets a name that is in
+            use on a rank.
+        serial: Number of this call of `create_meshes`, different from all earlier calls in the same
+            job. It is part of the prefix of the store keys.
     """
 
     equally_many: bool
@@ -75,27 +81,27 @@ def create_meshes(
 ) -> dict[str, DeviceMesh]:
     """Create the process groups of this rank and the device meshes that use them.
 
-    Collective over the default group. If a rank fails, all ranks destroy the groups that they
-    created, and raise.
+    Collective over the default group. If the creation fails on one rank, every rank destroys its
+    new groups and raises an error.
 
     Args:
         plan: The groups that contain this rank, and the names, shape and ranks of each mesh.
         device_type: Device type of the meshes, or None for `default_device_type`.
         timeout: Timeout of the groups, or None for torch's default.
-        compared: Values by name that must be equal on all ranks.
-        created: List to which this function appends the new groups, for `destroy_groups`.
+        compared: Dict of values that must be equal on all ranks. Error messages use the keys.
+        created: List to which this function appends the new groups. After an error it is empty.
 
     Returns:
-        The device meshes by name, such as ``"dense"``. Each mesh has all ranks.
+        A dict from the name of a view, such as ``"dense"``, to a device mesh with all ranks.
 
     Raises:
-        MeshError: The device type is invalid, the compared values differ between ranks, or another
-            rank failed.
+        MeshError: The device type is invalid, the values in ``compared`` or the device types differ
+            between ranks, or another rank failed.
     """
     try:
         kind = checked_device_type(device_type)
     except MeshError:
-        join_as_refusing()
+        report_invalid_arguments()
         raise
     agreement = _compare(default_group(), {**compared, "device_type": kind}, plan.groups)
     with _all_or_none(created):
@@ -126,21 +132,21 @@ def _create_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """Create the process groups that contain this rank, in the order of ``plan.groups``.
 
-    If torch raises an error for a group, a note with the dimensions and ranks of the group is added
-    to the error. ``created`` then has the groups that were created earlier.
+    Each new group is appended to ``created`` at once. If torch raises an error for a group, the
+    function adds a note with the group's dimensions and ranks to the error, and raises the error.
 
     Returns:
-        The group of each mesh dimension by its name.
+        A dict from the name of each mesh dimension to the group of this rank.
     """
     world = default_group()
-    way = _choose_creation(world, agreement)
+    creation = _choose_creation(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    with store_prefix(f"{PREFIX}/{agreement.serial}", world), group_count(agreement.count):
+    with store_prefix(f"{PREFIX}/{agreement.serial}", world), raised_group_count(agreement.count):
         for planned in plan.groups:
             group = world
             if planned.ranks:
                 try:
-                    group = _create_group(plan.layout, planned, timeout, way, created)
+                    group = _create_group(plan.layout, planned, timeout, creation, created)
                 except Exception as error:
                     axes, ranks = ", ".join(planned.axes), list(planned.ranks)
                     error.add_note(f"while creating the process group of {axes} over ranks {ranks}")
@@ -161,20 +167,21 @@ def _create_group(
     layout: RankLayout,
     planned: PlannedGroup,
     timeout: timedelta | None,
-    way: Creation,
+    creation: Creation,
     created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """Create one process group that contains this rank, append it to ``created`` and return it.
 
-    If ``way`` is not ``"local"``, the other groups of the same mesh dimension are created too.
+    If ``creation`` is ``"joint"`` or ``"split"``, this rank also takes part in the creation of the
+    other groups of the same mesh dimension. These groups are not appended.
     """
     settings: dict[str, Any] = {"timeout": timeout, "group_desc": ",".join(planned.axes)}
-    if way == "local":
+    if creation == "local":
         ranks = list(planned.ranks)
         created.append(dist.new_group(ranks, use_local_synchronization=True, **settings))
         return created[-1]
     all_groups = layout.groups(planned.axes[0])
-    if way == "split":
+    if creation == "split":
         group = dist.split_group(split_ranks=[list(ranks) for ranks in all_groups], **settings)
         if group is None:
             raise MeshError("torch returned no group for a set of ranks that this rank is in")
@@ -191,20 +198,24 @@ def _create_group(
 def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
     """Destroy the groups in ``created`` if the ``with`` block raises on any rank.
 
-    Collective over the default group: after the block, one all-reduce shares whether all ranks
-    succeeded. If the block failed on this rank, its error is raised. If another rank failed
-    earlier, a note with the number of the other rank is added to the error, because this rank may
-    have failed only while it waited. If the block failed on other ranks only, `MeshError` is
-    raised. After a ``KeyboardInterrupt``, a rank skips the all-reduce.
+    Collective over the default group: an all-reduce at the end of the block tells every rank
+    whether another rank failed.
+
+    - If the block raises an ``Exception`` on this rank, the exception is raised again. If another
+      rank failed earlier, a note names the other rank: this rank may have failed only because it
+      waited for the other rank.
+    - If the block raises on other ranks only, `MeshError` is raised.
+    - If the block raises another ``BaseException``, such as ``KeyboardInterrupt``, this rank skips
+      the all-reduce and raises the exception again.
     """
     start = time.monotonic()
     try:
         try:
             yield
         except Exception as error:
-            after = time.monotonic() - start
+            seconds = time.monotonic() - start
             with suppress(RuntimeError, MeshError):  # ranks or the default group may be gone
-                first = _first_failed_rank(after)
+                first = _first_failed_rank(seconds)
                 if first is not None and first != default_group().rank():
                     error.add_note(f"rank {first} failed before this one; see its own error first")
             raise
@@ -222,7 +233,7 @@ def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
 def destroy_groups(created: list[dist.ProcessGroup]) -> None:
     """Destroy the process groups in ``created``, the last one first, and empty the list.
 
-    Groups that are already destroyed, separately or with the default group, are skipped.
+    A group that is already destroyed is skipped.
     """
     while created:
         group = created.pop()
@@ -230,10 +241,12 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-def join_as_refusing() -> None:
-    """Take part in the first all-reduce of `create_meshes` on a rank with invalid arguments.
+def report_invalid_arguments() -> None:
+    """Tell the other ranks that this rank cannot call `create_meshes`.
 
-    The other ranks then raise `MeshError` instead of waiting for this rank.
+    A rank calls this function if the arguments from the user are invalid, then raises its own
+    error. The function takes part in the first all-reduce of `create_meshes`. The ranks that called
+    `create_meshes` then raise `MeshError` instead of waiting for this rank.
     """
     with suppress(MeshError):  # this rank raises its own error
         _compare(default_group())
@@ -244,30 +257,33 @@ def _compare(
     fields: Mapping[str, object] | None = None,
     groups: Sequence[PlannedGroup] = (),
 ) -> Agreement:
-    """Check in one all-reduce that values are equal on all ranks.
+    """Check that all ranks passed equal ``fields``, and choose settings for the new groups.
 
-    More all-reduces follow if a group name that is unused on one rank is in use on another.
+    The check needs one all-reduce. The choice of `Agreement.count` may need further all-reduces: if
+    one rank proposes a count with which a group name is in use on another rank, the ranks compare
+    higher counts until all propose the same count.
 
     Args:
         world: The default process group.
-        fields: Values that must be equal on all ranks, by name. A rank with invalid arguments
-            passes None, which makes all ranks raise.
+        fields: Dict of values that must be equal on all ranks. A rank with invalid arguments passes
+            None. All ranks then raise.
         groups: The groups that this rank will create.
 
     Returns:
-        Values that are equal on all ranks. They make the names of the new groups equal too.
+        An `Agreement`. It is equal on all ranks. The names of the new groups depend on it.
 
     Raises:
         MeshError: The values differ, or a rank passed None. All ranks raise the error.
     """
     fields = fields or {}
     planned = [group.ranks for group in groups if group.ranks]
-    # Fake groups have no peers and no store.
+    # A fake group communicates with no other process and has no store.
     if dist.get_backend(world) == "fake":
         return Agreement(equally_many=True, count=unused_count(planned), serial=0)
-    # After a failed call, addresses remain in the store, so every call gets its own number.
+    # After a failed call, addresses of its groups remain in the store. Every call therefore gets
+    # its own number, which is part of the store keys.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
-    # The lowest rank with invalid arguments has the largest value; 0 means valid arguments.
+    # 0 means valid arguments. The maximum over the ranks gives the lowest rank with invalid ones.
     refusal = 0 if fields else world.size() - world.rank()
     digests = [_digest(name, value) for name, value in fields.items()]
     digests += [0] * (MOST_FIELDS - len(digests))
@@ -283,7 +299,7 @@ def _compare(
             problem += "its own error says why"
         raise MeshError(f"ranks build different meshes: {problem}; this rank has {dict(fields)}")
     most, least = largest[3], smallest[3]
-    while most != least:  # a name that is unused on one rank may be in use on another
+    while most != least:  # the name of a new group may be in use on one rank only
         (most,), (least,) = _extremes(world, [unused_count(planned, most)])
     return Agreement(equally_many=largest[2] == smallest[2], count=most, serial=largest[1])
 
@@ -293,16 +309,17 @@ def _digest(name: str, value: object) -> int:
 
 
 def _extremes(world: dist.ProcessGroup, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the maximum and the minimum of each number over all ranks.
+    """Return the element-wise maximum and minimum of ``numbers`` over all ranks.
 
-    Needs one all-reduce: the minimum is computed as the negative of the maximum of the negatives.
+    Needs one all-reduce with ``ReduceOp.MAX``: min(x) is computed as -max(-x).
 
     Args:
         world: The default process group.
-        numbers: This rank's numbers; equally many on all ranks.
+        numbers: List of integers. All ranks pass lists of the same length.
 
     Returns:
-        A list with the maximum of each number, and a list with the minimum of each number.
+        A tuple ``(largest, smallest)`` of two lists with the length of ``numbers``. ``largest[i]``
+        is the maximum of ``numbers[i]`` over all ranks, and ``smallest[i]`` is the minimum.
     """
     rows = [numbers, [-number for number in numbers]]
     both = torch.tensor(rows, dtype=torch.int64, device=comparison_device_type())
@@ -311,36 +328,38 @@ def _extremes(world: dist.ProcessGroup, numbers: Sequence[int]) -> tuple[list[in
     return largest, [-number for number in negatives]
 
 
-def _first_failed_rank(after: float | None) -> int | None:
-    """Find the rank that failed first, in one all-reduce over the default group.
+def _first_failed_rank(seconds: float | None) -> int | None:
+    """Return the rank that failed first, after one all-reduce over the default group.
 
     Args:
-        after: Seconds until this rank failed, or None if this rank succeeded.
+        seconds: Time from the start of the ``with`` block to the failure of this rank, or None if
+            this rank succeeded.
 
     Returns:
-        A global rank, or None if all ranks succeeded.
+        A global rank, or None if all ranks succeeded or the default group is fake.
     """
     world = default_group()
     if dist.get_backend(world) == "fake":
         return None
     # The rank that failed first has the largest value; 0 means success.
-    late = 0 if after is None else round(1000 * after) * world.size() + world.rank()
-    failure = 0 if after is None else LATEST - late
+    late = 0 if seconds is None else round(1000 * seconds) * world.size() + world.rank()
+    failure = 0 if seconds is None else LATEST - late
     (first, number), _ = _extremes(world, [failure, joint_group_number()])
     if first == 0:
         return None
-    # Ranks may have failed at different groups. Equal numbers make the name of the next group equal
-    # on all ranks.
-    raise_joint_group_number(number)
+    # Ranks may have failed before the creation of different groups. Their numbers are made equal,
+    # so that the name of the next group is the same on all ranks.
+    increase_joint_group_number(number)
     return (LATEST - first) % world.size()
 
 
 def default_device_type() -> str:
     """Return the device type of meshes for which the user gave no device type.
 
-    It is the type of the current accelerator, such as ``"cuda"``, if the default group has a
-    backend for this type, else ``"cpu"``. If gloo is the only backend, the result is ``"cpu"``,
-    although gloo accepts CUDA tensors.
+    Returns:
+        The type of the current accelerator, such as ``"cuda"``, if the default group has a backend
+        for this type, else ``"cpu"``. If gloo is the only backend, the result is ``"cpu"``,
+        although gloo accepts CUDA tensors.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == "gloo":
@@ -351,19 +370,25 @@ def default_device_type() -> str:
 def comparison_device_type() -> str:
     """Return the device type of the tensors with which ranks compare their arguments.
 
-    It is ``"cpu"`` if the default group has a gloo backend: the comparison then needs no
-    accelerator, and creates no NCCL communicator. Else it is `default_device_type`. The device type
-    that the user gave is not used, because it may differ between ranks.
+    The device type from the user is not used, because it may differ between ranks.
+
+    Returns:
+        ``"cpu"`` if the default group has a gloo backend: the comparison then needs no accelerator
+        and creates no NCCL communicator. Else `default_device_type`.
     """
     return "cpu" if "gloo" in dist.get_backend_config() else default_device_type()
 
 
 def checked_device_type(device_type: object) -> str:
-    """Return a valid device type without index, such as ``"cuda"``.
+    """Check the device type from the user.
 
     Args:
-        device_type: Device type from the user, or None for `default_device_type`. ``"meta"`` is
-            valid without a backend, because meta tensors have no data.
+        device_type: A device type, or None for `default_device_type`. ``"meta"`` is valid without a
+            backend, because meta tensors have no data.
+
+    Returns:
+        ``device_type``, or `default_device_type` if ``device_type`` is None. It is a string without
+        an index, such as ``"cuda"``.
 
     Raises:
         MeshError: The value is not a device type, has an index (``"cuda:0"``), or the default group

@@ -9,31 +9,33 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
-from ._groups import create_meshes, destroy_groups, join_as_refusing
+from ._groups import create_meshes, destroy_groups, report_invalid_arguments
 from ._layout import RankLayout
 from ._rules import Topology, topology_violations
-from ._torch import default_group, register_fold, share_rank_map
+from ._torch import default_group, register_flattened, share_rank_map
 
 if TYPE_CHECKING:
     from ._dims import ParallelDims
 
 
 class ParallelMesh:
-    """All device meshes of one training run, over one set of process groups.
+    """All device meshes of one training run. Meshes with the same ranks share process groups.
 
-    `ParallelDims.build_mesh` returns a `ParallelMesh`. A mesh dimension is called an axis. An alias
-    is a second name of an axis: ``"batch"`` is ``"dp"``. A view is one device mesh over all ranks.
-    The same ranks have several views: ``"dense"`` has the axes ``fsdp`` and ``tp``, and
-    ``"sparse"`` has the axes ``efsdp`` and ``ep``.
+    `ParallelDims.build_mesh` returns a `ParallelMesh`.
 
-    ``mesh["tp"]`` is a one-dimensional mesh. ``mesh["dp_replicate", "fsdp"]`` has several axes of
-    one view, outermost first. Both are slices of the mesh of a view, so FSDP, tensor parallel,
-    DTensor and checkpoints accept and combine them. Indexing never communicates.
+    - An axis is a mesh dimension. An alias is a second name of an axis: ``"batch"`` is ``"dp"``.
+    - A view is one device mesh over all ranks. The same ranks have several views: ``"dense"`` has
+      the axes ``fsdp`` and ``tp``, and ``"sparse"`` has the axes ``efsdp`` and ``ep``.
+
+    ``mesh["tp"]`` returns a one-dimensional torch mesh. ``mesh["dp_replicate", "fsdp"]`` returns a
+    two-dimensional torch mesh. The two axes must be in one view, outermost first. The results are
+    slices of the view's mesh. FSDP, tensor parallel, DTensor and checkpoints accept them, and can
+    combine several slices of one view. Indexing never communicates.
 
     Args:
-        dims: Degrees, without None or -1.
+        dims: Degrees, with numbers in place of the automatic values -1 and None.
         layout: Coordinates and groups of all ranks.
-        views: The device meshes over all ranks, by the name of the view.
+        views: Dict from the name of a view to its torch mesh.
         created: Process groups that `close` destroys.
         topology: Number of ranks per node, or None if it is unknown.
 
@@ -78,13 +80,14 @@ class ParallelMesh:
         A view is one device mesh over all ranks. ``layout.views`` lists the views and their axes.
 
         Args:
-            names: Name or alias of one axis, or several names in a tuple, outermost first. All of
-                them must be in one view.
+            names: Name or alias of one axis, or several names in a tuple, outermost first. One view
+                must have all of these axes.
 
         Returns:
-            A torch mesh with one dimension for each name. The dimension has the name of the axis,
-            even if an alias was given. Only the dimension of ``mesh["batch"]`` is called
-            ``"batch"``, because data loaders look for this name.
+            A torch mesh with one dimension for each name. ``mesh_dim_names`` has the names of the
+            axes, not their aliases: ``mesh["dp_ep"].mesh_dim_names`` is ``("dp",)``. There is one
+            exception: ``mesh["batch"].mesh_dim_names`` is ``("batch",)``, because data loaders
+            look for this name.
 
         Raises:
             LayoutError: A name does not exist, or no view has all names in this order.
@@ -131,26 +134,27 @@ class ParallelMesh:
         share_rank_map(mesh, full)
         return mesh
 
-    def _register_folds(self, full: DeviceMesh) -> None:
-        """Register flattened mesh dimensions with a mesh over all ranks.
+    def _register_flattened(self, full: DeviceMesh) -> None:
+        """Store in ``full`` which dimensions of other views flatten several of its dimensions.
 
-        For example, ``dp`` is registered with a mesh that has the dimensions ``dp_replicate`` and
-        ``dp_shard``, because ``dp`` flattens these two dimensions.
+        For example, if ``full`` has the dimensions ``dp_replicate`` and ``dp_shard``, the name
+        ``dp`` and the name of its process group are stored in ``full``. `register_flattened` does
+        this. hp-dtensor can then use the group of ``dp`` for collectives.
 
         Args:
             full: Mesh over all ranks.
         """
         layout, axes = self.layout, full.mesh_dim_names or ()
-        along = [{*dist.get_process_group_ranks(group)} for group in full.get_all_groups()]
+        groups = [{*dist.get_process_group_ranks(group)} for group in full.get_all_groups()]
         for axis in dict.fromkeys(axis for view in layout.views.values() for axis in view.axes):
             if axis not in axes and layout.size(axis) > 1:
                 ranks = dist.get_process_group_ranks(self[axis].get_group())
-                if _is_fold(full, along, ranks):
-                    register_fold(full, self[axis])
+                if _is_flattened(full, groups, ranks):
+                    register_flattened(full, self[axis])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all mesh dimensions, followed by their second names (aliases)."""
+        """Names of all mesh dimensions, followed by all aliases (second names)."""
         return self.layout.names
 
     @property
@@ -174,7 +178,7 @@ class ParallelMesh:
         """
         full = self._view(name)
         if name not in self._with_folds:
-            self._register_folds(full)
+            self._register_flattened(full)
             self._with_folds.add(
                 name
             )  # after the registration, so that an interrupted call is repeated
@@ -232,27 +236,26 @@ class ParallelMesh:
     def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
         """Return a `ParallelMesh` that uses the same process groups.
 
-        This lets ``copy.deepcopy`` copy modules that hold a mesh. The copy does not create process
-        groups, and closing it does not destroy the shared groups.
+        ``copy.deepcopy`` can therefore copy modules that have a mesh as an attribute. The copy does
+        not create process groups. Closing the copy does not destroy the shared groups.
         """
         memo[id(self)] = copy = ParallelMesh(self.dims, self.layout, self._views, [], self.topology)
         copy._closed = self._closed
         return copy
 
     def close(self) -> None:
-        """Destroy the process groups that `ParallelDims.build_mesh` created.
+        """Destroy the process groups that `ParallelDims.build_mesh` created for this mesh.
 
         Every rank calls this method, after its last collective on these groups. A second call is a
         no-op. The default group and the groups of other meshes remain. Groups that are already
         destroyed are skipped.
 
-        After the call, slices of this mesh cannot communicate. DTensors over these slices cannot
-        communicate either.
+        After the call, slices of this mesh and DTensors on the slices cannot communicate.
 
         Note:
-            DTensor caches meshes and their groups by ranks and dimension names. If the same process
-            later builds a mesh with equal ranks and names, do not use DTensors on the new mesh:
-            they may find the destroyed groups in the cache.
+            Do not use DTensors on a mesh that the same process builds later with the same ranks and
+            dimension names. DTensor has a cache of meshes, with ranks and dimension names as the
+            key, and may find the destroyed groups in it.
         """
         self._closed = True
         self._meshes.clear()
@@ -283,7 +286,7 @@ def build_mesh(
     topology: Topology | None,
     timeout: timedelta | None,
 ) -> ParallelMesh:
-    """Create the process groups and meshes of ``dims``.
+    """Create the process groups of ``dims`` and return the `ParallelMesh` that uses them.
 
     `ParallelDims.build_mesh` explains the arguments and errors.
     """
@@ -294,7 +297,7 @@ def build_mesh(
         if topology is not None:
             raise_errors(topology_violations(plan.layout, topology))
     except (MeshError, ParallelDimsError):
-        join_as_refusing()
+        report_invalid_arguments()
         raise
     compared = {**asdict(dims), "topology": topology}
     created: list[dist.ProcessGroup] = []
@@ -302,18 +305,24 @@ def build_mesh(
     return ParallelMesh(dims, plan.layout, views, created, topology)
 
 
-def _is_fold(full: DeviceMesh, along: Sequence[set[int]], ranks: Sequence[int]) -> bool:
-    """Return whether a group of ranks flattens at least two dimensions of a mesh.
+def _is_flattened(full: DeviceMesh, groups: Sequence[set[int]], ranks: Sequence[int]) -> bool:
+    """Return whether flattening several dimensions of ``full`` gives the group ``ranks``.
 
-    The ranks must be in row-major order of these dimensions.
+    For example, if ``full`` has the dimensions ``dp_replicate``, ``dp_shard`` and ``tp``, the
+    result is True for the ranks of ``dp``: ``dp`` flattens ``dp_replicate`` and ``dp_shard``.
 
     Args:
         full: Mesh over all ranks.
-        along: For each dimension of the mesh, the ranks in the group of this rank.
-        ranks: Ranks of a group that contains this rank.
+        groups: One set for each dimension of ``full``. It has the ranks of the group along this
+            dimension that contains this rank.
+        ranks: Ranks of a process group that contains this rank, in the order of the group.
+
+    Returns:
+        True if ``ranks`` lists the ranks of at least two dimensions of size above 1 in row-major
+        order.
     """
     members = {*ranks}
-    folded = [len(group) > 1 and group <= members for group in along]
+    folded = [len(group) > 1 and group <= members for group in groups]
     if sum(folded) < 2:
         return False
     here = full.get_coordinate() or ()
@@ -341,14 +350,14 @@ def _as_names(names: object) -> tuple[str, ...]:
 
 
 def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
-    """Return a copy of a mesh in which one dimension has another name.
+    """Return a copy of ``full`` in which the dimension ``axis`` is called ``name``.
 
-    The copy uses the same process groups.
+    The copy uses the process groups of ``full``.
 
     Args:
         full: Mesh over all ranks.
-        axis: Name of the dimension in ``full``.
-        name: Name of the dimension in the copy.
+        axis: Name of one dimension of ``full``.
+        name: New name of the dimension.
     """
     axes = full.mesh_dim_names or ()
     renamed = DeviceMesh.from_group(

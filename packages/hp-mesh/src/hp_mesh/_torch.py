@@ -30,12 +30,14 @@ def default_group() -> dist.ProcessGroup:
 def splits_world(world: dist.ProcessGroup) -> bool:
     """Return whether all ranks must take part in the creation of each new process group.
 
-    This is the case if NCCL was initialized eagerly (``device_id=`` of ``init_process_group``):
-    torch then splits the communicator of the default group. It is also the case if
-    ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True.
+    Args:
+        world: The default process group. The function reads its attribute ``bound_device_id``. No
+            public function of torch returns this value.
 
-    Reads the attribute ``bound_device_id`` of the default group, ``world``. There is no public
-    replacement.
+    Returns:
+        True in two cases. Either NCCL was initialized eagerly (``device_id=`` of
+        ``init_process_group``): torch then splits the communicator of the default group. Or
+        ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True.
     """
     config = getattr(dist, "config", None)
     return world.bound_device_id is not None or bool(getattr(config, "use_torchcomms", False))
@@ -45,25 +47,28 @@ def registered_groups() -> int:
     """Return the number of process groups that exist in this process: ``len(_world.pg_names)``.
 
     ``new_group(use_local_synchronization=True)`` hashes this number into the name of the new group.
-    If the number differs between members, they use different names and wait for each other forever.
-    There is no public replacement; a name as an argument of ``new_group`` would be one.
+    If two members of the new group have different numbers, they use different names and wait for
+    each other forever. This function would not be needed if ``new_group`` took the name of the
+    group as an argument.
     """
     return len(distributed_c10d._world.pg_names)
 
 
 def unused_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
-    """Return the lowest number of existing groups with which all new groups get unused names.
+    """Return an argument for `raised_group_count` that gives every new group an unused name.
 
-    ``new_group(use_local_synchronization=True)`` derives the name of a group from its ranks and the
-    number of existing groups (``_process_group_name``). The number decreases when a group is
-    destroyed. A new group can therefore get the name of an existing group with the same ranks.
+    ``new_group(use_local_synchronization=True)`` computes the name of a new group from the ranks
+    and the number of existing groups (``_process_group_name``). The number of existing groups
+    decreases when a group is destroyed. torch can therefore give a new group the name of an
+    existing group with the same ranks. A higher number avoids this.
 
     Args:
         groups: Ranks of the new groups, in the order of their creation.
         at_least: Lower bound of the result.
 
     Returns:
-        A number for `group_count`. It is at least `registered_groups`.
+        The lowest number of existing groups with which all names are unused in this process. It is
+        at least ``at_least`` and at least `registered_groups`.
     """
     used = {*distributed_c10d._world.pg_names.values()}
     count = max(at_least, registered_groups())
@@ -76,16 +81,17 @@ def unused_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
 
 
 def _local_name(ranks: list[int], count: int) -> str:
-    with group_count(count):
+    with raised_group_count(count):
         return str(distributed_c10d._process_group_name(ranks, use_hashed_name=True))
 
 
 @contextmanager
-def group_count(count: int) -> Iterator[None]:
-    """Increase the number of existing groups to ``count`` inside the ``with`` block.
+def raised_group_count(count: int) -> Iterator[None]:
+    """Make torch count at least ``count`` existing process groups inside the ``with`` block.
 
-    torch uses the number in the names of new groups (see `registered_groups`). Placeholder entries
-    in ``_world.pg_names`` increase the number. A number above ``count`` stays unchanged.
+    torch uses its number of existing groups in the names of new groups (see `registered_groups`).
+    The number is the length of ``_world.pg_names``. If it is lower than ``count``, placeholder
+    entries are added to ``_world.pg_names``. The end of the block removes them.
     """
     names: Any = distributed_c10d._world.pg_names
     fillers = [object() for _ in range(count - len(names))]
@@ -98,43 +104,47 @@ def group_count(count: int) -> Iterator[None]:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether a process group exists.
+    """Return whether torch knows ``group``: it was created and is not destroyed.
 
-    The result is False after the group was destroyed, separately or with the default group. Reads
-    ``_world.pg_map``. A public function cannot replace this: it raises the same error for a
-    destroyed group as for other problems.
+    A group is destroyed by ``destroy_process_group(group)``, and together with the default group by
+    ``destroy_process_group()``. The function reads ``_world.pg_map``, because no public function of
+    torch returns this value. ``torch.distributed.get_backend`` raises ``ValueError`` for a
+    destroyed group, but also for a group that does not contain this rank.
     """
     return group in distributed_c10d._world.pg_map
 
 
 def joint_group_number() -> int:
-    """Return the number that torch uses as the name of the next group that all ranks create.
+    """Return the number that becomes the name of the next joint process group.
 
-    Groups that only their members create (``use_local_synchronization=True``) have other names.
-    Reads ``_world.group_count``.
+    A joint group is a group for which all ranks call ``new_group``, not only its members. Its name
+    is the counter ``_world.group_count``, which this function returns. Groups from ``split_group``
+    and ``new_group(use_local_synchronization=True)`` have a hash as their name.
     """
     return int(distributed_c10d._world.group_count)
 
 
-def raise_joint_group_number(number: int) -> None:
-    """Increase `joint_group_number` to ``number``. A higher number stays unchanged.
+def increase_joint_group_number(number: int) -> None:
+    """Set `joint_group_number` to ``number`` if it is lower than ``number``.
 
-    If ranks failed at different groups, their numbers differ. They would use different names for
-    the next group and wait for each other.
+    If an error stopped the ranks after they created different numbers of groups, their joint group
+    numbers differ. Without this function, the ranks would use different names for the next joint
+    group and wait for each other.
     """
     distributed_c10d._world.group_count = max(joint_group_number(), number)
 
 
 class _StoreByThread(tuple[str, Store]):
-    """A (backend, store) pair that gives different stores to different threads.
+    """A pair ``(backend, store)`` whose second item depends on the thread that reads it.
 
-    It replaces the pair of the default group in torch's ``_world.pg_map``.
-    `torch.distributed.new_group` unpacks the pair and uses the store for the new group.
+    torch keeps one pair per process group in ``_world.pg_map``. `torch.distributed.new_group` reads
+    the pair of the default group, and uses its store for the new group. `store_prefix` replaces the
+    pair of the default group by a `_StoreByThread`.
     """
 
     def __init__(self, pair: tuple[str, Store]) -> None:
-        self.pair = pair  # the original pair, for all threads that are not in `stores`
-        self.stores: dict[int, Store] = {}  # store of each thread, by ``threading.get_ident()``
+        self.pair = pair  # the original pair, whose store is used by threads not in `stores`
+        self.stores: dict[int, Store] = {}  # from ``threading.get_ident()`` to the thread's store
 
     def __iter__(self) -> Iterator[Any]:
         backend, store = self.pair
@@ -144,19 +154,21 @@ class _StoreByThread(tuple[str, Store]):
         return (*self,)[index]
 
 
-_pairs_lock = Lock()  # held while ``_world.pg_map`` is changed; reading needs no lock
+_pairs_lock = Lock()  # held to change ``_world.pg_map``, but not to read it
 
 
 @contextmanager
 def store_prefix(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
-    """Put a prefix before the store keys of groups that this thread creates inside ``with``.
+    """Add a prefix to the store keys of process groups that are created in the ``with`` block.
 
-    ``new_group(use_local_synchronization=True)`` derives the name of a group from its ranks and the
-    number of existing groups. After a group is destroyed, a new group can get the same name. Its
-    members would then read the addresses of the destroyed group from the store. Different prefixes
-    avoid this. The store in ``_world.pg_map`` is replaced by a ``PrefixStore``, for this thread
-    only. There is no public replacement; a name or a store as an argument of ``new_group`` would be
-    one.
+    The store is the key-value store through which the members of a new group exchange addresses.
+    ``new_group(use_local_synchronization=True)`` can give a new group the name of a destroyed
+    group, because it computes the name from the ranks and the number of existing groups. The
+    members of the new group would then read the addresses of the destroyed group. A different
+    prefix for each call avoids this.
+
+    The default group's store in ``_world.pg_map`` is replaced by a ``PrefixStore`` for this thread
+    only. This function would not be needed if ``new_group`` took a name or a store as an argument.
 
     Args:
         prefix: Prefix of the keys.
@@ -179,41 +191,43 @@ def store_prefix(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def share_rank_map(mesh: DeviceMesh, other: DeviceMesh) -> None:
-    """Let ``mesh`` use the tuple of ranks that ``other`` holds, to save memory.
+    """Save memory: replace the ranks stored in ``mesh`` by the equal tuple stored in ``other``.
 
-    Each mesh and sub-mesh has a tuple ``_flatten_rank_map`` with one entry for each rank of the
-    job: 4.7 MB for 131,072 ranks. If the tuples differ, nothing changes. There is no public
-    replacement.
+    Each mesh and sub-mesh has an attribute ``_flatten_rank_map``, a tuple with one entry for each
+    rank of the job. It needs 4.7 MB for 131,072 ranks. If the tuples of ``mesh`` and ``other``
+    differ, the function is a no-op. No public function of torch shares the tuple.
     """
     ranks = getattr(other, "_flatten_rank_map", None)
     if ranks is not None and ranks == getattr(mesh, "_flatten_rank_map", None):
         mesh._flatten_rank_map = ranks
 
 
-def register_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
-    """Register a flattened mesh dimension with the mesh from which it was flattened.
+def register_flattened(root: DeviceMesh, flattened: DeviceMesh) -> None:
+    """Add a flattened mesh dimension to the dict ``root._alias_groups``.
 
-    The name of the process group is added to the dict ``root._alias_groups``, under the name of the
-    dimension. hp-mesh defines this attribute. hp-dtensor reads it in addition to torch's
-    ``DeviceMesh._flatten_mapping``.
+    The dict maps the name of the flattened dimension to the name of its process group. The
+    attribute ``_alias_groups`` is defined by hp-mesh. hp-dtensor reads it, so that it can use the
+    process group for a collective over several dimensions of ``root``.
 
-    The group is not added to ``_flatten_mapping``, because torch's DTensor (2.13) would then merge
-    the two all-gathers of ``[Shard(0), Shard(0)]`` into one. The result is wrong if the number of
-    rows is not divisible by the sizes of the mesh dimensions.
+    torch has a similar dict, ``DeviceMesh._flatten_mapping``. It is not used here: with an entry in
+    it, torch's DTensor (2.13) unshards a tensor with placements ``[Shard(0), Shard(0)]`` in one
+    all-gather instead of two. The result is wrong if the number of rows is not divisible by the
+    number of ranks.
 
     Args:
         root: Mesh of all ranks.
-        fold: One-dimensional mesh that flattens several dimensions of ``root``.
+        flattened: One-dimensional mesh that flattens several dimensions of ``root``.
     """
     names: dict[str, str] = vars(root).setdefault("_alias_groups", {})
-    names[(fold.mesh_dim_names or ("",))[0]] = fold.get_group().group_name
+    names[(flattened.mesh_dim_names or ("",))[0]] = flattened.get_group().group_name
 
 
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
-    """Flatten all dimensions of a mesh into one.
+    """Flatten all dimensions of a mesh into one, with ``DeviceMesh._flatten``.
 
-    Calls ``DeviceMesh._flatten``. The public ``DeviceMesh.from_group`` is no replacement: its
-    result has no root mesh, so torch cannot combine the result with other slices of the root mesh.
+    The public ``DeviceMesh.from_group`` also returns a mesh with one dimension. It is not used
+    here, because its result is not a slice of the root mesh of ``mesh``. torch can combine two
+    meshes only if they are slices of one root mesh.
 
     Args:
         mesh: Mesh with one or more dimensions.

@@ -28,7 +28,7 @@ from ._errors import (
     join_words,
     refusal,
 )
-from ._groups import join_as_refusing
+from ._groups import report_invalid_arguments
 from ._mesh import ParallelMesh
 from ._torch import default_group, flatten
 
@@ -306,7 +306,7 @@ def build_world_mesh(
     except (MeshError, ParallelDimsError):
         # The error may occur on this rank only, because LOCAL_WORLD_SIZE may differ between nodes.
         # The other ranks wait in `build_mesh` and must be informed.
-        join_as_refusing()
+        report_invalid_arguments()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
     axes = tuple(name for name in AXES if name in (*data, *degrees))
@@ -377,7 +377,7 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
         ep = _degree("ep", max(given, INFERRED) if isinstance(given, int) else degree)
         dims = ParallelDims(ep=default_group().size() if ep == INFERRED else ep)
     except ParallelDimsError:
-        join_as_refusing()
+        report_invalid_arguments()
         raise
     return WorldMesh(mesh=dims.build_mesh(device_type), axes=("ep_replicate", "ep_shard"))
 
