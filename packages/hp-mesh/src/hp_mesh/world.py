@@ -1,10 +1,14 @@
 """One stored device mesh of all ranks per process, and functions that return slices of it.
 
 `build_world_mesh` builds the mesh and stores it. The getters (`get_dp_mesh`, `get_tp_mesh` and the
-other functions ``get_..._mesh``) return slices of a given mesh. An axis is a mesh dimension. To
-fold axes is to flatten them into one. `get_dp_model_mesh` returns the mesh for FSDP, which includes
-the ranks of ``cp``. `get_dp_mesh` returns the mesh for data loading, which does not. Both include
-the ranks of ``ep``.
+other functions ``get_..._mesh``) return slices of their argument ``mesh``.
+
+| getter | mesh for | ranks of ``ep`` | ranks of ``cp`` |
+|---|---|---|---|
+| `get_dp_model_mesh` | FSDP and DDP | included | included |
+| `get_dp_mesh` | data loading | included | not included |
+
+In this module, an axis is a mesh dimension. To fold axes is to flatten them into one axis.
 """
 
 from collections.abc import Mapping
@@ -89,10 +93,12 @@ _SHARD = ("dp_shard", "ep", "cp")
 _EXPERTS = ("ep_replicate", "ep_shard")
 
 FlattenedAxes: TypeAlias = tuple[tuple[str, ...], ...]
-# The possible results of each getter. The inner dict has one entry for each alternative, and the
-# first alternative is used that has all required axes. A key has one tuple for each axis of the
-# result: the names of the mesh axes that are flattened into this axis. The first name of the tuple
-# is required, the others are optional. The value has the names of the axes in a `ParallelMesh`.
+# The possible results of each getter. A key of the outer dict is the name of the getter. The inner
+# dict has one entry for each possible result. The getter returns the first result whose required
+# axes are all in the mesh.
+# - A key of the inner dict has one tuple for each axis of the result. The tuple has the names of
+#   the mesh's axes that are flattened into this axis. Its first name is required.
+# - A value of the inner dict has the names of the result's axes if the mesh is a `ParallelMesh`.
 RESULTS: dict[str, dict[FlattenedAxes, tuple[str, ...]]] = {
     "get_dp_model_mesh": {
         (("dp_replicate",), _SHARD): ("replicate", "fsdp"),
@@ -118,16 +124,18 @@ RESULTS: dict[str, dict[FlattenedAxes, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShard:
-    """Number of HSDP replicas, or number of ranks in each replica.
+    """Sizes of HSDP: how many replicas there are and how many ranks each replica has.
 
-    With HSDP, the ranks of one replica shard the parameters, and each replica has all parameters.
-    If neither ``replicas`` nor ``shard_degree`` is given, each node is one replica.
+    With hybrid sharding (HSDP), each replica has all parameters, sharded over the data-parallel
+    ranks of the replica. Set ``replicas``, ``shard_degree`` or both. If both are None, there is one
+    replica per node.
 
     Args:
         replicas: Number of replicas.
-        shard_degree: Number of ranks per replica.
-        ranks_per_node: Number of ranks per node, used if each node is one replica. Defaults to the
-            environment variable ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets.
+        shard_degree: Number of data-parallel ranks per replica.
+        ranks_per_node: Number of ranks per node. Used only if ``replicas`` and ``shard_degree`` are
+            None. Defaults to the environment variable ``LOCAL_WORLD_SIZE``, which ``torchrun``
+            sets.
 
     Raises:
         ParallelDimsError: A value is not a positive integer, or ``ranks_per_node`` is given
@@ -153,19 +161,21 @@ class HybridShard:
             raise refusal("nodes", reason, {"ranks_per_node": ranks, **given})
 
     def split(self, dp_size: int, world_size: int) -> tuple[int, int]:
-        """Divide the data-parallel ranks into replicas.
+        """Compute the number of replicas and the number of ranks per replica.
 
         Args:
             dp_size: Number of data-parallel ranks.
-            world_size: Number of all ranks. All nodes have equally many ranks.
+            world_size: Number of all ranks. Used only for one replica per node.
 
         Returns:
-            The number of replicas, and the number of ranks per replica. Their product is
-            ``dp_size``.
+            A tuple ``(replicas, shard_degree)``. ``shard_degree`` is the number of data-parallel
+            ranks per replica. ``replicas * shard_degree`` is ``dp_size``.
 
         Raises:
-            ParallelDimsError: The given numbers do not divide ``dp_size``, the nodes do not have
-                equally many ranks, or ``LOCAL_WORLD_SIZE`` is needed but not set.
+            ParallelDimsError: The number of replicas or the number of ranks per replica does not
+                divide ``dp_size``, or their product differs from ``dp_size``. With one replica per
+                node: the number of ranks per node does not divide ``world_size``, or
+                ``LOCAL_WORLD_SIZE`` is not set.
         """
         given, source = self._given(), ""
         sizes = {"dp_size": dp_size, "world_size": world_size}
@@ -219,15 +229,16 @@ DegreeLike: TypeAlias = int | HasDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldMesh:
-    """A `ParallelMesh` with the names of the mesh dimensions that the user requested.
+    """A `ParallelMesh` and the names of its dimensions that the user requested.
 
-    Functions such as `get_tp_mesh` take a `WorldMesh` as argument.
+    `build_world_mesh` returns a `WorldMesh`. The functions ``get_*_mesh`` take it as argument.
 
     Args:
         mesh: All device meshes and process groups.
-        axes: Names of the requested mesh dimensions, outermost first. A dimension of size 1 is
-            included if its degree was given. ``ep`` does not multiply the number of ranks: it
-            reuses the ranks of the other dimensions.
+        axes: Names of the requested mesh dimensions, outermost first. A dimension is requested if
+            `build_world_mesh` got its degree, even a degree of 1. ``ep`` is in ``axes`` if it was
+            requested, but it reuses the ranks of the other dimensions: the product of the other
+            sizes is the number of ranks.
 
     Examples:
         On 4 ranks:
@@ -243,7 +254,7 @@ class WorldMesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """One torch mesh of all ranks, with the dimensions ``axes`` except ``ep``."""
+        """Torch mesh of all ranks. Its dimensions are the names in ``axes`` without ``ep``."""
         return _slice(self.mesh, _world_axes(self.mesh, self.axes))
 
 
@@ -261,26 +272,29 @@ def build_world_mesh(
 ) -> WorldMesh:
     """Build the mesh of all ranks and store it for `get_world_mesh`.
 
-    Collective over the default process group. The functions ``get_*_mesh`` use the process groups
-    that are created here. A degree is an integer, or an object with an integer attribute
-    ``degree``. The mesh dimensions are in the default order of `ParallelDims`: ``pp`` is outermost
-    and ``tp`` is innermost.
+    Collective over the default process group. The functions ``get_*_mesh`` do not create process
+    groups: they use the groups that this function creates. The mesh dimensions are in the default
+    order of `ParallelDims`: ``pp`` is outermost and ``tp`` is innermost.
+
+    A degree is the size of a mesh dimension: an integer, or an object with an integer attribute
+    ``degree``.
 
     Args:
-        dp: Number of data-parallel ranks, -1 for all remaining ranks, or a `HybridShard`. If no
-            degree is given, all ranks are data-parallel. ``dp`` is required if another degree is
-            given.
+        dp: Number of data-parallel ranks, or a `HybridShard`. -1 means the number of ranks divided
+            by ``tp * cp * pp``. Required if another degree is set. If no degree is set, all ranks
+            are data-parallel.
         tp: Number of ranks that share one layer.
         cp: Number of ranks that share one sequence.
         pp: Number of pipeline stages.
-        ep: Number of ranks with different experts. It must divide ``dp * cp``, and -1 means ``dp``.
-            With a `HybridShard`, the number of ranks per replica replaces ``dp`` in this rule.
-            Tensor parallelism shards each expert over ``tp``, like the other layers.
+        ep: Number of ranks with different experts. It must divide ``shards * cp``, and -1 means
+            ``shards``. ``shards`` is ``dp``, or the number of data-parallel ranks per replica if
+            ``dp`` is a `HybridShard`. Tensor parallelism shards each expert over ``tp``, like the
+            other layers.
         device_type: Device type of the meshes, such as ``"cuda"``. Defaults to the accelerator's
             type if the default process group has a backend for it, else ``"cpu"``.
 
     Returns:
-        The world mesh, as an argument for the functions ``get_*_mesh``.
+        A `WorldMesh`, which the functions ``get_*_mesh`` take as argument.
 
     Raises:
         ParallelDimsError: The degrees do not fit the number of ranks.
@@ -304,8 +318,8 @@ def build_world_mesh(
         degrees = {n: _degree(n, degree) for n, degree in given.items() if degree is not None}
         dims = _choose_dims(dp, degrees, default_group().size())
     except (MeshError, ParallelDimsError):
-        # The error may occur on this rank only, because LOCAL_WORLD_SIZE may differ between nodes.
-        # The other ranks wait in `build_mesh` and must be informed.
+        # LOCAL_WORLD_SIZE may differ between nodes, so other ranks may have no error. They wait in
+        # `ParallelDims.build_mesh` until this rank reports the error.
         report_invalid_arguments()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
@@ -318,8 +332,7 @@ def get_world_mesh() -> WorldMesh | None:
     """Return the mesh that `build_world_mesh` stored.
 
     Returns:
-        The mesh. The result is None if there is no stored mesh: before `build_world_mesh` and
-        after `reset_world_mesh`.
+        A `WorldMesh`. None before `build_world_mesh` and after `reset_world_mesh`.
 
     Examples:
         >>> get_world_mesh() is None
@@ -345,19 +358,20 @@ def reset_world_mesh() -> None:
 def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = None) -> WorldMesh:
     """Build a mesh of all ranks with the dimensions ``ep_replicate`` and ``ep_shard``.
 
-    Ranks of one ``ep_shard`` group hold different experts. Ranks of one ``ep_replicate`` group hold
-    the same experts. All ranks have different samples. ``ep_shard`` is innermost.
+    The ranks of one ``ep_shard`` group hold different experts. The ranks of one ``ep_replicate``
+    group hold the same experts. Every rank is a data-parallel rank: it has its own samples.
+    ``ep_shard`` is the innermost dimension.
 
-    Collective over the default process group. The mesh is not stored for `get_world_mesh`. To
-    destroy its process groups, call ``result.mesh.close()``.
+    Collective over the default process group. `get_world_mesh` does not return this mesh.
 
     Args:
-        degree: Size of ``ep_shard``. A negative number means all ranks. The size of
+        degree: Size of ``ep_shard``. A negative number means the number of all ranks. The size of
             ``ep_replicate`` is the number of ranks divided by ``degree``.
         device_type: Device type of the meshes, as in `build_world_mesh`.
 
     Returns:
-        The world mesh, as an argument for `get_ep_mesh`, `get_dp_mesh` and similar functions.
+        A `WorldMesh`, which `get_ep_mesh`, `get_dp_mesh` and `get_dp_model_mesh` take as argument.
+        Its method ``mesh.close()`` destroys the process groups.
 
     Raises:
         ParallelDimsError: The degree does not divide the number of ranks.
@@ -402,8 +416,8 @@ def _choose_dims(
 
 
 def _degree(name: str, value: DegreeLike | str, *, inferable: bool = True) -> int:
-    # An object's attribute ``degree`` may be None. This is an error: only -1 means all remaining
-    # ranks.
+    # `as_degree` raises an error if an object's attribute ``degree`` is None. For the automatic
+    # size, the attribute must be -1.
     degree = value.degree if isinstance(value, HasDegree) else value
     return cast(int, as_degree(name, degree, inferable=inferable, optional=False))
 
@@ -425,12 +439,13 @@ def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
         mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
 
     Returns:
-        A torch mesh. With HSDP it has two dimensions: first the replicas, then the ranks that shard
-        parameters. Without HSDP it has one dimension.
+        A torch mesh. With HSDP it has two dimensions: the outer one for the replicas, the inner one
+        for the ranks that shard parameters. Without HSDP it has one dimension.
 
     Raises:
-        LayoutError: ``mesh`` has no data-parallel dimension, or it is a torch mesh with separate
-            dimensions that must be flattened first. The error names the call of `flatten_mesh`.
+        LayoutError: ``mesh`` has no data-parallel dimension. Or ``mesh`` is a torch mesh in which
+            the ranks that the result needs are in several dimensions, such as ``dp`` and ``cp``.
+            The error contains the call of `flatten_mesh` that flattens these dimensions.
 
     Examples:
         On 4 ranks:
@@ -457,8 +472,10 @@ def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
         A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no data-parallel dimension, or it is a torch mesh with separate
-            dimensions that must be flattened first. The error names the call of `flatten_mesh`.
+        LayoutError: ``mesh`` has no data-parallel dimension. Or ``mesh`` is a torch mesh in which
+            the data-parallel ranks are in several dimensions, such as ``dp_replicate`` and
+            ``dp_shard``. The error contains the call of `flatten_mesh` that flattens these
+            dimensions.
 
     Examples:
         On 4 ranks:
@@ -472,7 +489,7 @@ def get_dp_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
-    """Return the mesh of the ranks that shard the parameters of one HSDP replica.
+    """Return the mesh of the ranks over which one HSDP replica shards its parameters.
 
     The ranks of ``dp_shard``, ``cp`` and ``ep`` are included. The function does not communicate or
     create process groups.
@@ -484,8 +501,9 @@ def get_dp_shard_mesh(mesh: AnyMesh) -> DeviceMesh:
         A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` has no dimension ``dp_shard``, or it is a torch mesh with a separate
-            dimension ``cp`` or ``ep``.
+        LayoutError: ``mesh`` has no dimension ``dp_shard``. Or ``mesh`` is a torch mesh that also
+            has a dimension ``cp`` or ``ep``. The error contains the call of `flatten_mesh` that
+            flattens these dimensions.
 
     Examples:
         On 4 ranks:
@@ -526,7 +544,7 @@ def get_dp_replicate_mesh(mesh: AnyMesh) -> DeviceMesh:
 def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
     """Return the process group of the ranks with different samples.
 
-    It is the group of `get_dp_mesh`.
+    The function returns the process group of the mesh that `get_dp_mesh` returns.
 
     Args:
         mesh: A `WorldMesh`, a `ParallelMesh` or a torch mesh with names of dimensions.
@@ -535,8 +553,9 @@ def get_dp_process_group(mesh: AnyMesh) -> dist.ProcessGroup:
         The torch process group that contains this rank.
 
     Raises:
-        LayoutError: ``mesh`` has no data-parallel dimension, or it is a torch mesh with separate
-            dimensions that must be flattened first.
+        LayoutError: ``mesh`` has no data-parallel dimension. Or ``mesh`` is a torch mesh in which
+            the data-parallel ranks are in several dimensions, such as ``dp_replicate`` and
+            ``dp_shard``.
 
     Examples:
         On 4 ranks:
@@ -677,7 +696,7 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
 
     Returns:
         A string with the number of ranks, the device type, and the size of each dimension. If
-        ``ep`` reuses the ranks of other dimensions, the string ends with its size.
+        ``ep`` reuses the ranks of other dimensions, the size of ``ep`` is at the end.
 
     Raises:
         LayoutError: ``mesh`` is not a mesh.
@@ -704,9 +723,10 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     """Flatten all dimensions of a torch mesh into one dimension.
 
-    Collective over the root mesh, the mesh from which ``mesh`` was sliced. The result is a slice of
-    the same root mesh, so FSDP and tensor parallel can combine the result with other slices. Each
-    call may create process groups, so call the function once and store the result.
+    Collective over the root mesh, which is the mesh from which ``mesh`` was sliced. The result is a
+    slice of the root mesh too. FSDP and tensor parallel can therefore combine the result with other
+    slices of the root mesh. Each call may create process groups, so call the function once and
+    store the result.
 
     Args:
         mesh: A torch mesh with names of dimensions.
@@ -717,8 +737,8 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
         A one-dimensional torch mesh.
 
     Raises:
-        LayoutError: ``mesh`` is not a torch mesh, its dimensions have no names, or the root mesh
-            has another dimension called ``name``.
+        LayoutError: ``mesh`` is not a torch mesh, the dimensions of ``mesh`` have no names, or the
+            root mesh already has a different dimension with the name ``name``.
 
     Examples:
         On 4 ranks:
@@ -756,7 +776,8 @@ def _get_mesh(getter: str, mesh: AnyMesh) -> DeviceMesh:
     if separate is None:
         return _slice(source, tuple(part[0] for part in parts))
     # Flattening the separate axes here would create a process group, but getters do not
-    # communicate. Only private functions of torch combine a flattened axis and another axis.
+    # communicate. torch has no public function that returns a mesh of a flattened axis and another
+    # axis.
     call = f"flatten_mesh(mesh[{', '.join(map(repr, separate))}])"
     if len(parts) == 1:
         advice = f"keep the result of {call} and use it instead, or use build_world_mesh"
@@ -777,15 +798,19 @@ def _choose_result(getter: str, present: tuple[str, ...]) -> tuple[FlattenedAxes
 
 
 def _source_and_axes(mesh: AnyMesh) -> tuple[ParallelMesh | DeviceMesh, tuple[str, ...]]:
-    """Return the mesh that ``get_*_mesh`` functions slice, and the names of its dimensions.
+    """Return the mesh that a ``get_*_mesh`` function slices, and the names of its dimensions.
 
     Args:
         mesh: Argument of a ``get_*_mesh`` function.
 
     Returns:
-        The mesh, and the names of the dimensions that the functions can use, outermost first. For a
-        `ParallelMesh` they are the data-parallel dimensions, and the other dimensions of size above
-        1.
+        A tuple ``(source, names)``, with the names outermost first. It depends on the type of
+        ``mesh``:
+
+        - `WorldMesh`: ``mesh.mesh`` and ``mesh.axes``.
+        - Torch mesh: ``mesh`` and its ``mesh_dim_names``.
+        - `ParallelMesh`: ``mesh`` and the names of the data-parallel dimensions, of any size, and
+          of ``pp``, ``ep``, ``cp`` and ``tp`` if their size is above 1.
 
     Raises:
         LayoutError: The argument is not a mesh, or the dimensions of a torch mesh have no names.
@@ -810,19 +835,19 @@ def _describe(value: object) -> str:
     return repr(value) if isinstance(value, str | int | None) else f"a {type(value).__name__}"
 
 
-def _world_axes(source: ParallelMesh | DeviceMesh, present: tuple[str, ...]) -> tuple[str, ...]:
-    """Remove ``ep`` from the names of mesh dimensions if it reuses the ranks of other dimensions.
+def _world_axes(source: ParallelMesh | DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Remove ``ep`` from ``names`` if ``ep`` reuses the ranks of other dimensions.
 
     Args:
-        source: The mesh.
-        present: Names of mesh dimensions.
+        source: Mesh that has the dimensions.
+        names: Names of dimensions, as in the result of `_source_and_axes`.
 
     Returns:
-        Names of dimensions. The product of their sizes is the number of ranks.
+        The remaining names. The product of the sizes of these dimensions is the number of ranks.
     """
-    if isinstance(source, DeviceMesh) or ("dp" not in present and source.dims.ep_mode == "peer"):
-        return present
-    return tuple(name for name in present if name != "ep")
+    if isinstance(source, DeviceMesh) or ("dp" not in names and source.dims.ep_mode == "peer"):
+        return names
+    return tuple(name for name in names if name != "ep")
 
 
 def _slice(source: ParallelMesh | DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
