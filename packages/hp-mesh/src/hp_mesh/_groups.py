@@ -198,7 +198,7 @@ def _create_group(
 def _all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
     """Destroy the groups in ``created`` if the ``with`` block raises on any rank.
 
-    Collective over the default group: an all-reduce at the end of the block tells every rank
+    Collective over the default group: after an all-reduce at the end of the block, every rank knows
     whether another rank failed.
 
     - If the block raises an ``Exception`` on this rank, the exception is raised again. If another
@@ -242,7 +242,7 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
 
 
 def report_invalid_arguments() -> None:
-    """Tell the other ranks that this rank cannot call `create_meshes`.
+    """Inform the other ranks that this rank cannot call `create_meshes`.
 
     A rank calls this function if the arguments from the user are invalid, then raises its own
     error. The function takes part in the first all-reduce of `create_meshes`. The ranks that called

@@ -3,8 +3,8 @@
 Terms:
 
 - An axis is a mesh dimension.
-- A base axis is an axis whose size is a factor of the world size, such as ``tp``. The user sets
-  its size, which is called a degree.
+- A base axis is an axis of the view ``"base"``, such as ``tp``. The sizes of the base axes multiply
+  to the world size. The size of a base axis is called a degree.
 - To fold axes is to flatten them into one axis: ``fsdp`` folds ``dp_shard`` and ``cp``.
 - To split an axis is the reverse: ``cp`` is split into ``cp_outer`` and ``ulysses``.
 - A view is one device mesh over all ranks. The same ranks have several views, such as ``"dense"``.
@@ -201,7 +201,7 @@ def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
 def _first_rank(rank: int, levels: Levels) -> int:
     """Return the lowest rank of the group that contains ``rank``.
 
-    ``levels`` are the (size, stride) pairs of the mesh dimension along which the group lies.
+    ``levels`` are the (size, stride) pairs of the mesh dimension to which the group belongs.
     """
     return rank - sum([rank // stride % size * stride for size, stride in levels])
 
@@ -224,7 +224,7 @@ def _slices(shape: Sequence[int], axis: int) -> Iterator[slice]:
 
 
 def _merge(levels: Iterable[tuple[int, int]]) -> Levels:
-    """Merge neighbouring (size, stride) pairs where one pair describes the same ranks.
+    """Merge neighbouring (size, stride) pairs if one pair describes the same ranks.
 
     For example, ``(2, 1)`` and ``(4, 2)`` become ``(8, 1)``.
 
@@ -392,9 +392,10 @@ def plan_mesh(
 
     Args:
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
-            and ``etp``, and of ``ulysses`` if ``folds.ulysses`` is True.
+            and ``etp``, by name. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
         folds: Options that decide which dimensions exist.
-        order: Names of the dimensions whose sizes multiply to the world size, outermost first.
+        order: Names of the base dimensions, outermost first. Their sizes multiply to the world
+            size.
         rank: Global rank of this process.
 
     Returns:
@@ -432,7 +433,7 @@ class RankLayout:
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
             and ``etp``, by name. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
         folds: Options that decide which axes exist.
-        order: Names of the axes whose sizes multiply to the world size, outermost first.
+        order: Names of the base axes, outermost first. Their sizes multiply to the world size.
 
     Examples:
         >>> layout = ParallelDims(cp=2, tp=2, world_size=8).layout()

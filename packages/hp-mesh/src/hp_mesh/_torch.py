@@ -135,7 +135,7 @@ def increase_joint_group_number(number: int) -> None:
 
 
 class _StoreByThread(tuple[str, Store]):
-    """A pair ``(backend, store)`` whose second item depends on the thread that reads it.
+    """A pair ``(backend, store)`` that gives different stores to different threads.
 
     torch keeps one pair per process group in ``_world.pg_map``. `torch.distributed.new_group` reads
     the pair of the default group, and uses its store for the new group. `store_prefix` replaces the
@@ -143,7 +143,7 @@ class _StoreByThread(tuple[str, Store]):
     """
 
     def __init__(self, pair: tuple[str, Store]) -> None:
-        self.pair = pair  # the original pair, whose store is used by threads not in `stores`
+        self.pair = pair  # the original pair; threads that are not in `stores` use its store
         self.stores: dict[int, Store] = {}  # from ``threading.get_ident()`` to the thread's store
 
     def __iter__(self) -> Iterator[Any]:

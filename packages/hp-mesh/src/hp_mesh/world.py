@@ -94,8 +94,8 @@ _EXPERTS = ("ep_replicate", "ep_shard")
 
 FlattenedAxes: TypeAlias = tuple[tuple[str, ...], ...]
 # The possible results of each getter. A key of the outer dict is the name of the getter. The inner
-# dict has one entry for each possible result. The getter returns the first result whose required
-# axes are all in the mesh.
+# dict has one entry for each possible result. The getter returns the first result for which the
+# mesh has all required axes.
 # - A key of the inner dict has one tuple for each axis of the result. The tuple has the names of
 #   the mesh's axes that are flattened into this axis. Its first name is required.
 # - A value of the inner dict has the names of the result's axes if the mesh is a `ParallelMesh`.
