@@ -161,7 +161,7 @@ class View:
         axes: Names of the mesh dimensions, outermost first.
         shape: Sizes of the mesh dimensions, outermost first.
         levels: (size, stride) pairs of all dimensions, innermost first. `ranks` computes the ranks
-            from them. Not used if ``listed`` has ranks.
+            from them. It ignores ``levels`` if ``listed`` is not empty.
         listed: All ranks in row-major order, if (size, stride) pairs cannot describe the groups
             along one of the dimensions. Else empty.
     """

@@ -332,7 +332,7 @@ def get_world_mesh() -> WorldMesh | None:
     """Return the mesh that `build_world_mesh` stored.
 
     Returns:
-        A `WorldMesh`. None before `build_world_mesh` and after `reset_world_mesh`.
+        A `WorldMesh`, or None before `build_world_mesh` and after `reset_world_mesh`.
 
     Examples:
         >>> get_world_mesh() is None
