@@ -19,12 +19,12 @@ from ._shape import ModelShape
 from ._train import Recompute, TrainSpec, Zero
 
 GIB = 2**30
-# A configuration is borderline if its memory is above the limit by at most this factor. The factor
-# is the largest expected error of an estimate.
+# A configuration is borderline if it needs more than the memory limit, but at most BORDER times the
+# limit. An estimate is expected to be wrong by at most this factor.
 BORDER = 1.15
-# If the fastest candidate needs more than the share TIGHT of the memory limit, there is little room
-# for errors. Then a candidate is recommended that takes at most CLOSE times as long and needs less
-# memory, by at least the share CLEARLY of the limit.
+# If the fastest candidate needs more than the share TIGHT of the memory limit, an error of the
+# estimate may exceed the limit. Then the planner recommends a candidate that takes at most CLOSE
+# times as long, if it saves at least the share CLEARLY of the limit.
 TIGHT = 0.95
 CLOSE = 1.01
 CLEARLY = 0.05
@@ -35,14 +35,14 @@ CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySplit:
-    """Memory of the rank that needs most, split by content, in bytes.
+    """Memory of the rank that needs the most memory, split by content, in bytes.
 
     Args:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients.
         optimizer: Bytes of optimizer state.
-        activations: Bytes of activations: those saved for backward, and those that exist while
-            one layer is recomputed.
+        activations: Bytes of activations. Includes the activations saved for backward, and the
+            temporary activations while backward recomputes one layer.
         logits: Bytes of logits and their gradients.
         buffers: Bytes of unsharded parameters, gradients during reduction, and dispatched tokens.
 
@@ -63,7 +63,7 @@ class MemorySplit:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes of each part by name."""
+        """Dictionary from the name of each field, such as ``"gradients"``, to its bytes."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
@@ -73,21 +73,23 @@ class MemorySplit:
 
     @property
     def total(self) -> float:
-        """Sum of all parts, in bytes."""
+        """Sum of all fields, in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """Time of one optimizer step, split by activity, in seconds.
+    """Time of one training step, split by activity, in seconds.
+
+    A training step processes one global batch and then updates the parameters.
 
     Args:
-        compute: Seconds of computation.
-        communication: Seconds of communication that does not overlap with computation. Keys are
-            names of axes: ``tp``, ``cp``, ``fsdp``, ``dp_replicate``, ``ep`` and ``pp``. Axes of
-            size 1 are absent.
+        compute: Seconds of the forward and backward passes of all microbatches.
+        communication: Dictionary from the name of an axis to the seconds of its communication that
+            does not overlap with computation. The names are ``tp``, ``cp``, ``fsdp``,
+            ``dp_replicate``, ``ep`` and ``pp``. Axes of size 1 are absent.
         bubble: Seconds that a pipeline rank waits for other ranks.
-        optimizer: Seconds of the optimizer step.
+        optimizer: Seconds in which the optimizer updates the parameters.
 
     Examples:
         >>> TimeSplit(compute=2.0, communication={"fsdp": 0.5}, bubble=0.0, optimizer=0.1).total
@@ -101,13 +103,17 @@ class TimeSplit:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part by name. Each axis in ``communication`` is a separate part."""
+        """Dictionary from the name of each part to its seconds.
+
+        The names are ``"compute"``, the axes in ``communication``, ``"bubble"`` and
+        ``"optimizer"``.
+        """
         ends = {"bubble": self.bubble, "optimizer": self.optimizer}
         return {"compute": self.compute, **self.communication, **ends}
 
     @property
     def total(self) -> float:
-        """Sum of all parts, in seconds."""
+        """Sum of `parts`, in seconds."""
         return sum(self.parts.values())
 
 
@@ -116,19 +122,21 @@ class Candidate:
     """A valid configuration with its estimated memory and time.
 
     Args:
-        dims: Degrees.
+        dims: Degrees of all axes.
         micro_batch: Number of sequences per microbatch on each data-parallel rank.
         microbatches: Number of microbatches per step.
-        recompute: Kind of recomputation, as in `TrainSpec`.
-        memory: Memory of the rank that needs most.
-        time: Time of one step.
+        recompute: Kind of recomputation. `TrainSpec` explains the kinds.
+        memory: Memory of the rank that needs the most memory.
+        time: Time of one training step.
         limit: Memory that may be used on one device, in bytes.
-        tokens: Number of tokens of one step.
-        flops: Floating-point operations of the model in one step. Recomputation is not counted.
-            Only the lower half of the attention scores is counted, because attention is causal.
+        tokens: Number of tokens of one step, over all ranks.
+        flops: Number of floating-point operations of the model in one step, over all ranks.
+            Recomputation is not counted. Only the lower half of the attention scores is counted,
+            because attention is causal.
         peak_tflops: Peak of dense bf16 matrix products on one device, in TFLOP/s.
-        setting: Pipeline schedule and ZeRO stage.
-        trust: Published runs that resemble the configuration, and the error of their estimates.
+        setting: Pipeline schedule, number of stages per pipeline rank, and ZeRO stage.
+        trust: Reliability of the estimate: how well the planner estimates published runs that are
+            similar to the configuration.
 
     Examples:
         >>> cluster = Cluster(world_size=8, accelerator="H100")
@@ -157,7 +165,7 @@ class Candidate:
 
     @property
     def virtual_stages(self) -> int:
-        """Number of stages of each pipeline rank."""
+        """Number of pipeline stages of each pipeline rank."""
         return self.setting.virtual_stages
 
     @property
@@ -167,10 +175,11 @@ class Candidate:
 
     @property
     def fit(self) -> Fit:
-        """Whether the memory is within the limit.
+        """Result of comparing the memory with the limit, as one of three texts.
 
-        ``"fits"``; ``"borderline"`` if the memory is above the limit by at most 15 %; or
-        ``"does not fit"``.
+        - ``"fits"``: the memory is within the limit.
+        - ``"borderline"``: the memory is above the limit by at most 15 %.
+        - ``"does not fit"``: the memory is above the limit by more than 15 %.
         """
         return classify(self.memory.total, self.limit)
 
@@ -186,7 +195,7 @@ class Candidate:
 
     @property
     def tflops(self) -> float:
-        """Operations of the model in TFLOP/s per device. Recomputation is not counted."""
+        """Estimated speed of one device in TFLOP/s. Recomputation is not counted as work."""
         return self.flops / self.time.total / self.world_size / 1e12
 
     @property
@@ -196,9 +205,10 @@ class Candidate:
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """One violation if the memory is above the limit, else an empty tuple.
+        """Tuple with one violation if the memory is above the limit, else an empty tuple.
 
-        The violation's level is ``"advice"`` for a borderline configuration, else ``"error"``.
+        The violation's level is ``"advice"`` if `fit` is ``"borderline"``, and ``"error"`` if
+        `fit` is ``"does not fit"``.
         """
         if self.fit == "fits":
             return ()
@@ -238,9 +248,11 @@ class Candidate:
 
 
 def classify(need: float, limit: float) -> Fit:
-    """Return the class ("fits", ...) of a configuration that needs ``need`` bytes of memory.
+    """Return ``"fits"``, ``"borderline"`` or ``"does not fit"``, as in `Candidate.fit`.
 
-    ``limit`` is the memory that may be used on one device, in bytes.
+    Args:
+        need: Memory that a configuration needs on one device, in bytes.
+        limit: Memory that may be used on one device, in bytes.
     """
     if need <= limit:
         return "fits"
@@ -248,20 +260,23 @@ def classify(need: float, limit: float) -> Fit:
 
 
 def _differences(own: Mapping[str, float], best: Mapping[str, float]) -> dict[str, float]:
-    """Return ``own`` minus ``best`` for each part by name, the largest difference first.
+    """Subtract the values of ``best`` from the values of ``own``.
 
-    A part that is missing in one of the arguments counts as 0 there.
+    Returns a dictionary from each key of ``own`` or ``best`` to the difference. The largest
+    difference is first. If a key is missing in one dictionary, its value there counts as 0.
     """
     parts = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in {**own, **best}}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 class Ranking(Sequence[Candidate]):
-    """Sequence of candidates that builds a candidate when it is accessed.
+    """Lazy sequence of candidates: ``ranking[i]`` is ``build(sources[i])``.
+
+    A search finds many configurations. Creating a `Candidate` for each of them would be slow.
 
     Args:
-        sources: Descriptions of the candidates, in order.
-        build: Builds a candidate from its description.
+        sources: Results of the search, in order.
+        build: Function that converts one result of the search to a `Candidate`.
     """
 
     __slots__ = ("_build", "_sources")
@@ -291,10 +306,10 @@ class Ranking(Sequence[Candidate]):
 
 
 def index_of_best(fits: Sequence[Candidate]) -> int:
-    """Return the index of the recommended candidate.
+    """Return the index in ``fits`` of the candidate that the planner recommends.
 
-    ``fits`` has all candidates that fit into memory, the fastest first. Returns 0 if ``fits`` is
-    empty. `Plan.best` describes which candidate is recommended.
+    ``fits`` has all candidates that fit into memory, the fastest first. `Plan.best` explains how
+    the planner chooses. Returns 0 if ``fits`` is empty.
     """
     fastest = fits[0] if fits else None
     if fastest is None or fastest.memory.total <= TIGHT * fastest.limit:
@@ -306,10 +321,10 @@ def index_of_best(fits: Sequence[Candidate]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Differences in memory and time between a configuration and the best one of its plan.
+    """Differences in memory and time between a candidate and the best candidate of its plan.
 
     Args:
-        own: The configuration.
+        own: The candidate to compare.
         best: The best candidate of the plan.
 
     Examples:
@@ -329,17 +344,23 @@ class Comparison:
 
     @property
     def time(self) -> Mapping[str, float]:
-        """``own`` minus ``best`` for each part of the step time, in seconds, largest first."""
+        """Dictionary from each part of the step time to ``own`` minus ``best``, in seconds.
+
+        The largest difference is first. `TimeSplit.parts` has the names of the parts.
+        """
         return _differences(self.own.time.parts, self.best.time.parts)
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """``own`` minus ``best`` for each part of the memory, in bytes, largest first."""
+        """Dictionary from each part of the memory to ``own`` minus ``best``, in bytes.
+
+        The largest difference is first. `MemorySplit.parts` has the names of the parts.
+        """
         return _differences(self.own.memory.parts, self.best.memory.parts)
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """One violation if the memory of ``own`` is above the limit, else an empty tuple."""
+        """Tuple with one violation if ``own`` needs more memory than the limit, else empty."""
         return self.own.violations
 
     def __str__(self) -> str:
@@ -354,19 +375,25 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All valid configurations of a run, ranked, and all rejected degrees.
+    """Result of `plan`: all valid configurations of a training run, the best one first.
 
     Args:
         model: Shape of the model.
         cluster: Devices and links.
         train: Batch, precision, recomputation and schedule.
-        candidates: Valid configurations. The first one is `best`. It is followed by candidates that
-            fit, the fastest first; borderline candidates, the fastest first; and too large
-            candidates, the one with least memory first. A candidate is built when it is accessed.
-        rejected: Degrees with which no configuration is valid.
+        candidates: Valid configurations in this order:
+
+            1. `best`.
+            2. All other candidates that fit into memory, the fastest first.
+            3. Borderline candidates, the fastest first.
+            4. Candidates that do not fit, the one that needs the least memory first.
+
+            Each `Candidate` is created when it is accessed.
+        rejected: Sets of degrees for which no configuration is valid, each with the rules that it
+            breaks.
         fitting: Number of candidates that fit into memory.
         bordering: Number of borderline candidates: above the memory limit by at most 15 %.
-        fix: Degrees that all configurations were required to have, by axis name.
+        fix: Argument ``fix`` of `plan`: degrees that every candidate has, by axis name.
         calibration: Constants of the cost model.
 
     Examples:
@@ -388,7 +415,7 @@ class Plan:
 
     @property
     def fits(self) -> Sequence[Candidate]:
-        """Candidates whose memory is within the limit."""
+        """Candidates that fit: their memory is within the limit."""
         return self.candidates[: self.fitting]
 
     @property
@@ -403,18 +430,21 @@ class Plan:
 
     @property
     def best(self) -> Candidate | None:
-        """The recommended candidate, or None without candidates.
+        """The candidate that the planner recommends, or None if the plan has no candidate.
 
-        The recommended candidate is usually `fastest`. If `fastest` needs more than 95 % of the
-        memory limit, another candidate is preferred that is slower by at most 1 % and saves at
-        least 5 % of the limit. If nothing fits, the recommended candidate is the fastest borderline
-        one, or else the one that needs least memory.
+        - Usually this is the fastest candidate that fits.
+        - If the fastest candidate needs more than 95 % of the memory limit, the planner looks for a
+          candidate that is slower by at most 1 % and saves at least 5 % of the limit. The fastest
+          one with these properties is recommended.
+        - If no candidate fits, the fastest borderline candidate is recommended.
+        - If there is no borderline candidate either, the candidate that needs the least memory is
+          recommended.
         """
         return self.candidates[0] if self.candidates else None
 
     @property
     def fastest(self) -> Candidate | None:
-        """The fastest candidate that fits; `best` if nothing fits."""
+        """The fastest candidate that fits. If no candidate fits, this is `best`."""
         # `best` is first. The other candidates that fit are sorted by time.
         return min(self.fits[:2], key=lambda one: one.time.total, default=self.best)
 
@@ -424,13 +454,14 @@ class Plan:
         return len(self.candidates) + len(self.rejected)
 
     def compare(self, own: Candidate) -> "Comparison":
-        """Compare a configuration with the best one of this plan.
+        """Compare a candidate with the best candidate of this plan.
 
         Args:
             own: A candidate of the same run, such as the result of `estimate`.
 
         Returns:
-            Both candidates, and their differences in each part of memory and time.
+            Both candidates, and their differences in each part of memory and time. If the plan has
+            no candidate, ``own`` is compared with itself.
         """
         return Comparison(own=own, best=self.best or own)
 
@@ -447,12 +478,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A change of one option of `TrainSpec` that makes the best configuration faster.
+    """A change of one field of `TrainSpec` that makes the best configuration faster.
+
+    If no configuration fits without the change, the hint is a change with which one fits.
 
     Args:
-        field: Name of the option, which is a field of `TrainSpec`.
-        value: Value of the option to set.
-        step_seconds: Estimated seconds per step of the best configuration with this value.
+        field: Name of the field of `TrainSpec`.
+        value: New value of the field.
+        step_seconds: Estimated seconds per step of the best configuration after the change.
 
     Examples:
         >>> print(Hint(field="fused_loss", value=True, step_seconds=1.5))
@@ -468,7 +501,7 @@ class Hint:
 
 
 def counts_of(plan: Plan) -> str:
-    """Return a text with the number of candidates of each class and the number of rejections."""
+    """Return one line of text that counts the candidates by `Candidate.fit`, and the rejections."""
     return (
         f"{plan.considered} considered: {plan.fitting} fit, {plan.bordering} borderline, "
         f"{len(plan.too_large)} do not fit, {len(plan.rejected)} rejected"
