@@ -20,23 +20,26 @@ def _one_f_one_b_in_flight(pp: int, stages: int, *, last: bool) -> float:
 class Schedule:
     """A pipeline schedule: functions that compute its waiting time and memory.
 
-    All functions assume at least two pipeline ranks.
+    The functions are valid for two or more pipeline ranks.
 
     Attributes:
-        bubble: Returns the seconds that a rank waits for other ranks in one step. Arguments:
-            ``pp``; number of stages per rank; and three times of one microbatch on a rank, in
-            seconds: total, forward pass, and weight gradients.
+        bubble: Function ``bubble(pp, stages, busy, forward, weights)``. Returns the seconds that a
+            pipeline rank waits for other ranks in one step. ``pp`` is the number of pipeline ranks,
+            and ``stages`` is the number of stages per rank. The other arguments are seconds that
+            one rank works on one microbatch: ``busy`` for all computation and communication,
+            ``forward`` for the forward pass, and ``weights`` for the weight gradients.
         source: Publication that describes the schedule's waiting time and memory.
-        in_flight: Returns the number of microbatches whose activations a rank saves at the same
-            time. Arguments: ``pp``; number of stages per rank; and ``last``, which is True for the
-            last rank.
-        violations: Yields a violation if the schedule cannot run. Arguments: ``pp`` and the number
-            of microbatches. It is None if every number of microbatches is legal.
-        weight_copies: Number of copies of its weights that a rank has.
-        overlaps_experts: True if computing one microbatch overlaps with the expert communication of
-            another one.
-        adjustable: True if each rank has two or more stages and the number can be chosen. Otherwise
-            each rank has one stage.
+        in_flight: Function ``in_flight(pp, stages, last=...)``. Returns the number of microbatches
+            whose activations a rank saves at the same time. ``last`` is True for the last pipeline
+            rank, and False for the first one.
+        violations: Function ``violations(pp, microbatches)``. Yields a violation if the schedule
+            cannot run with this number of microbatches. If ``violations`` is None, the schedule can
+            run with every number.
+        weight_copies: Number of copies of the weights on each rank.
+        overlaps_experts: True if the computation of one microbatch overlaps with the expert
+            communication of another microbatch.
+        adjustable: True if the number of stages per rank can be chosen, and is at least 2. False if
+            each rank has exactly one stage.
     """
 
     bubble: Callable[[int, int, float, float, float], float]
@@ -84,7 +87,7 @@ def _dualpipe_violations(pp: int, microbatches: int) -> Iterator[Violation]:
         yield broken("dualpipe", reason, {"pp": pp, "microbatches": microbatches})
 
 
-# All schedules by name. The first one is the default.
+# Dictionary from the name of each schedule to its formulas. The first schedule is the default.
 SCHEDULES: Mapping[ScheduleName, Schedule] = {
     "1f1b": Schedule(
         bubble=_one_f_one_b_bubble,
