@@ -21,9 +21,10 @@ from ._fields import check_fields
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
-# Names that rules read from the training run, not from the model.
+# Fields of `RULES` that are settings of the training run, not sizes of the model.
 OF_RUN = ("seq_len", "global_batch")
-# Fields that `to_config` returns under their own names, because Hugging Face has no common name.
+# Fields that `to_config` returns under the names of `ModelShape`. Hugging Face models have no
+# common name for them.
 OWN_NAMES = ("expert_ffn", "dense_layers")
 # Model families without gates in their feed-forward layers.
 UNGATED = (
@@ -63,8 +64,9 @@ class ModelShape:
         query_latent: Width of the compressed queries in multi-head latent attention; 0 if queries
             are not compressed.
         nope_dim: Width of the part of a query head without rotary position embedding, in multi-head
-            latent attention. If ``nope_dim`` and ``rope_dim`` are 0, parameters are counted as for
-            one projection to keys and one to values, each twice as wide as ``latent``.
+            latent attention. If ``nope_dim`` and ``rope_dim`` are 0, the sizes of the latent
+            projections are unknown. Parameters are then counted as if attention had one projection
+            to keys and one projection to values, each twice as wide as ``latent``.
         rope_dim: Width of the part of a query head with rotary position embedding, in multi-head
             latent attention.
         groups: Number of groups into which the router divides the experts; 0 without groups.
@@ -122,11 +124,11 @@ class ModelShape:
                 model families are accepted, such as ``n_layer`` and ``num_hidden_layers``.
 
         Returns:
-            The sizes.
+            A `ModelShape` with the sizes.
 
         Raises:
-            ParallelDimsError: A required field is missing, or the model has layers that the
-                estimates do not cover, such as Mamba layers, which have no softmax attention.
+            ParallelDimsError: A required field is missing. Or the planner cannot estimate some
+                layers of the model, such as Mamba layers, which have no softmax attention.
 
         Examples:
             >>> config = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
@@ -136,10 +138,11 @@ class ModelShape:
         return cls(**_read_shape(config))
 
     def to_config(self) -> Mapping[str, int]:
-        """Return the sizes that `ParallelDims.check` needs.
+        """Convert to the argument ``model`` of `ParallelDims.check`.
 
         Returns:
-            Sizes by their names in Hugging Face configurations.
+            Dictionary from names in Hugging Face configurations, such as ``"num_hidden_layers"``,
+            to sizes. It has all sizes of the model that `ParallelDims.check` needs.
         """
         return {name: getattr(self, field) for field, name in _CONFIG_NAMES.items()}
 
@@ -150,10 +153,10 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys of one layer: number of key heads times head width.
+        """Width of the keys of one layer, which is also the width of its values.
 
-        The values have the same width. With multi-head latent attention, the width is
-        ``2 * latent``.
+        The width is the number of key heads times the head width. With multi-head latent attention,
+        it is ``2 * latent``.
         """
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
@@ -161,8 +164,8 @@ class ModelShape:
     def attention_width(self) -> int:
         """Sum of the widths of queries, keys, values and attention output of one layer.
 
-        With multi-head latent attention, each query head has its own keys and values, and the
-        compressed queries, keys and values are added.
+        With multi-head latent attention, each query head has its own keys and values. The sum then
+        also includes `latents`.
         """
         if not self.latent:
             return 2 * (self.query_width + self.kv_width)
@@ -170,24 +173,26 @@ class ModelShape:
 
     @property
     def latents(self) -> int:
-        """Total width of the compressed queries, keys and values of one layer.
+        """Total width of the latents of one layer in multi-head latent attention.
 
-        The part of the keys with rotary position embedding is included. The width is 0 if the model
+        The latents are the compressed queries, and the compressed keys and values. The key part
+        with rotary position embedding (``rope_dim``) is counted too. The width is 0 if the model
         does not use multi-head latent attention.
         """
         return self.latent and self.latent + self.rope_dim + self.query_latent
 
     @property
     def score_width(self) -> int:
-        """Width of the queries of one layer in the product with keys, summed over all heads.
+        """Width over which queries and keys are multiplied, summed over all heads of one layer.
 
-        The width differs from `query_width` only in multi-head latent attention.
+        With multi-head latent attention, the width is ``heads * (nope_dim + rope_dim)``. Otherwise
+        it equals `query_width`.
         """
         return self.heads * (self.nope_dim + self.rope_dim) or self.query_width
 
     @property
     def expert_width(self) -> int:
-        """Inner width of one expert, as an integer."""
+        """The field ``expert_ffn``: inner width of one expert. The type is int, never None."""
         return self.expert_ffn or 0
 
     @property
@@ -202,10 +207,10 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Number of parameters of the attention and the two norms of one layer."""
+        """Number of parameters of one layer in its attention and its two norms."""
         projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         if self.latent and self.nope_dim:
-            # The inputs are compressed to latents, and these are projected to queries, keys and
+            # The inputs are compressed to latents. The latents are projected to queries, keys and
             # values (arXiv 2405.04434, section 2.1).
             query = self.score_width
             projections = self.hidden * (query if not self.query_latent else self.query_latent)
@@ -221,28 +226,31 @@ class ModelShape:
 
     @property
     def shared_layer_parameters(self) -> int:
-        """Number of parameters of one layer with experts, except those of the routed experts."""
+        """Number of parameters of one layer with experts, without its routed experts.
+
+        Counts the attention, the norms, the shared experts and the router.
+        """
         shared = self.matrices * self.hidden * self.shared_ffn
         return self.attention_parameters + shared + self.hidden * self.experts
 
     @property
     def one_expert_parameters(self) -> int:
-        """Number of parameters of one expert."""
+        """Number of parameters of one routed expert."""
         return self.matrices * self.hidden * self.expert_width
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding."""
+        """Number of parameters of the embedding. The output matrix has equally many."""
         return self.vocab * self.hidden
 
     @property
     def expert_parameters(self) -> int:
-        """Number of parameters of the routed experts of all layers."""
+        """Number of parameters of all routed experts in all layers."""
         return self.expert_layers * self.experts * self.one_expert_parameters
 
     @property
     def dense_parameters(self) -> int:
-        """Number of parameters outside the routed experts."""
+        """Number of parameters of the whole model, without its routed experts."""
         with_experts = self.expert_layers
         blocks = (self.layers - with_experts) * self.dense_layer_parameters
         blocks += with_experts * self.shared_layer_parameters
@@ -251,26 +259,31 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Number of all parameters."""
+        """Number of parameters of the whole model."""
         return self.dense_parameters + self.expert_parameters
 
     @property
     def layer_work(self) -> float:
-        """Number of parameters that one token uses in a layer, as the mean over all layers."""
+        """Number of parameters that one token uses in one layer, averaged over all layers."""
         routed = self.expert_layers * self.top_k * self.one_expert_parameters
         blocks = (self.layers - self.expert_layers) * self.dense_layer_parameters
         return (blocks + self.expert_layers * self.shared_layer_parameters + routed) / self.layers
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses, including embedding and output matrix."""
+        """Number of parameters that one token uses in the whole model.
+
+        Each layer with experts counts ``top_k`` routed experts. The embedding and the output matrix
+        are included.
+        """
         return self.dense_parameters + self.expert_layers * self.top_k * self.one_expert_parameters
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the number of floating-point operations per token, forward and backward.
 
-        Every parameter of a matrix product counts as six operations. Causal attention over the
-        sequence is added (arXiv 2204.02311, appendix B). Recomputation is not counted.
+        Each weight that multiplies the token costs six operations. Causal attention over the
+        sequence costs additional operations (arXiv 2204.02311, appendix B). Recomputation is not
+        counted.
 
         Args:
             seq_len: Number of tokens of one sequence.
@@ -284,10 +297,11 @@ class ModelShape:
 
 
 def _config_names() -> Mapping[str, str]:
-    """Return a Hugging Face configuration name for each field of `ModelShape` that a rule reads.
+    """Return a dictionary from fields of `ModelShape` to names in Hugging Face configurations.
 
-    Raises `TypeError` if a rule reads a field that `ModelShape` does not have. Otherwise the
-    planner would skip this rule.
+    The dictionary has the fields that at least one rule of `RULES` needs. Raises `TypeError` if a
+    rule needs a model size that is not a field of `ModelShape`, because the planner would silently
+    skip this rule.
     """
     read = {field for rule in RULES for field in (*rule.fields, *rule.hints)} - {*OF_RUN}
     known = RULED.keys() & ModelShape.__dataclass_fields__.keys()
@@ -329,12 +343,15 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
 
 
 def _read_shape(config: object) -> dict[str, Any]:
-    """Return the arguments of `ModelShape` that a configuration contains, by name."""
+    """Convert a Hugging Face configuration to a dictionary of arguments for `ModelShape`.
+
+    Raises `ParallelDimsError` if a required size is missing or invalid.
+    """
     found = {f: (name, as_integer(v)) for f, (name, v) in read_model_fields(config).items()}
     given = {field: value for field, (_, value) in found.items() if value is not None}
     if given.get("experts") and "top_k" not in given:
         raise ParallelDimsError([_missing("top_k")])
-    raise_errors(_other_layers(config))
+    raise_errors(_unsupported_layers(config))
     numbers = [f for f in (*RULED, *SIZES, *COUNTS) if f in given and f != "tied"]
     raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
     raise_errors(_missing(field) for field in REQUIRED if field not in given)
@@ -351,8 +368,8 @@ def _read_shape(config: object) -> dict[str, Any]:
     return shape
 
 
-def _other_layers(config: object) -> Iterator[Violation]:
-    """Yield a violation for each kind of layer that `ModelShape` cannot describe."""
+def _unsupported_layers(config: object) -> Iterator[Violation]:
+    """Yield one violation for each kind of layer in ``config`` that the planner cannot estimate."""
     for what, fields in read_other_layers(config).items():
         texts = join_words((f"{name}={show(value)}" for name, value in fields.items()), "and")
         yield Violation(
