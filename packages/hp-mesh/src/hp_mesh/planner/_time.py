@@ -1,7 +1,9 @@
 """Estimated time of one optimizer step: computation, communication, bubble and optimizer.
 
 All times are in seconds. Exposed communication is communication that does not overlap with
-computation. The bubble is the time that a pipeline rank waits for other ranks.
+computation, so it makes the step longer. The bubble is the time that a pipeline rank waits for
+other ranks. Collectives on parameters are the all-gathers of parameters, the reduce-scatters of
+gradients, and the all-reduces of gradients over replicas.
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from ._schedules import SCHEDULES
 from ._shape import ModelShape
 from ._train import TrainSpec
 
-# Mesh axes with an entry in `TimeSplit.communication`, in the order of `TimeModel.parts`.
+# Mesh axes whose communication time `TimeModel.parts` returns, in its order.
 COMMUNICATING = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
@@ -25,13 +27,13 @@ class LayerCompute(NamedTuple):
     """Time of computing one layer for one microbatch, without communication, in seconds.
 
     Attributes:
-        forward: Device time of the forward pass.
-        backward: Device time of the backward pass, including recomputation.
-        attention: Part of ``forward`` in the attention core (scores, softmax, product with the
-            values). Ring communication overlaps with this part.
-        weights: Part of ``backward`` that computes weight gradients.
-        launch: Time in which the host launches the kernels of the forward pass.
-        relaunch: Time in which the host launches the kernels of the backward pass.
+        forward: Time that the device computes the forward pass.
+        backward: Time that the device computes the backward pass, including recomputation.
+        attention: Time of the attention core (scores, softmax, product with the values) in the
+            forward pass. It is a part of ``forward``. Ring communication overlaps with it.
+        weights: Time of the weight gradients. It is a part of ``backward``.
+        launch: Time that the host needs to launch the kernels of the forward pass.
+        relaunch: Time that the host needs to launch the kernels of the backward pass.
     """
 
     forward: float
@@ -46,14 +48,15 @@ class LayerTime(NamedTuple):
     """Time of one layer for one microbatch, with communication, in seconds.
 
     Attributes:
-        compute: Forward and backward pass, including the time that the device waits for the host.
-        forward: Part of ``compute`` in the forward pass.
-        free_forward: Forward time that can overlap with the collectives on parameters.
-        free_backward: Backward time that can overlap with the collectives on parameters.
-        weights: Part of ``compute`` that computes weight gradients.
-        tp: Exposed communication over ``tp``.
-        cp: Exposed communication over ``cp``.
-        ep: Exposed communication over ``ep``.
+        compute: Time of the forward and the backward pass on the device. Includes the time that the
+            device waits for the host to launch kernels.
+        forward: Time of the forward pass, which is a part of ``compute``.
+        free_forward: Time in the forward pass that can overlap with collectives on parameters.
+        free_backward: Time in the backward pass that can overlap with collectives on parameters.
+        weights: Time of the weight gradients, which is a part of ``compute``.
+        tp: Time of the exposed communication over ``tp``.
+        cp: Time of the exposed communication over ``cp``.
+        ep: Time of the exposed communication over ``ep``.
     """
 
     compute: float
@@ -67,12 +70,12 @@ class LayerTime(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """Time of the collectives on a set of parameters, in seconds.
+    """Time of the three collectives on a set of parameters, in seconds.
 
     Attributes:
-        gather: All-gather of the parameters.
-        reduce: Reduce-scatter of the gradients.
-        replicas: All-reduce of the sharded gradients over ``dp_replicate``.
+        gather: Time of the all-gather of the parameters.
+        reduce: Time of the reduce-scatter of the gradients.
+        replicas: Time of the all-reduce of the sharded gradients over ``dp_replicate``.
     """
 
     gather: float
@@ -81,12 +84,14 @@ class Collectives(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Time of the collectives on a layer, and on the embedding or the output matrix, in seconds.
+    """Time of the collectives on parameters, separately for a layer and for the embedding.
 
     Attributes:
-        latency: Latency of one all-gather, without the transfer of data.
-        layer: Collectives on the parameters of an average layer.
-        end: Collectives on the embedding. The output matrix has the same size.
+        latency: Latency of one all-gather, in seconds. The transfer of data is not included.
+        layer: Times of the collectives on the parameters of one layer. Layers with and without
+            experts are averaged.
+        end: Times of the collectives on the embedding. They also hold for the output matrix, which
+            has the same size.
     """
 
     latency: float
@@ -121,11 +126,11 @@ class ComputeModel:
         self._host = calibration.layer_seconds * launches
 
     def tokens(self, point: Point) -> float:
-        """Return the number of tokens of one microbatch on one rank, after ``cp`` splits them."""
+        """Return the number of tokens of one microbatch on one rank of ``cp``."""
         return point.micro_batch * self._train.seq_len / point.degrees.cp
 
     def layer(self, point: Point, *, experts: bool) -> LayerCompute:
-        """Return the computation time of one layer for one microbatch.
+        """Return the computation times of one layer for one microbatch.
 
         Args:
             point: Configuration.
@@ -135,8 +140,8 @@ class ComputeModel:
         hidden, query, tp = model.hidden, model.query_width, degrees.tp
         tokens, recompute = self.tokens(point), point.recompute
         width = model.shared_ffn if experts else model.ffn
-        # Forward time of matrix products. `saved`: products whose outputs ``selective-op`` saves,
-        # the first of each two. `again`: products that it recomputes.
+        # Forward time of matrix products. `saved`: products whose outputs ``selective-op`` saves.
+        # `again`: products that ``selective-op`` recomputes, which is every second one.
         saved, again = self._projections(degrees, tokens)
         again += self._linear(tokens, hidden, query / tp)
         if width:
@@ -155,7 +160,8 @@ class ComputeModel:
         forward = linear + core + merge + moved
         backward = 2 * linear + constants.attention_backward * core + merge
         backward += constants.elementwise_backward * moved
-        # Launching the forward pass, input gradients and weight gradients takes equally long.
+        # The kernels of the forward pass, the input gradients and the weight gradients take equally
+        # long to launch.
         launch, relaunch = self._host / 3, self._host * 2 / 3
         if experts:
             # The host reads the number of tokens of each expert in both passes.
@@ -186,15 +192,16 @@ class ComputeModel:
         return 3 * product + self._passes * moved
 
     def _projections(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the forward time of the query, key and value projections, as two numbers.
+        """Return a pair ``(saved, recomputed)``: forward seconds of the attention's projections.
 
-        The first number covers the projections whose outputs ``selective-op`` recomputation saves.
-        The second covers the projections that it recomputes. Both are in seconds.
+        ``saved`` is the time of the projections whose outputs ``selective-op`` recomputation saves.
+        ``recomputed`` is the time of the projections that ``selective-op`` recomputes. The output
+        projection is not included.
 
-        | attention | saved | recomputed |
+        | attention | saved projections | recomputed projections |
         |---|---|---|
-        | without latents | queries and values | keys |
-        | latent (arXiv 2405.04434, section 2.1) | inputs to latents | latents to heads |
+        | multi-head or grouped-query | to queries, to values | to keys |
+        | multi-head latent (arXiv 2405.04434, section 2.1) | to latents | from latents to heads |
         """
         model, tp = self._model, degrees.tp
         if not (model.latent and model.nope_dim):
@@ -219,28 +226,36 @@ class ComputeModel:
         columns: float,
         inner: float,
         rate: float,
-        side: float,
+        half_side: float,
         *,
         grouped: bool = False,
     ) -> float:
-        """Return the time of one matrix product, in seconds.
+        """Return the seconds of multiplying a matrix by another one.
 
-        The shapes are ``[rows, inner]`` and ``[inner, columns]``. Large matrices reach ``rate``
-        operations per second. If one side is only ``side`` long, the product reaches half of it.
+        The result is the time of the arithmetic or the time of the memory accesses, whichever is
+        longer. The arithmetic of large matrices runs at ``rate`` operations per second. Small
+        matrices take additional time, because tiles are started and ended more often.
 
-        For a ``grouped`` product of experts, the time lost by short sides is computed with 1
-        PFLOP/s instead of ``rate``, because starting and ending a tile takes a fixed time.
+        Args:
+            rows: Number of rows of the first matrix.
+            columns: Number of columns of the second matrix.
+            inner: Number of columns of the first matrix, and of rows of the second matrix.
+            rate: Operations per second with large matrices.
+            half_side: If one of ``rows``, ``columns`` and ``inner`` has this value and the other
+                two are large, the arithmetic runs at half of ``rate``.
+            grouped: True for a grouped product of experts. The additional time then does not depend
+                on ``rate``: it is the additional time of a device with 1 PFLOP/s.
         """
         half = self._constants.half_bytes
-        lost = (1 + side / rows) * (1 + side / columns) * (1 + side / inner) - 1
+        lost = (1 + half_side / rows) * (1 + half_side / columns) * (1 + half_side / inner) - 1
         moved = half * (rows * inner + inner * columns + rows * columns)
         seconds = 2 * rows * columns * inner * (1 / rate + lost / (1e15 if grouped else rate))
         return max(seconds, moved / self._bandwidth)
 
     def _routed(self, degrees: Degrees, tokens: float) -> float:
-        """Return the forward time of the experts on one rank, in seconds.
+        """Return the seconds that one rank computes its routed experts in the forward pass.
 
-        All experts are assumed to get equally many tokens.
+        Assumes that all experts get equally many tokens.
         """
         model, constants = self._model, self._constants
         rows = tokens * model.top_k / (degrees.tp if degrees.etp == 1 else 1)
@@ -257,14 +272,15 @@ class ComputeModel:
         return model.experts / degrees.ep * one
 
     def _attention(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
-        """Return the forward time of the attention core, and of merging partial results.
+        """Return a pair ``(core, merge)`` of forward times in seconds.
 
-        Only ring attention has partial results: one for each block of keys and values. Both times
-        are in seconds.
+        ``core`` is the time of the attention core: scores, softmax, and product with the values.
+        ``merge`` is the time of merging the partial results of ring attention. Ring attention has
+        one partial result for each block of keys and values. Other attention has ``merge`` 0.
         """
         constants, seq_len = self._constants, self._train.seq_len
         query = self._model.query_width / degrees.tp
-        # The mean width of the products with keys and with values. They differ only with latents.
+        # Mean of the key width and the value width. They differ only in latent attention.
         wide = (self._model.score_width + self._model.query_width) / 2 / degrees.tp
         if not self._train.fused:
             # These kernels compute all scores, although a causal mask uses only half of them.
@@ -283,14 +299,15 @@ class ComputeModel:
     def _elementwise(self, degrees: Degrees, tokens: float, width: int, *, experts: bool) -> float:
         """Return the bytes that the elementwise kernels of one layer read and write in forward.
 
-        These kernels are norms, residual additions, rotary embeddings and activations. ``width`` is
-        the inner width of the dense or shared feed-forward part.
+        The elementwise kernels are norms, residual additions, rotary embeddings and activations.
+        With experts, permuting and weighting the tokens is included. ``width`` is the inner width
+        of the dense feed-forward layer or of the shared experts.
         """
         model = self._model
         stream = 10 * model.hidden + 2 * (model.query_width + model.kv_width)
         moved: float = stream + model.matrices * width
         if experts:
-            # Tokens are permuted before and after the exchange, and weighted by the router.
+            # Tokens are permuted before and after the all-to-all, and weighted by the router.
             moved += model.top_k * (model.matrices * model.expert_width + 6 * model.hidden)
         if self._train.fused == "attention":
             moved *= self._passes
@@ -301,9 +318,9 @@ class ComputeModel:
 
 
 class TimeModel:
-    """Estimates the time of one optimizer step, for any configuration of a model on a cluster.
+    """Estimates the time of one training step, for any configuration of a model on a cluster.
 
-    ``limit`` is the memory that a plan may use on one device, in bytes.
+    ``limit`` is the memory that a configuration may use on one device, in bytes.
     """
 
     def __init__(
@@ -326,9 +343,9 @@ class TimeModel:
         self._experts = model.expert_parameters / model.layers
 
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
-        """Return the time of the collectives on a layer's parameters and on the embedding.
+        """Return the times of the collectives on the parameters of a layer and of the embedding.
 
-        ``groups`` has the results of `groups_of` and `expert_groups_of`.
+        ``groups`` is the union of the dictionaries that `groups_of` and `expert_groups_of` return.
         """
         dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
         experts = self._experts / (degrees.ep * degrees.etp)
@@ -346,10 +363,11 @@ class TimeModel:
         )
 
     def _gather_and_reduce(self, group: AxisGroup, size: float) -> tuple[float, float]:
-        """Return the time of an all-gather of parameters, and of a reduce-scatter of gradients.
+        """Return a pair ``(gather, reduce)`` of times in seconds.
 
-        ``size`` is the number of parameters. Both times are in seconds. They include copying
-        between the parameters and the buffers of the collectives.
+        ``gather`` is the time of an all-gather of ``size`` parameters. ``reduce`` is the time of a
+        reduce-scatter of their gradients. Both times include the copies between the parameters and
+        the communication buffers.
         """
         if not size or group.size == 1:
             return 0.0, 0.0
@@ -360,10 +378,10 @@ class TimeModel:
         return gather, reduce + constants.reduce_copy_bytes * size / self._bandwidth
 
     def retries(self, need: float) -> bool:
-        """Return whether the caching allocator has to free its cache and retry allocations.
+        """Return True if the caching allocator has to free its cache and retry allocations.
 
-        With eager kernels, retries happen if ``need`` bytes are close to the memory limit. Each
-        retry synchronizes the device.
+        ``need`` is the memory of the configuration in bytes. Retries occur with eager kernels if
+        ``need`` is close to the memory limit. Each retry synchronizes the device.
         """
         return self._eager and need > self._constants.retry_share * self._limit
 
@@ -375,24 +393,25 @@ class TimeModel:
         ranks: tuple[RankMemory, ...],
         need: float,
     ) -> tuple[float, ...]:
-        """Return the parts of the time of one step, on the slowest pipeline rank.
+        """Return the time of one training step on the slowest pipeline rank, split into parts.
 
         Args:
             point: Configuration.
-            groups: Results of `groups_of` and `expert_groups_of` for the configuration.
+            groups: Union of the results of `groups_of` and `expert_groups_of`.
             traffic: Result of the method `traffic` for the configuration.
-            ranks: Result of `MemoryModel.ranks`: the first and the last pipeline rank, or one rank
-                without pipeline stages.
-            need: Memory of the rank that needs most, in bytes.
+            ranks: Result of `MemoryModel.ranks`: the first and the last pipeline rank. If ``pp`` is
+                1, the only pipeline rank.
+            need: Memory of the rank that needs the most memory, in bytes.
 
         Returns:
-            Nine numbers in seconds: computation, the exposed communication of each axis in the
-            order of `COMMUNICATING`, bubble, and optimizer.
+            Nine numbers in seconds: one for computation, six for the exposed communication over the
+            axes in `COMMUNICATING`, one for the bubble, and one for the optimizer.
         """
         constants, microbatches, setting = self._constants, point.microbatches, point.setting
         pp, layer = point.degrees.pp, self._average_layer(point, groups, ranks[0].layers)
-        # `ends`: number of embedding and output matrices per rank. The ranks that have them have
-        # fewer layers, so both matrices count as spread evenly over the pipeline ranks.
+        # `ends`: number of embedding and output matrices per rank, which may be a fraction. The
+        # first and the last rank have these matrices, but fewer layers. So the matrices are counted
+        # as if they were spread evenly over the pipeline ranks.
         ends, send = (2 - self._model.tied) / pp, 0.0
         if pp > 1:
             size = constants.half_bytes * self._compute.tokens(point) * self._model.hidden
@@ -415,7 +434,7 @@ class TimeModel:
             fsdp, replicate = self._sharding(point, traffic, layer, layers, ends)
             tp = microbatches * (layers * layer.tp)
             if point.degrees.fsdp == 1:
-                # Only experts are sharded, and only over ranks of tp, so tp gets the time.
+                # FSDP shards only the experts, and only over ranks of tp. So tp gets the time.
                 tp, fsdp = tp + fsdp, 0.0
             cp, ep = microbatches * (layers * layer.cp), microbatches * (layers * layer.ep)
             updated = rank.optimizer / self._train.moment_bytes
@@ -425,10 +444,10 @@ class TimeModel:
         return max(every, key=sum)
 
     def _tied_embedding(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
-        """Return the time of summing the gradients of a tied embedding, in seconds per step.
+        """Return the seconds per step in which the gradients of a tied embedding are summed.
 
-        The first and the last pipeline stage have a copy of the embedding. Each of the two sends
-        its gradient shard to the other one. Returns 0 if the embedding is not tied.
+        The first and the last pipeline stage each have a copy of the embedding. Each of these two
+        stages sends its gradient shard to the other one. Returns 0 if the embedding is not tied.
         """
         if not self._model.tied:
             return 0.0
@@ -436,13 +455,15 @@ class TimeModel:
         return self._links.send(groups["pp"], self._train.gradient_bytes * shard)
 
     def _average_layer(self, point: Point, groups: Mapping[str, AxisGroup], most: int) -> LayerTime:
-        """Return the mean time of a layer for one microbatch, over layers with and without experts.
+        """Return the time of one layer for one microbatch, averaged over the layers of a rank.
 
-        ``most`` is the number of layers on the first pipeline rank. No rank has more layers.
+        The rank is the slowest pipeline rank. ``most`` is the number of layers on the first
+        pipeline rank, and no pipeline rank has more layers. If the first rank has all layers
+        without experts, another rank is the slowest. It has only layers with experts.
         """
         with_experts = self._model.expert_layers / self._model.layers
         if with_experts and point.degrees.pp > 1 and self._model.dense_layers <= most:
-            # All layers without experts are on the first rank, so another rank is the slowest.
+            # The slowest rank has only layers with experts.
             with_experts = 1.0
         if with_experts in (0.0, 1.0):
             return self._layer(point, groups, experts=with_experts == 1.0)
@@ -452,17 +473,16 @@ class TimeModel:
         return LayerTime(*[(1 - with_experts) * a + with_experts * b for a, b in pairs])
 
     def _layer(self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool) -> LayerTime:
-        """Return the time of one layer for one microbatch.
-
-        Results are memoized. The key of a result contains everything that it depends on.
-        """
-        # The pp group changes the result only with ``recompute_layers`` or eager kernels.
+        """Return the time of one layer for one microbatch. Results are memoized."""
+        # The memo key has all inputs that change the result. The pp group changes the result only
+        # with ``recompute_layers`` or eager kernels.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         key: tuple[object, ...] = point.micro_batch, point.recompute, stages
         key += groups["tp"], groups["ring"], groups["ulysses"]
         paired = False
         if experts:
-            # The computation of one microbatch overlaps the expert exchange of another one.
+            # True if the computation of one microbatch overlaps with the expert communication of
+            # another one.
             schedule = SCHEDULES[point.setting.schedule]
             paired = schedule.overlaps_experts and point.degrees.pp > 1
             key += groups["ep"], point.degrees.etp, paired
@@ -474,7 +494,7 @@ class TimeModel:
         self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool, paired: bool
     ) -> LayerTime:
         work = self._compute.layer(point, experts=experts)
-        # Ring communication overlaps attention, so collectives on parameters cannot.
+        # Ring communication overlaps with attention, so collectives on parameters cannot.
         busy = work.attention if point.degrees.ring > 1 else 0.0
         tp = self._tensor(point, groups, experts=experts)
         cp = self._context(point, groups, work)
@@ -489,7 +509,7 @@ class TimeModel:
             hops = 10 * (point.degrees.tp - 1) * self._constants.eager_hop_seconds
             launch, relaunch = launch + hops / 3, relaunch + hops * 2 / 3
         waits, rounds = tp + cp + ep, 3 if point.recompute == "full" else 2
-        # The device is idle if the host needs longer to launch the kernels than it to run them.
+        # The device is idle if the host launches kernels more slowly than the device runs them.
         idle = max(0.0, launch - work.forward - waits / 3)
         idle_backward = max(0.0, relaunch - work.backward - waits * 2 / 3)
         return LayerTime(
@@ -506,10 +526,13 @@ class TimeModel:
     def _tensor(self, point: Point, groups: Mapping[str, AxisGroup], *, experts: bool) -> float:
         """Return the exposed communication over ``tp`` in one layer, in seconds per microbatch.
 
-        Attention and the feed-forward part each all-gather their input and reduce-scatter their
-        output. The backward pass does the same, and gathers the input again for the weight
-        gradients (arXiv 2205.05198, section 4.2.2). Matrix products overlap with a part of the
-        transfers, but not with the latencies.
+        Attention and the feed-forward part run these collectives (arXiv 2205.05198, section 4.2.2):
+
+        - Forward: an all-gather of the input, and a reduce-scatter of the output.
+        - Backward: an all-gather of the output gradient, a reduce-scatter of the input gradient,
+          and another all-gather of the input, which the weight gradients need.
+
+        Matrix products overlap with a part of the transfers, but not with the latencies.
         """
         if point.degrees.tp == 1:
             return 0.0
@@ -540,7 +563,7 @@ class TimeModel:
         tokens = point.micro_batch * self._train.seq_len
         model, forwards = self._model, 2 if point.recompute == "full" else 1
         keys = half * tokens * model.kv_width / degrees.tp
-        # If there are fewer key-value heads than ranks, several ranks get the same head.
+        # If there are fewer key-value heads than ranks of Ulysses, several ranks get the same head.
         heads = min(degrees.ulysses_degree, max(1, (model.kv_heads or 1) // degrees.tp))
         ring = self._links.gather(groups["ring"], 2 * keys / heads)
         queries = half * tokens * model.query_width / degrees.tp
@@ -554,11 +577,12 @@ class TimeModel:
         return forward + _exposed(3 * ring, 2 * work.attention, cost) + exchange
 
     def _exchange(self, point: Point, groups: Mapping[str, AxisGroup]) -> tuple[float, float]:
-        """Return the exposed communication of experts in one layer: over ``ep``, and over ``tp``.
+        """Return a pair ``(ep, tp)``: exposed communication of the experts of one layer.
 
-        Ranks of ``ep`` dispatch tokens to experts and combine the results. If ``tp`` splits the
-        experts, its ranks also gather the dispatched tokens and reduce-scatter the results. Both
-        times are in seconds per microbatch.
+        Both times are in seconds per microbatch. ``ep`` is the time in which ranks of ``ep``
+        dispatch tokens to experts and combine the results. ``tp`` is 0 unless ``tp`` splits each
+        expert. Then ranks of ``tp`` all-gather the dispatched tokens and reduce-scatter the
+        results.
         """
         degrees = point.degrees
         if degrees.ep * degrees.etp == 1:
@@ -580,11 +604,13 @@ class TimeModel:
         return exposed * total, gathered
 
     def _copies(self, group: AxisGroup) -> tuple[float, float]:
-        """Return how often a token is sent inside a node and between nodes, on average.
+        """Return a pair ``(inside, outside)``: mean numbers of transfers of one token.
 
-        `TrainSpec.dispatch` determines whether a token is sent once per expert or once per node.
-        The router is assumed to choose all experts equally often. If `TrainSpec.max_nodes` or
-        `ModelShape.top_groups` limits the nodes of one token, the limit is respected.
+        ``inside`` counts transfers to another rank of the same node. ``outside`` counts transfers
+        to another node. `TrainSpec.dispatch` determines whether a token is sent once per expert or
+        once per node. Assumes that the router chooses all experts equally often.
+        `TrainSpec.max_nodes` or `ModelShape.top_groups` may limit the number of nodes that have
+        experts of one token.
         """
         model, members = self._model, self._links.ranks_on_node(group)
         copies, nodes = model.top_k, group.size / members
@@ -603,13 +629,11 @@ class TimeModel:
     def _sharding(
         self, point: Point, traffic: Traffic, layer: LayerTime, layers: int, ends: float
     ) -> tuple[float, float]:
-        """Return the exposed communication of data parallelism: over ``fsdp``, and over replicas.
+        """Return a pair ``(fsdp, dp_replicate)``: exposed communication of data parallelism.
 
-        Both times are in seconds per step. The pipeline rank has ``layers`` layers, and ``ends`` is
-        its number of embedding and output matrices, which may be a fraction.
-
-        Ranks of ``dp_replicate`` sum their gradients in one all-reduce. Ranks of ``fsdp`` run these
-        collectives:
+        Both times are in seconds per step. ``dp_replicate`` is the time of one all-reduce, in which
+        the replicas sum their gradients. ``fsdp`` is the time of these collectives on each rank of
+        ``fsdp``:
 
         | ZeRO stage | all-gathers | reduce-scatters |
         |---|---|---|
@@ -617,6 +641,14 @@ class TimeModel:
         | 2 | once | each microbatch |
         | 1, and FSDP with pipeline stages | once | once |
         | 0 | none | one all-reduce |
+
+        Args:
+            point: Configuration.
+            traffic: Result of the method `traffic` for the configuration.
+            layer: Time of one layer for one microbatch.
+            layers: Number of layers on the pipeline rank.
+            ends: Number of embedding and output matrices on the pipeline rank. It may be a
+                fraction.
         """
         microbatches = point.microbatches
         forward, backward = layers * layer.free_forward, layers * layer.free_backward
@@ -646,10 +678,11 @@ class TimeModel:
 
 
 def _exposed(communication: float, computation: float, cost: float) -> float:
-    """Return the seconds that communication adds to a computation that overlaps with it.
+    """Return the seconds by which communication makes a computation longer.
 
-    ``cost`` is the share of the overlapped time that is added nevertheless, because communication
-    slows the computation.
+    The communication overlaps with the computation. Only communication after the end of the
+    computation counts in full. The overlapped seconds are multiplied by ``cost``, because
+    communication slows down the computation.
     """
     hidden = min(communication, max(0.0, computation))
     return communication - hidden + cost * hidden
