@@ -24,16 +24,16 @@ class TrainSpec:
 
     Args:
         seq_len: Number of tokens of one sequence.
-        global_batch: Number of sequences of one optimizer step, over all ranks.
+        global_batch: Number of sequences of one training step, over all ranks.
         micro_batch: Number of sequences per microbatch on each data-parallel rank. By default the
             planner chooses.
-        recompute: Activations that backward recomputes instead of saving them. By default the
+        recompute: Activations that are not saved, but recomputed in backward. By default the
             planner chooses one of these kinds:
 
             - ``"none"``: nothing is recomputed.
             - ``"selective"``: the attention core (arXiv 2205.05198, section 5).
-            - ``"selective-op"``: everything except attention outputs and every second matrix
-              product.
+            - ``"selective-op"``: everything except the outputs of attention and of every second
+              matrix product.
             - ``"full"``: whole layers.
         recompute_layers: Number of layers per pipeline rank to which ``recompute`` applies. By
             default it applies to all layers. Must be None with ``recompute="none"``.
@@ -45,8 +45,9 @@ class TrainSpec:
             - ``"zero-bubble"``: ZB-H1 (arXiv 2401.10241).
             - ``"dualpipe"``: DualPipe (arXiv 2412.19437, section 3.2.1).
             - ``"any"``: the planner chooses.
-        virtual_stages: Number of stages per pipeline rank, at least 2, with
-            ``schedule="interleaved"`` or ``"any"``. With the default, 1, the planner chooses it.
+        virtual_stages: Number of stages per pipeline rank of the schedule ``"interleaved"``, at
+            least 2. If it is 1 (the default), the planner chooses the number. Must be 1 unless
+            ``schedule`` is ``"interleaved"`` or ``"any"``.
         receive_buffers: Number of receive buffers of a pipeline rank. ``"in-flight"``: one for each
             microbatch in flight. ``"all"``: one for each microbatch of a step, as in
             ``torch.distributed.pipelining``.
@@ -55,10 +56,11 @@ class TrainSpec:
             - 0: nothing is sharded.
             - 1: the optimizer state is sharded.
             - 2: the optimizer state and gradients are sharded.
-            - 3: parameters are sharded too. Each weight is gathered separately and without overlap,
-              as in DeepSpeed.
-            - None: as 3, but whole layers are gathered and prefetched, as in FSDP. With pipeline
-              stages, parameters and gradients are unsharded from the start to the end of a step.
+            - 3: the optimizer state, gradients and parameters are sharded. Each weight has its own
+              all-gather, which does not overlap with computation, as in DeepSpeed.
+            - None: the optimizer state, gradients and parameters are sharded. Each layer has one
+              all-gather, which is prefetched, as in FSDP. With pipeline stages, parameters and
+              gradients are unsharded from the start to the end of a step.
             - ``"any"``: the planner chooses.
         gradient_dtype: Dtype in which gradients are accumulated and reduced.
         moment_dtype: Dtype of the optimizer's two moments.
@@ -70,7 +72,7 @@ class TrainSpec:
             - ``"attention"``: only attention.
             - False: no operation, as in arXiv 2205.05198.
         fused_loss: If True, the loss is computed in chunks of tokens, so that the logits of all
-            tokens never exist at the same time (arXiv 2410.10989).
+            tokens are never in memory at the same time (arXiv 2410.10989).
         attention: Fused attention kernels. ``"native"``: kernels for the newest instructions of the
             device (cuDNN, Transformer Engine, FlashAttention-3). ``"flash-2"``: FlashAttention-2,
             as in ``scaled_dot_product_attention``.
@@ -82,8 +84,8 @@ class TrainSpec:
             once for each of its experts.
         fp8_dispatch: If True, tokens are sent to experts in fp8. Results and gradients use bf16.
             Needs a model with experts.
-        max_nodes: Largest number of nodes to which one token is sent. Defaults to the limit that
-            ``top_groups`` of the `ModelShape` implies, if any. Needs a model with experts.
+        max_nodes: Largest number of nodes to which one token is sent. By default,
+            ``top_groups`` of the `ModelShape` may limit the number. Needs a model with experts.
         memory_fraction: Share of a device's memory that a plan may use.
 
     Raises:
@@ -169,17 +171,17 @@ class TrainSpec:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of one step."""
+        """Number of tokens of one training step, over all ranks."""
         return self.seq_len * self.global_batch
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one gradient element."""
+        """Number of bytes of one element of a gradient."""
         return BYTES[self.gradient_dtype]
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of the optimizer's two moments for one element of a parameter."""
+        """Number of bytes of both optimizer moments for one element of a parameter."""
         return 2 * BYTES[self.moment_dtype]
 
 
