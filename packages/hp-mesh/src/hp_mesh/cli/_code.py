@@ -8,11 +8,11 @@ from ..planner import Candidate, TrainSpec
 from ._plans import arguments, changed_fields, constructor_line
 
 PACKAGE = __name__.partition(".cli")[0]
-# Fields of `TrainSpec` that are never listed as not translated: the settings of every framework
-# contain them, or only the estimate needs them (``memory_fraction``).
-STATED = frozenset({"seq_len", "global_batch", "micro_batch", "memory_fraction"})
-# Settings of torchtitan and Megatron-LM, by the value of a `TrainSpec` field. If a value is missing
-# here, its field is listed as not translated.
+# Fields of `TrainSpec` that are never listed as not translated. The settings of every framework
+# contain the first three fields. Only the planner needs ``memory_fraction``.
+NEVER_LISTED = frozenset({"seq_len", "global_batch", "micro_batch", "memory_fraction"})
+# Dictionaries from the value of a `TrainSpec` field to the setting of torchtitan or Megatron-LM. If
+# a value is not a key, the framework has no such setting, and a comment lists the field.
 TITAN_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 TITAN_RECOMPUTE: Mapping[str, Mapping[str, object]] = {
     "none": {"mode": "none"},
@@ -40,17 +40,18 @@ MEGATRON_CONTEXT = {"ring": "p2p", "all-gather": "allgather"}
 
 
 def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
-    """Return the text that ``--as-code`` prints: settings for three frameworks.
+    """Return the text that ``--as-code`` prints: a configuration as settings of three frameworks.
 
-    The frameworks are hp-mesh, torchtitan and Megatron-LM. The settings of each one end with
-    comments. They list options that are not translated, and limits of the framework.
+    The frameworks are hp-mesh, torchtitan and Megatron-LM. After the settings of torchtitan and
+    Megatron-LM, comments list the fields of ``train`` that have no setting there. Other comments
+    explain limits of the framework.
 
     Args:
-        best: Candidate to translate.
+        best: Configuration to translate into settings.
         train: Training run that was planned.
         layers: Number of layers of the model.
     """
-    # The settings contain the values that the planner chose, so nothing remains to be chosen.
+    # Fields that the planner could choose get the values of ``best``.
     train = replace(
         train,
         micro_batch=best.micro_batch,
@@ -64,21 +65,22 @@ def as_code(best: Candidate, train: TrainSpec, layers: int) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _unstated(train: TrainSpec, stated: Set[str]) -> Iterator[str]:
-    """Yield a comment that lists the fields of ``train`` that are not translated.
+def _untranslated(train: TrainSpec, done: Set[str]) -> Iterator[str]:
+    """Yield a comment line with the fields of ``train`` that a framework's settings do not contain.
 
-    Fields with their default value are left out. ``stated`` has the names of the translated fields.
+    ``done`` has the names of the fields that the settings contain. Fields with their default value
+    are not listed. If no field is left to list, nothing is yielded.
     """
-    others = {name: value for name, value in changed_fields(train).items() if name not in stated}
+    others = {name: value for name, value in changed_fields(train).items() if name not in done}
     if others:
         yield f"# not translated: {arguments(others)}"
 
 
 def _degrees(best: Candidate, framework: str) -> dict[str, int]:
-    """Return the degrees of a candidate by the names that a framework uses.
+    """Return a dictionary from a framework's name of each degree to the degree of a candidate.
 
-    A framework can have several names for one degree. The first name in `DIALECTS` is the one that
-    recent versions of the framework use.
+    If a framework has several names for one degree, the first name in `DIALECTS` is used. Recent
+    versions of the framework use this name. Degrees that the framework does not have are left out.
     """
     (names,) = (dialect.names for dialect in DIALECTS if dialect.framework == framework)
     current = {field: name for name, field in reversed([*names.items()])}
@@ -98,7 +100,7 @@ def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:
     parallelism: dict[str, object] = {**_degrees(best, "torchtitan")}
     if best.dims.etp == 1:  # recent versions do not have this degree
         del parallelism["expert_tensor_parallel_degree"]
-    stated, sequences = {*STATED, "receive_buffers"}, best.micro_batch
+    done, sequences = {*NEVER_LISTED, "receive_buffers"}, best.micro_batch
     if best.dims.pp > 1:
         sequences *= best.microbatches
         parallelism["pipeline_parallel_microbatch_size"] = best.micro_batch
@@ -106,22 +108,22 @@ def _torchtitan(best: Candidate, train: TrainSpec) -> Iterator[str]:
         # a list of the layers of each stage.
         if best.schedule in TITAN_SCHEDULES and best.virtual_stages <= 2:
             parallelism["pipeline_parallel_schedule"] = TITAN_SCHEDULES[best.schedule]
-            stated |= {"schedule", "virtual_stages"}
+            done |= {"schedule", "virtual_stages"}
     if best.zero in TITAN_ZERO:
         parallelism["fsdp_reshard_after_forward"] = TITAN_ZERO[best.zero]
-        stated.add("zero")
+        done.add("zero")
     sizes = {"seq_len": train.seq_len, "local_batch_size": sequences}
     tables: dict[str, Mapping[str, object]] = {"parallelism": parallelism}
     tables["training"] = {**sizes, "global_batch_size": train.global_batch}
     if best.recompute in TITAN_RECOMPUTE:
         tables["activation_checkpoint"] = TITAN_RECOMPUTE[best.recompute]
-        stated.add("recompute")
+        done.add("recompute")
     yield "# torchtitan: a TOML file; as flags, --parallelism.tensor_parallel_degree=..."
     for table, values in tables.items():
         yield f"[{table}]"
         for name, value in values.items():
             yield f"{name} = {value}" if isinstance(value, int) else f'{name} = "{value}"'
-    yield from _unstated(train, stated)
+    yield from _untranslated(train, done)
     if best.dims.pp > 1 and train.receive_buffers != "all":
         yield "# torchtitan's pipelines keep a receive buffer for each microbatch: check the memory"
         yield "# with hp-mesh estimate --receive-buffers all"
@@ -132,28 +134,28 @@ def _megatron(best: Candidate, train: TrainSpec, layers: int) -> Iterator[str]:
     flags = [f"--{name.replace('_', '-')} {degree}" for name, degree in degrees.items()]
     flags += [f"--micro-batch-size {best.micro_batch}", f"--global-batch-size {train.global_batch}"]
     flags += [f"--seq-length {train.seq_len}", "--bf16"]
-    stated = {*STATED, "context", "gradient_dtype", "float8"}
+    done = {*NEVER_LISTED, "context", "gradient_dtype", "float8"}
     if best.dims.tp > 1:
         flags.append("--sequence-parallel")
     if best.dims.cp > 1:
         flags.append(f"--cp-comm-type {MEGATRON_CONTEXT[train.context]}")
     if best.schedule == "interleaved":
         flags.append(f"--num-virtual-stages-per-pipeline-rank {best.virtual_stages}")
-        stated |= {"schedule", "virtual_stages"}
+        done |= {"schedule", "virtual_stages"}
     if best.recompute in MEGATRON_RECOMPUTE:
         flags.append(MEGATRON_RECOMPUTE[best.recompute])
-        stated |= {"recompute", "recompute_layers"}
+        done |= {"recompute", "recompute_layers"}
     if best.recompute == "full":
         recomputed = train.recompute_layers
         method = "uniform" if recomputed is None else "block"
         flags.append(f"--recompute-method {method} --recompute-num-layers {recomputed or 1}")
     flags.append(MEGATRON_ZERO[best.zero])
-    stated.add("zero")
+    done.add("zero")
     flags.append("--grad-reduce-in-bf16" if train.gradient_dtype == "bfloat16" else "")
     flags.append("--fp8-format hybrid" if train.float8 else "")
     yield "# Megatron-LM: flags of pretrain_gpt.py"
     yield " ".join(filter(None, flags)).replace(" --", " \\\n--")
-    yield from _unstated(train, stated)
+    yield from _untranslated(train, done)
     stages = best.dims.pp * best.virtual_stages
     if layers % stages:
         yield f"# Megatron-LM needs a multiple of {stages} layers, and the model has {layers}: add"
