@@ -1,7 +1,7 @@
 """Options of the commands, and functions that convert the texts of a command line to values.
 
-argparse returns all values as text. They are converted afterwards, so that one error can list
-everything that is wrong with the command line.
+argparse returns all values as text. The functions of this module convert the texts afterwards, so
+that one error can list everything that is wrong with the command line.
 """
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
@@ -39,19 +39,22 @@ Value = TypeVar("Value")
 
 
 class Reader:
-    """Calls functions that convert inputs, and collects the errors of all calls.
+    """Collects the errors of several functions, so that one error can list all of them.
+
+    A reader calls functions that convert texts of the command line to values.
 
     Attributes:
-        violations: One `Violation` for each collected error.
+        violations: Violations of the errors that the functions raised.
     """
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
 
     def __call__(self, read: Callable[..., Value], *values: Any, **options: Any) -> Value | None:
-        """Call ``read`` and return its result.
+        """Call ``read(*values, **options)`` and return its result.
 
-        If ``read`` raises for a wrong input, returns None and appends to ``violations``.
+        If ``read`` raises `ParallelDimsError` or `LayoutError`, returns None and appends to
+        ``violations``.
         """
         try:
             return read(*values, **options)
@@ -62,11 +65,14 @@ class Reader:
         return None
 
     def finish(self) -> None:
-        """Raise one error with all violations, if there are any."""
+        """Raise one `ParallelDimsError` with all violations, if there are any."""
         raise_errors(self.violations)
 
     def checked(self, value: Value | None) -> Value:
-        """Return ``value``, or raise one error with all violations, if there are any."""
+        """Return ``value`` if there are no violations and ``value`` is not None.
+
+        Otherwise raises one `ParallelDimsError` with all violations.
+        """
         if value is None or self.violations:
             raise ParallelDimsError(self.violations)
         return value
@@ -77,8 +83,8 @@ class Option(NamedTuple):
 
     Attributes:
         names: Positional arguments of argparse's ``add_argument``, such as ``("--axis",)``.
-        settings: Keyword arguments of ``add_argument``.
-        heading: Heading in the help under which the option is listed; ``""`` without one.
+        settings: Keyword arguments of argparse's ``add_argument``.
+        heading: Heading under which the help lists the option; ``""`` without one.
     """
 
     names: Sequence[str]
@@ -92,14 +98,18 @@ def option(help: str, *names: str, heading: str = "", **settings: Any) -> Option
 
 
 def field_options(spec: type, heading: str = "", *, required: bool | None = None) -> list[Option]:
-    """Return an option for each field of a dataclass whose metadata has a help text.
+    """Create command-line options from the fields of a dataclass.
+
+    A field gets an option if its metadata has a help text, and if ``required`` selects it.
 
     Args:
         spec: The dataclass: `TrainSpec` or `Cluster`.
-        heading: Heading in the help under which the options are listed.
-        required: Selects the fields. None: fields with a default. True: fields without a default,
-            as options that must be given. False: fields without a default, as options that may be
-            omitted.
+        heading: Heading under which the help lists the options.
+        required: Selects the fields.
+
+            - None: fields with a default.
+            - True: fields without a default. The user must give these options.
+            - False: fields without a default. The user may omit these options.
     """
     options = []
     for each in fields(spec):
@@ -133,15 +143,20 @@ def _flag(field: str) -> str:
 
 
 def _word(value: object) -> str:
-    """Return a value as it is written on the command line: True is ``"true"``."""
+    """Return the text that a user writes for a value on the command line: ``"true"`` for True."""
     return str(value).lower()
 
 
 def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
-    """Return the fields of a dataclass that are given on the command line, by name.
+    """Return a dictionary of the dataclass fields whose options are on the command line.
 
-    A text is converted to one of the field's choices or to a number. Any other text is returned
-    unchanged. The dataclass then raises an error for it.
+    The keys are names of fields. A value is a choice of the field if the text of the option equals
+    this choice. Otherwise the value is a number if the text is a number. Any other text remains
+    text, for which the dataclass raises an error.
+
+    Args:
+        args: The parsed command line.
+        spec: The dataclass: `TrainSpec` or `Cluster`.
     """
     given = {}
     for each in fields(spec):
@@ -153,7 +168,7 @@ def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
 
 
 def _number(text: Any) -> Any:
-    """Convert a text to an int or a float. Return any other value unchanged."""
+    """Convert a text to an int or a float. Return the argument unchanged if it is not a number."""
     number = _integer(text) if isinstance(text, str) else text
     if number is None and text.isascii() and "_" not in text:
         with suppress(ValueError):
@@ -183,8 +198,8 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
 def _integer(text: str) -> int | None:
     """Convert ASCII digits with an optional minus sign to an integer.
 
-    Returns None for any other text. Only the first `MOST_DIGITS` characters are read: a longer
-    number is too large for every option in any case.
+    Returns None for any other text. Only the first `MOST_DIGITS` characters are converted. A longer
+    number is too large for every option anyway.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
@@ -193,9 +208,10 @@ def _integer(text: str) -> int | None:
 
 
 def read_words(words: list[str]) -> dict[str, Any]:
-    """Convert words such as ``tp=8`` to a dictionary from field names to values.
+    """Convert words such as ``"tp=8"`` to a dictionary such as ``{"tp": 8}``.
 
-    Values are integers, or texts if they are no integers. Raises one error for all wrong words.
+    The keys are names of fields of `ParallelDims`. A value that is not an integer remains text.
+    Raises one `ParallelDimsError` that lists all wrong words.
     """
     reader, found = Reader(), dict[str, Any]()
     for word in words:
@@ -221,8 +237,9 @@ def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], Parallel
     """Read the degrees from words such as ``tp=8``, from ``--config`` and from ``--world``.
 
     Returns:
-        The given fields of `ParallelDims` by name; and the resolved `ParallelDims`, or None if an
-        input is wrong. Then ``reader.violations`` has the reasons.
+        A pair ``(given, dims)``. ``given`` is a dictionary of the `ParallelDims` fields that the
+        words and the file contain. ``dims`` is the `ParallelDims` with all degrees known. If an
+        input is wrong, ``dims`` is None, and ``reader.violations`` has the errors.
     """
     before = len(reader.violations)
     words = reader(read_words, args.words) or {}
@@ -235,9 +252,15 @@ def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], Parallel
 
 
 def _merge_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a file's table and the given words. Words replace fields of the file.
+    """Merge the fields of a configuration file and the fields of the command line.
 
-    The field names of the file may be those of hp-mesh or of another framework.
+    Returns a dictionary from names of `ParallelDims` fields to values. If both sources have a
+    field, the command line wins.
+
+    Args:
+        place: File and table, as in `read_table`. If None, there is no file. The file may use the
+            field names of hp-mesh or of another framework.
+        words: Fields of the command line, as `read_words` returns them.
     """
     table = read_table(place) if place else {}
     if not is_of_framework(table):
@@ -272,7 +295,8 @@ def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | Non
     """Read the degrees and the number of ranks per node.
 
     Returns:
-        The resolved degrees; and the number of ranks per node, or None if it is unknown.
+        A pair ``(dims, ranks_per_node)``. ``dims`` has all degrees resolved. ``ranks_per_node`` is
+        None if the number is unknown.
 
     Raises:
         ParallelDimsError: An input is wrong.
@@ -285,11 +309,18 @@ def read_ranks(args: Namespace, reader: Reader) -> tuple[ParallelDims, int | Non
 def _read_node(
     args: Namespace, reader: Reader, world: int | None, *, must_fill: bool = True
 ) -> int | None:
-    """Return the number of ranks per node, or None if it is unknown.
+    """Return the number of ranks per node, or None if it is unknown or wrong.
 
-    Without ``--ranks-per-node``, the number is 8. It is unknown if the world size is more than 8
-    and not a multiple of 8. If ``must_fill`` is True, a given number that does not divide the world
-    size is added to ``reader.violations``.
+    Without the option ``--ranks-per-node``, the number is 8. But if the world size is more than 8
+    and not a multiple of 8, the number is unknown. Wrong numbers are added to
+    ``reader.violations``.
+
+    Args:
+        args: The parsed command line.
+        reader: Collects the errors.
+        world: World size, or None if it is unknown.
+        must_fill: If True, a number from ``--ranks-per-node`` that does not divide the world size
+            is an error.
     """
     node = reader(read_count, "--ranks-per-node", args.ranks_per_node)
     if args.ranks_per_node is None:
@@ -306,11 +337,12 @@ def read_check(args: Namespace, reader: Reader) -> tuple[ParallelDims, dict[str,
     """Read the degrees, the model and the other inputs of the commands check and explain.
 
     Returns:
-        The resolved degrees; and the keyword arguments for `ParallelDims.check`.
+        A pair ``(dims, arguments)``. ``dims`` has all degrees resolved. ``arguments`` are the
+        keyword arguments for `ParallelDims.check` and `ParallelDims.explain`.
 
     Raises:
-        ParallelDimsError: An input is wrong. The error also lists the rules that the known degrees
-            break for the model.
+        ParallelDimsError: An input is wrong. The error also lists the rules for the model that the
+            valid degrees break.
     """
     given, dims = read_dims(args, reader)
     world = dims.layout().world_size if dims else None
@@ -335,16 +367,18 @@ def _check_model(
     counts: Mapping[str, int | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Raise an error if the known degrees break rules for the model.
+    """Raise `ParallelDimsError` if the valid degrees in ``given`` break rules for the model.
 
-    An unknown degree counts as 1. No larger value could repair the error, because each rule
-    requires that a product of degrees divides a number or is at most this number.
+    A degree that is absent or invalid counts as 1. No larger value of this degree could repair a
+    broken rule, because each rule requires that a product of degrees divides a number or is at most
+    this number.
 
     Args:
-        given: Known degrees by name.
+        given: Degrees and other fields of `ParallelDims` by name.
         model: Configuration of the model.
-        counts: Values of ``seq_len`` and ``global_batch``, or None if not given.
-        options: Values of ``causal_balance`` and ``sequence_parallel``.
+        counts: Dictionary with the keys ``seq_len`` and ``global_batch``. A value is None if its
+            option is not on the command line.
+        options: Dictionary with the keys ``causal_balance`` and ``sequence_parallel``.
     """
     numbers, wrong = read_numbers(model, counts["seq_len"], counts["global_batch"])
     degrees = {}
@@ -360,8 +394,8 @@ def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, A
     """Read the model, the cluster and the training settings.
 
     Returns:
-        A `ModelShape`, a `Cluster` and a `TrainSpec`, in this order. A value is None if its inputs
-        are wrong. Then ``reader.violations`` has the reasons.
+        A tuple ``(model, cluster, train)`` of a `ModelShape`, a `Cluster` and a `TrainSpec`. If the
+        options of one of them are wrong, it is None, and ``reader.violations`` has the errors.
     """
     model = reader(read_shape, args.model)
     chip = reader(read_chip, args.gpu)
@@ -374,10 +408,11 @@ def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, A
 
 
 def read_model(name: str) -> ModelShape | Mapping[str, Any]:
-    """Return a model of the table `MODELS`, or the content of a configuration file.
+    """Find a published model or read a configuration file.
 
-    ``name`` is a key of `MODELS`, the path of a configuration file, or a folder with a
-    ``config.json``.
+    If ``name`` is a key of `MODELS`, returns this `ModelShape`. Otherwise ``name`` is the path of a
+    configuration file, or of a folder with a ``config.json``. Returns the entries of the file as a
+    dictionary.
     """
     if name in MODELS:
         return MODELS[name]
@@ -390,16 +425,20 @@ def read_model(name: str) -> ModelShape | Mapping[str, Any]:
 
 
 def read_shape(name: str) -> ModelShape:
-    """Return the sizes of a model. ``name`` is a key of `MODELS` or a path."""
+    """Return the `ModelShape` of a model. ``name`` is the same as in `read_model`."""
     found = read_model(name)
     return found if isinstance(found, ModelShape) else ModelShape.from_config(found)
 
 
 def read_chip(name: str) -> dict[str, Any]:
-    """Return the keyword arguments of `Cluster` that ``--gpu`` gives.
+    """Convert the text of ``--gpu`` to keyword arguments of `Cluster`.
 
-    ``name`` is a name of an accelerator, or a TOML file with the fields of an `Accelerator`. The
-    file may also have fields of `Cluster`, such as ``intra_gbs``.
+    The dictionary has the key ``accelerator`` and, if ``name`` is a file with fields of `Cluster`
+    such as ``intra_gbs``, also these fields.
+
+    Args:
+        name: Name of an accelerator such as ``"H100"``, or the path of a TOML file with the fields
+            of an `Accelerator`.
     """
     if Path(name.partition(":")[0]).suffix.lower() != ".toml":
         return {"accelerator": name}
@@ -421,10 +460,10 @@ def read_chip(name: str) -> dict[str, Any]:
 
 
 def read_table(place: str) -> Mapping[str, Any]:
-    """Return a table of a file.
+    """Return the entries of a TOML, YAML or JSON file, or of one table in the file.
 
-    ``place`` is ``FILE`` for the whole file, or ``FILE:TABLE``. The table ``a.b`` is inside the
-    table ``a``.
+    ``place`` is ``"FILE"`` for the whole file, or ``"FILE:TABLE"`` for one table. ``TABLE`` is a
+    key of the file. With a dot, as in ``a.b``, it is the key ``b`` of the table ``a``.
     """
     path, _, table = (place, "", "") if exists(place) else place.rpartition(":")
     return _read_file(path or place, table if path else "")
