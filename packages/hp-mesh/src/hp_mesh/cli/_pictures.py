@@ -1,7 +1,8 @@
 """Pictures with matplotlib: the ranks of ``show`` and the best candidates of ``plan``.
 
-The colours come from Okabe and Ito, "Color Universal Design" (2008). Colour-blind people can
-distinguish them. Each drawn part has a ``gid``, which an SVG file stores as ``id``.
+The colours are from Okabe and Ito, "Color Universal Design" (2008). Colour-blind people can
+distinguish these colours. Each cell, bar and legend entry has a ``gid``, which an SVG file stores
+as ``id``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,8 @@ LEGEND: dict[str, Any] = {
     "handlelength": 1.2,
     "title_fontproperties": {"weight": "bold", "size": TITLE},
 }
-# If there are more than 64 nodes, only 31 are drawn. Ranks (cells) of a node are limited likewise.
+# If there are more than MOST_NODES nodes, only FEWER_NODES are drawn. If a node has more than
+# MOST_CELLS ranks, only FEWER_CELLS are drawn.
 MOST_NODES, FEWER_NODES = 64, 31
 MOST_CELLS, FEWER_CELLS = 72, 63
 MOST_ROWS = 8  # largest number of candidates in a picture of a plan
@@ -63,23 +65,23 @@ COLUMNS = 4  # number of columns of each legend in a picture of a plan
 MOST_OVER = 1.5  # longest drawn bar of memory, relative to the memory limit
 
 
-def draw(subject: RankMap | Plan) -> Figure:
-    """Draw the ranks of ``show`` or the candidates of ``plan``."""
-    return draw_plan(subject) if isinstance(subject, Plan) else draw_ranks(subject)
+def draw(data: RankMap | Plan) -> Figure:
+    """Draw the ranks of a `RankMap`, or the best candidates of a `Plan`."""
+    return draw_plan(data) if isinstance(data, Plan) else draw_ranks(data)
 
 
 def save(figure: Figure, path: str) -> None:
-    """Write a picture in the format of the path's suffix."""
+    """Write a figure to a file. The suffix of ``path`` selects the format, such as ``.svg``."""
     metadata = {"Date": None} if path.lower().endswith(".svg") else {}
     with rc_context({"svg.hashsalt": "hp-mesh"}):
         figure.savefig(path, dpi=200, metadata=metadata)
 
 
 def draw_ranks(found: RankMap) -> Figure:
-    """Draw a box for each node, with a cell for each rank.
+    """Draw the ranks of a `RankMap`: a box for each node, and in it a cell for each rank.
 
-    Cells of ranks in the same group of ``found.axis`` have the same colour and group number. If
-    there are more than `MOST_NODES` nodes, nodes in the middle are left out.
+    Ranks in the same group of the axis ``found.axis`` have the same colour and the same group
+    number. If there are more than `MOST_NODES` nodes, nodes in the middle are left out.
     """
     nodes = with_gap(len(found.boxes), MOST_NODES, FEWER_NODES)
     cells = len(with_gap(len(found.boxes[0]), MOST_CELLS, FEWER_CELLS))
@@ -142,9 +144,10 @@ def _draw_gap(axes: Axes, found: RankMap, nodes: range) -> None:
 
 
 def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
-    """Draw a cell for each rank of a node, with ``across`` cells in a row.
+    """Draw the cells of one node in ``axes``, with ``across`` cells in a row.
 
-    ``axes`` has the width ``across``. A cell is 1 wide and 1 high.
+    There is one cell for each rank of the node. In data coordinates of ``axes``, a cell is 1 wide
+    and 1 high.
     """
     name = "all ranks" if found.ranks_per_node is None else f"node {node}"
     axes.set_title(name, loc="left", weight="bold", size=PLAIN)
@@ -168,7 +171,7 @@ def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
 
 
 def draw_plan(found: Plan) -> Figure:
-    """Draw the best candidates, each with a bar of time and a bar of memory."""
+    """Draw the step time and the memory of the best candidates of a plan as two bar charts."""
     rows = [row.candidate for row in plan_rows(found, MOST_ROWS)]
     figure = Figure(figsize=(15, 2 + 0.46 * len(rows)))
     figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.15)
@@ -216,15 +219,15 @@ def _draw_bars(
     texts: Sequence[str],
     colours: Mapping[str, str],
 ) -> None:
-    """Draw a stacked bar for each candidate with a text next to it, and a legend.
+    """Draw a bar chart: a stacked bar and a text for each candidate, and a legend.
 
     Args:
-        axes: Axes to draw in.
+        axes: Matplotlib axes to draw in.
         heading: Title of the legend.
-        unit: Unit of the parts.
-        rows: Size of each part by name, for each candidate.
-        texts: Text for each candidate.
-        colours: Colour of each part by name.
+        unit: Unit of the values in ``rows``.
+        rows: For each candidate, a dictionary from the name of each part of its bar to the length.
+        texts: For each candidate, the text next to its bar.
+        colours: Dictionary from the name of each part to its colour.
     """
     axes.set(ylim=(len(rows) - 0.4, -0.6))
     axes.spines[:].set_visible(False)
@@ -256,18 +259,21 @@ def _draw_bars(
 
 
 def _width(text: str, size: float) -> float:
-    """Return the largest possible width of a bold text with font size ``size``, in points.
+    """Return an upper bound on the width of a bold text, in points.
 
-    Font hinting can make letters up to 10 % wider.
+    ``size`` is the font size in points. Font hinting can make letters up to 10 % wider, so the
+    bound is 10 % more than the width without hinting.
     """
     path = TextPath((0, 0), text, size=size, prop=FontProperties(weight="bold"))
     return 1.1 * float(path.get_extents().width)
 
 
 def _columns(count: int, wanted: float) -> int:
-    """Return the number of columns for a grid of ``count`` items.
+    """Choose the number of columns for a grid of ``count`` items.
 
-    The number is near ``wanted``. A number that fills the last row is preferred.
+    The number differs from ``wanted`` by at most a factor of 1.6. Numbers that fill the last row of
+    the grid are preferred. Of these, the closest one to ``wanted`` is returned. If no number is
+    within the factor, returns 1.
     """
     near = [n for n in range(1, count + 1) if wanted / 1.6 <= n <= wanted * 1.6]
     return min(near or [1], key=lambda n: (count % n > 0, max(n / wanted, wanted / n)))
