@@ -1,6 +1,6 @@
 """The command line ``hp-mesh``, with commands plan, estimate, check, show, explain and groups.
 
-Does not need torch.
+The command line does not import torch.
 """
 
 from ._main import main as main

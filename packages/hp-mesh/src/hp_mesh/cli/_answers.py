@@ -1,6 +1,6 @@
 """Answers of the commands check, explain, show and groups, and the classes of all answers.
 
-An answer has lines and tables to print, and a dictionary to print with ``--json``.
+An answer has lines and tables to print, or a dictionary to print with ``--json``.
 """
 
 from argparse import Namespace
@@ -22,7 +22,7 @@ GROUP_COLOURS = (
     *("#a9d3ec", "#f7d58c", "#9fdcc6", "#ecc6da"),
     *("#d9d9d9", "#f2b48c", "#faf4a6", "#a79ccf"),
 )
-# Styles for the package rich, by the words that `Line.style` may have.
+# Dictionary from values of `Line.style` to styles of the package rich.
 STYLES = {
     **{"good": "bold green", "warn": "yellow", "bad": "red"},
     **{"fits": "bold green", "borderline": "yellow", "does not fit": "red"},
@@ -35,7 +35,8 @@ Json: TypeAlias = Mapping[str, object]
 class Line(NamedTuple):
     """A line of an answer, or a cell of a table.
 
-    ``style`` is a style of the package rich, or a key of `STYLES` such as ``"fits"``.
+    ``text`` is printed in the style ``style``: a style of the package rich such as ``"bold"``, or a
+    key of `STYLES` such as ``"fits"``.
     """
 
     text: str = ""
@@ -45,8 +46,12 @@ class Line(NamedTuple):
 class Table(NamedTuple):
     """A table of an answer, printed below an empty line.
 
-    ``numbers`` has the names of the right-aligned columns. A cell is a `Line`, or any object that
-    is printed as ``str(cell)`` without a style.
+    Attributes:
+        columns: Names of the columns.
+        rows: Cells of each row. A cell is a `Line`, or an object that is printed as ``str(cell)``
+            without a style.
+        numbers: Names of the columns that have numbers. These columns are right-aligned.
+        title: Line above the table; ``""`` without one.
     """
 
     columns: Sequence[str]
@@ -63,22 +68,23 @@ class Answer:
     """Answer of a command, before it is printed.
 
     Args:
-        json: Returns the dictionary that ``--json`` prints.
-        blocks: Lines and tables that are printed without ``--json``. They are computed lazily.
+        json: Function that returns the dictionary to print with ``--json``.
+        blocks: Lines and tables to print without ``--json``. They are computed lazily.
         exit_code: Exit code of the command.
-        subject: Ranks or plan that ``--picture`` draws, or None if the command draws nothing.
+        data: A `RankMap` or `Plan` that ``--picture`` draws. ``--as-code`` prints the best
+            configuration of the `Plan`. None if the command has neither option.
     """
 
     json: Callable[[], Json]
     blocks: Iterator[Block]
     exit_code: int = 0
-    subject: "RankMap | Plan | None" = None
+    data: "RankMap | Plan | None" = None
 
 
 def answer_check(args: Namespace, reader: Reader) -> Answer:
-    """Answer the command ``check``: the broken rules.
+    """Answer the command ``check``: all broken rules, with the level ``error`` or ``advice``.
 
-    The exit code is 2 if a broken rule is an error, and 0 if all are advice.
+    The exit code is 2 if at least one broken rule has the level ``error``, else 0.
     """
     dims, question = read_check(args, reader)
     report = dims.check(**question)
@@ -107,9 +113,10 @@ def _check_blocks(dims: ParallelDims, report: Report) -> Iterator[Block]:
 
 
 def answer_explain(args: Namespace, reader: Reader) -> Answer:
-    """Answer the command ``explain``: all rules with their verdicts.
+    """Answer the command ``explain``: a table of all rules.
 
-    The exit code is 2 if at least one verdict is an error, else 0.
+    For each rule, the verdict is ``holds``, ``error``, ``advice``, ``skipped`` or ``idle``. The
+    exit code is 2 if at least one verdict is ``error``, else 0.
     """
     dims, question = read_check(args, reader)
     rules = dims.explain(**question)
@@ -124,9 +131,9 @@ def answer_explain(args: Namespace, reader: Reader) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """All ranks with their coordinates, and the groups of one axis or alias.
+    """Content of the answer of ``show``: coordinates of all ranks, and the groups of one axis.
 
-    A picture shows the ranks of each node in a box.
+    The ranks of each node are shown in one box.
 
     Args:
         dims: Resolved degrees.
@@ -147,7 +154,7 @@ class RankMap:
     def nesting(self) -> tuple[str, ...]:
         """Names of the axes with more than one rank, the outermost first.
 
-        ``ep`` is left out if experts are folded, because its ranks lie on other axes.
+        With ``ep_mode="folded"``, ``ep`` reuses the ranks of other axes, so it is left out.
         """
         folded = self.dims.ep_mode == "folded"
         names = [name for name in self.dims.order if not (folded and name == "ep")]
@@ -155,16 +162,16 @@ class RankMap:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Names of the axes for which each rank shows its coordinate.
+        """Names of the axes whose coordinates are shown for each rank.
 
-        They are the axes of `nesting`, and ``ep`` if it has more than one rank.
+        These are the axes in `nesting`. ``ep`` is added if it has more than one rank.
         """
         ep = ("ep",) if "ep" not in self.nesting and self.layout.size("ep") > 1 else ()
         return (*self.nesting, *ep)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each group of the chosen axis or alias. A group's index is its number."""
+        """Ranks of each group of the axis or alias ``axis``. A group's index is its number."""
         return tuple(self.layout.groups(self.axis))
 
     @cached_property
@@ -174,7 +181,7 @@ class RankMap:
 
     @cached_property
     def boxes(self) -> Sequence[range]:
-        """Ranks of each box. The last box may have fewer ranks than the others."""
+        """Ranks in each box. The last box may have fewer ranks than the other boxes."""
         world = self.layout.world_size
         width = self.ranks_per_node or world
         return [range(at, min(at + width, world)) for at in range(0, world, width)]
@@ -189,7 +196,7 @@ class RankMap:
         return f"{plural(self.layout.world_size, 'rank')}{nodes}{nesting}"
 
     def crosses_nodes(self, name: str) -> bool | None:
-        """Return whether groups of an axis or alias have ranks in several nodes.
+        """Return True if a group of the axis or alias ``name`` has ranks in several nodes.
 
         Returns None if the number of ranks per node is unknown.
         """
@@ -197,17 +204,22 @@ class RankMap:
         return None if node is None else self.layout.crosses_nodes(name, node)
 
     def links(self, name: str) -> str:
-        """Return "inside a node", "between nodes" or "not known" for an axis or alias."""
+        """Return where groups of an axis or alias communicate, as text.
+
+        The text is ``"inside a node"``, ``"between nodes"`` or ``"not known"``.
+        """
         crosses = self.crosses_nodes(name)
         return "not known" if crosses is None else "between nodes" if crosses else "inside a node"
 
     def families(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of axes and aliases in tuples. Names in one tuple have the same groups.
+        """Collect axes and aliases that have identical groups of ranks.
 
-        Names with one rank per group are left out.
+        Returns one tuple of names for each different set of groups. If ``fsdp`` and ``dp`` have the
+        same groups, one of the tuples contains both names. Axes and aliases whose groups have one
+        rank are left out.
         """
-        # All groups of a name have the same pattern. So two names have the same groups if rank 0
-        # has the same group.
+        # All groups of a name have the same pattern. So two names have the same groups if the group
+        # of rank 0 is the same for both names.
         found: dict[tuple[int, ...], list[str]] = {}
         for name in dict.fromkeys((*self.axes, *self.layout.names)):
             if self.layout.size(name) > 1:
@@ -220,9 +232,10 @@ class RankMap:
 
 
 def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) -> RankMap:
-    """Create a `RankMap`, which ``show`` prints and draws.
+    """Create the `RankMap` that ``show`` prints and draws.
 
-    ``axis`` defaults to the innermost axis with more than one rank. ``dims`` must be resolved.
+    ``dims`` must be resolved. If ``axis`` is None, the innermost axis with more than one rank is
+    used.
 
     Raises:
         LayoutError: No axis or alias has the name ``axis``.
@@ -233,10 +246,13 @@ def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) 
 
 
 def answer_show(args: Namespace, reader: Reader) -> Answer:
-    """Answer the command ``show``: each rank's coordinates, and its group of the chosen axis."""
+    """Answer the command ``show``: the coordinates and the group of each rank.
+
+    The groups are the groups of the axis or alias that ``--axis`` names.
+    """
     dims, node = read_ranks(args, reader)
     found = reader.checked(reader(map_ranks, dims, node, args.axis))
-    return Answer(json=partial(_show_json, found), blocks=_show_blocks(found), subject=found)
+    return Answer(json=partial(_show_json, found), blocks=_show_blocks(found), data=found)
 
 
 def _show_json(found: RankMap) -> Json:
@@ -273,8 +289,8 @@ def _show_blocks(found: RankMap) -> Iterator[Block]:
 def _rank_blocks(found: RankMap) -> Iterator[Block]:
     """Yield a table with the ranks of each node, in rows of at most `MOST_CELLS` ranks.
 
-    If the table has more than `MOST_ROWS` rows, rows in the middle are left out, and a line says
-    which ranks are missing.
+    If there are more than `MOST_ROWS` rows, rows in the middle are left out. A line after the table
+    says which ranks are left out.
     """
     width = min(len(found.boxes[0]), MOST_CELLS)
     lines = [
@@ -346,20 +362,20 @@ def _groups_blocks(found: RankMap, rank: int | None) -> Iterator[Block]:
 
 
 def violation_json(violation: Violation) -> Json:
-    """Return the fields of a violation by name, and its text as ``"text"``."""
+    """Return a dictionary of the fields of a violation. The key ``"text"`` has its message."""
     return {**asdict(violation), "text": str(violation)}
 
 
 def ends(count: int, most: int) -> tuple[range, range]:
-    """Choose which items of a long list to print. Returns two ranges of positions.
+    """Choose indices at the start and at the end of a list that is too long to be printed.
 
-    The first range is at the start of the list. The second range is at the end, and has a quarter
-    of the chosen positions. If ``count <= most``, the first range has all positions, and the second
-    one is empty.
+    Returns a pair ``(head, tail)`` of ranges of indices. Together they have ``most`` indices.
+    ``tail`` has a quarter of these, at the end of the list. If ``count <= most``, ``head`` has all
+    indices of the list and ``tail`` is empty.
 
     Args:
         count: Length of the list.
-        most: Largest number of positions to choose.
+        most: Largest number of indices to choose.
     """
     if count <= most:
         return range(count), range(count, count)
@@ -368,24 +384,26 @@ def ends(count: int, most: int) -> tuple[range, range]:
 
 
 def with_gap(count: int, most: int, fewer: int | None = None) -> list[int | None]:
-    """Choose which items of a long list to print. Returns their positions.
+    """Choose indices of a list to print, with one None for the items that are left out.
 
-    If ``count <= most``, all positions are returned. Otherwise the result has ``fewer`` positions
-    from the start and the end of the list, and one None between them.
+    If ``count <= most``, returns all indices of the list. Otherwise returns ``fewer`` indices: the
+    first ones, then None, then the last ones.
 
     Args:
         count: Length of the list.
         most: Largest length of a list that is printed completely.
-        fewer: Number of positions to choose from a longer list. Defaults to ``most``.
+        fewer: Number of indices to choose if the list is longer than ``most``. Defaults to
+            ``most``.
     """
     head, tail = ends(count, most if fewer is None or count <= most else fewer)
     return [*head, *([None] if tail else []), *tail]
 
 
 def rank_list(ranks: Sequence[int], most: int = 12) -> str:
-    """Return ranks as text: ``"0-7"`` if they are consecutive, else ``"0 2 4 ... 30"``.
+    """Return ranks as text.
 
-    At most ``most`` ranks are written one by one.
+    Three or more consecutive ranks are written as ``"0-7"``. Other ranks are written one by one. If
+    there are more than ``most`` ranks, ranks in the middle are replaced: ``"0 2 4 ... 30"``.
     """
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}-{ranks[-1]}"
@@ -394,6 +412,6 @@ def rank_list(ranks: Sequence[int], most: int = 12) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with a noun in singular or plural, such as ``"1 rank"`` or ``"2 ranks"``."""
+    """Return a number and a noun as text, such as ``"1 rank"`` or ``"2 ranks"``."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending}"

@@ -105,10 +105,11 @@ class Command:
     Args:
         name: Name on the command line.
         summary: Purpose of the command in one line, for the help.
-        example: Arguments of an example, for the help.
+        example: Example of the command's arguments, for the help.
         options: Options of the command, except ``--json`` and ``--as-code``.
-        answer: Function that computes the answer from the parsed command line.
-        notes: Explanation of words in the answer, for the help.
+        answer: Function that computes the `Answer`. Its arguments are the parsed command line and a
+            `Reader`, which collects errors of the command line.
+        notes: Glossary of the words that the answer uses, for the help; ``""`` without one.
     """
 
     name: str
@@ -190,9 +191,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the command line after ``hp-mesh``. Defaults to ``sys.argv[1:]``.
 
     Returns:
-        Exit code: 0 for success; 1 if no configuration fits (``plan``) or the given one does not
-        fit (``estimate``); 2 for wrong input, broken rules, a missing package or output that cannot
-        be written; 130 after Ctrl-C; 141 if the standard output is a closed pipe.
+        The exit code.
+
+        - 0: success.
+        - 1: ``plan`` found no configuration that fits into memory, or the configuration of
+          ``estimate`` does not fit.
+        - 2: the input is wrong, a rule is broken, a package is missing, or the output cannot be
+          written.
+        - 130: Ctrl-C was pressed.
+        - 141: the standard output is a closed pipe.
 
     Examples:
         >>> main(["groups", "tp", "tp=2", "--world", "4", "--rank", "3"])
@@ -241,15 +248,15 @@ def _run(argv: Sequence[str] | None) -> int:
         return REFUSED
     if args.json:
         _print_json(answer.json())
-    elif args.as_code and isinstance(answer.subject, Plan):  # only `plan` has this option
-        _print_code(answer.subject)
+    elif args.as_code and isinstance(answer.data, Plan):  # only `plan` has this option
+        _print_code(answer.data)
     else:
         _print_blocks(answer.blocks)
-    if args.picture and answer.subject is not None:
+    if args.picture and answer.data is not None:
         from ._pictures import draw, save
 
         try:
-            save(draw(answer.subject), args.picture)
+            save(draw(answer.data), args.picture)
         except OSError as error:
             reason = error.strerror or error
             print(f"{place}: cannot write {args.picture}: {reason}", file=sys.stderr)
@@ -259,7 +266,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> Namespace:
-    """Return the parsed command line. The attribute ``command`` is a `Command`."""
+    """Parse the command line. The attribute ``command`` of the result is a `Command`."""
     style: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
     purpose = "Plan, check and show parallel degrees."
     parser = ArgumentParser(prog="hp-mesh", description=purpose, epilog=EXIT_CODES, **style)
@@ -325,8 +332,8 @@ def _print_code(found: Plan) -> None:
 def _print_blocks(blocks: Iterable[Block]) -> None:
     """Print lines and tables with the package rich.
 
-    If the standard output is not a terminal, the text is ASCII and has no colours, and long lines
-    are not wrapped.
+    If the standard output is not a terminal, long lines are not wrapped, and the text is ASCII
+    without colours.
     """
     from rich.box import Box
     from rich.console import Console

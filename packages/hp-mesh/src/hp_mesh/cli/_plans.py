@@ -33,15 +33,18 @@ from ._inputs import MOST_RANKS, Reader, read_count, read_dims, read_run, read_w
 GIB = 2**30
 # Parts of the step time that are not communication over an axis.
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
-# Degrees into which the data-parallel degree dp is split.
+# The data-parallel degree dp is the product of these two degrees.
 SPLIT = ("dp_replicate", "dp_shard")
 NOTHING = "no configuration keeps all rules"
-SILENT = 1.0  # seconds after which a search shows its progress
+SILENT = 1.0  # seconds before a search shows its progress
 BAR_WIDTH = 30  # length of the longest bar in characters
 
 
 def answer_plan(args: Namespace, reader: Reader) -> Answer:
-    """Answer the command ``plan``: the best configurations. The exit code is 1 if none fits."""
+    """Answer the command ``plan``: the best configurations.
+
+    The exit code is 1 if no configuration fits into memory.
+    """
     world = reader(read_count, "--gpus/--world", args.world, most=MOST_RANKS)
     top = reader(read_count, "--top", args.top)
     run = read_run(args, reader, world)
@@ -60,16 +63,17 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
         json=partial(_plan_json, found, top or 0, smallest),
         blocks=_plan_blocks(found, top or 0, smallest, hint),
         exit_code=0 if found.fits else 1,
-        subject=found,
+        data=found,
     )
 
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Context manager that yields a function which prints progress to standard error.
+    """Context manager for printing the progress of a search to standard error.
 
-    The function takes the number of finished steps and their total. Nothing is printed in the first
-    `SILENT` seconds, or if standard error is not a terminal.
+    Yields a function ``show(done, total)``, which prints a line such as ``"planning: 5 of 80"``.
+    Nothing is printed in the first `SILENT` seconds, or if standard error is not a terminal. At the
+    end, the line is erased.
     """
     begin = monotonic()
 
@@ -88,13 +92,15 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _plan_json(found: Plan, top: int, smallest: int | None) -> Json:
-    """Return the content of ``hp-mesh plan --json``. Memory is in bytes, time in seconds.
+    """Return the dictionary that ``hp-mesh plan --json`` prints.
+
+    Memory is in bytes, and time is in seconds.
 
     Args:
-        found: Plan.
+        found: The plan.
         top: Number of candidates to list.
-        smallest: Smallest world size on which the run fits, or None if it was not searched
-            or not found.
+        smallest: Smallest world size on which a configuration fits. None if no search for it took
+            place, or if the search found none.
     """
     counts = {
         "considered": found.considered,
@@ -178,7 +184,7 @@ def _cost_blocks(one: Candidate) -> Iterator[Block]:
 
 
 def _part_blocks(best: Candidate) -> Iterator[Block]:
-    """Yield two tables: the parts of a candidate's memory, and the parts of its step time."""
+    """Yield two tables for a candidate: the parts of its memory, and the parts of its step time."""
     memory = {name: part / GIB for name, part in best.memory.parts.items()}
     whole = max(best.limit, best.memory.total) / GIB
     title = f"memory of one GPU; shares of {whole:.1f} GiB"
@@ -194,11 +200,11 @@ def _part_blocks(best: Candidate) -> Iterator[Block]:
 def _bar_table(
     title: str, parts: Mapping[str, float], whole: float, unit: str, digits: str
 ) -> Table:
-    """Return a table with a row for each part: value, share, and a bar of ``#`` signs.
+    """Create a table with one row for each part: name, value, share, and a bar of ``#`` signs.
 
     Args:
         title: Title of the table.
-        parts: Value of each part by name.
+        parts: Dictionary from the name of each part to its value.
         whole: Value that counts as 100 %.
         unit: Unit of the values.
         digits: Format specification of the values, such as ``".1f"``.
@@ -239,9 +245,9 @@ def rejections_by_rule(
     """Group rejections by broken rule.
 
     Returns:
-        A dictionary from the code of a rule to a list with one pair for each rejection: its degrees
-        and its violation. The rule with most rejections comes first. A rejection that breaks
-        several rules is in several lists.
+        A dictionary from the code of a rule, such as ``"heads-tp"``, to a list. The list has one
+        pair ``(degrees, violation)`` for each rejection that breaks the rule. The rule with the
+        most rejections is first. A rejection that breaks several rules is in several lists.
     """
     found: dict[str, list[tuple[Mapping[str, int], Violation]]] = {}
     for each in rejected:
@@ -252,9 +258,10 @@ def rejections_by_rule(
 
 
 def answer_estimate(args: Namespace, reader: Reader) -> Answer:
-    """Answer the command ``estimate``: compare a configuration with the best one.
+    """Answer the command ``estimate``: compare a configuration with the best one of its plan.
 
-    The exit code is 1 if the configuration does not fit into memory.
+    The exit code is 1 if the `Candidate.fit` of the configuration is ``"does not fit"``. For a
+    borderline configuration, the exit code is 0.
     """
     _, dims = read_dims(args, reader)
     run = read_run(args, reader, dims.layout().world_size if dims else None)
@@ -339,13 +346,13 @@ def _model_json(model: ModelShape) -> Json:
 
 @dataclass(kw_only=True)
 class Row:
-    """A row of a table of candidates.
+    """A row of the table of candidates.
 
     Attributes:
-        place: Position of the candidate among all candidates. The best one has position 1.
-        candidate: Candidate that the row shows.
-        splits: Number of further candidates that the row stands for. They differ only in how the
-            data-parallel degree is split into ``dp_replicate`` and ``dp_shard``.
+        place: Position of the candidate among all candidates of the plan, from 1.
+        candidate: The candidate that is printed in the row.
+        splits: Number of similar candidates that are counted in this row and not printed. They
+            differ from ``candidate`` only in ``dp_replicate`` and ``dp_shard``.
     """
 
     place: int
@@ -356,9 +363,17 @@ class Row:
 def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
     """Return the first ``most`` rows of the table of candidates, the best candidate first.
 
-    Candidates that differ only in ``dp_replicate`` and ``dp_shard`` share one row. It shows the
-    fastest one. The others are included if they take at most 1 % longer. Each candidate that does
-    not fit has its own row, because its memory depends on ``dp_replicate`` and ``dp_shard``.
+    A row prints one candidate A. Another candidate B is only counted in A's row (`Row.splits`) if
+    all of these conditions hold:
+
+    - A is before B in the plan.
+    - A and B have the same microbatch size, recomputation, schedule, ZeRO stage and degrees, except
+      for ``dp_replicate`` and ``dp_shard``.
+    - B takes at least as long as A, and at most 1 % longer.
+    - A and B fit, or both are borderline.
+
+    Every other candidate has its own row. In particular, this holds for candidates that do not fit,
+    because ``dp_replicate`` and ``dp_shard`` determine by how much their memory exceeds the limit.
     """
     rows: list[Row] = []
     leaders: dict[object, Row] = {}
@@ -372,8 +387,8 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
         ):
             leader.splits += 1
         elif len(rows) < most or any(_is_near(one, row.candidate) for row in rows[:most]):
-            # Only the first ``most`` rows are returned. More rows are collected as long as a
-            # candidate may still share a returned row.
+            # Only the first ``most`` rows are returned. More rows are collected as long as later
+            # candidates may be counted in one of the returned rows.
             leaders[key] = Row(place=place, candidate=one)
             rows.append(leaders[key])
         else:
@@ -391,9 +406,15 @@ def _all_but_split(one: Candidate) -> tuple[object, ...]:
 
 
 def hint_line(hint: Hint, best: Candidate | None) -> str:
-    """Return a text with the option of a hint and the step time with and without this option.
+    """Return one line of text that recommends an option of the command line.
 
-    If no configuration fits without the option, the text says that one fits with it.
+    For example: ``"with --fused-loss the best plan takes 1.5 s instead of 1.7 s"``. If no
+    configuration fits without the option: ``"with --fused-loss a configuration fits, and takes 1.5
+    s"``.
+
+    Args:
+        hint: Field of `TrainSpec` to change, and the step time after the change.
+        best: Best candidate without the change, or None if there is no candidate.
     """
     option = f"--{hint.field.replace('_', '-')}"
     option += "" if hint.value is True else f" {hint.value}"
@@ -405,7 +426,10 @@ def hint_line(hint: Hint, best: Candidate | None) -> str:
 
 
 def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
-    """Return a text that compares the recommended candidate with the fastest one."""
+    """Return one line of text: why the planner recommends ``chosen`` instead of ``fastest``.
+
+    The text says how much slower ``chosen`` is, and how much memory it saves.
+    """
     slower = percent(chosen.time.total / fastest.time.total - 1)
     less = (fastest.memory.total - chosen.memory.total) / GIB
     free = (fastest.limit - fastest.memory.total) / GIB
@@ -416,10 +440,13 @@ def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
 
 
 def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> str:
-    """Return a text with the main reason why a candidate ranks below the best one."""
+    """Return one line of text: the main reason why a candidate is worse than the best candidate.
+
+    For example: ``"pp crosses nodes, 12% exposed"`` or ``"logits 3.1 GiB over the limit"``.
+    """
     if candidate.memory.total > candidate.limit:
-        # Name the part that exceeds the best candidate's most. If the best one does not fit either,
-        # name the largest part.
+        # The text names one part of the memory. It is the part with the largest difference to the
+        # best candidate. If the best candidate does not fit either, it is the largest part.
         others = best.memory.parts if best.fit == "fits" else {}
         part = _most_extra(candidate.memory.parts, others)
         over = (candidate.memory.total - candidate.limit) / GIB
@@ -447,7 +474,7 @@ def _most_extra(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
 
 
 def plan_title(found: Plan) -> str:
-    """Return one line of text: model, cluster, and the batch and sequence length of one step."""
+    """Return one line of text: model, cluster, global batch size, and sequence length."""
     cluster, train = found.cluster, found.train
     return (
         f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
@@ -457,29 +484,38 @@ def plan_title(found: Plan) -> str:
 
 
 def settings(candidate: Candidate) -> str:
-    """Return one line of text: microbatches, recomputation, schedule and ZeRO stage."""
+    """Return one line of text: microbatches, recomputation, pipeline schedule and ZeRO stage."""
     batches = plural(candidate.microbatches, "microbatch")
     sequences = plural(candidate.micro_batch, "sequence")
     return f"{batches} of {sequences}, recompute {candidate.recompute}{variant(candidate)}"
 
 
 def variant(candidate: Candidate) -> str:
-    """Return the schedule and the ZeRO stage as text. Defaults are left out."""
+    """Return the pipeline schedule and the ZeRO stage as text, such as ``", dualpipe, ZeRO 1"``.
+
+    The schedule ``"1f1b"``, one stage per rank, and FSDP (``zero=None``) are defaults and are left
+    out.
+    """
     text = "" if candidate.schedule == "1f1b" else f", {candidate.schedule}"
     text += f" of {candidate.virtual_stages} stages" if candidate.virtual_stages > 1 else ""
     return text if candidate.zero is None else f"{text}, ZeRO {candidate.zero}"
 
 
 def changed_fields(spec: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass instance that differ from their defaults, by name."""
+    """Return a dictionary of the fields of a dataclass instance that differ from their defaults.
+
+    Fields without a default are included.
+    """
     values = {each.name: (getattr(spec, each.name), each.default) for each in fields(spec)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _given_degrees(dims: ParallelDims) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, by name.
+def _needed_fields(dims: ParallelDims) -> dict[str, Any]:
+    """Return a dictionary of the `ParallelDims` fields that a user must write to get ``dims``.
 
-    ``world_size`` and ``dp_shard=1`` are left out.
+    ``dims`` is resolved. Fields with their default value are left out. ``world_size`` is left out
+    because callers add it if they need it. ``dp_shard=1`` is left out because it follows from the
+    world size and the other degrees.
     """
     left_out = (("world_size", dims.world_size), ("dp_shard", 1))
     return {
@@ -488,33 +524,33 @@ def _given_degrees(dims: ParallelDims) -> dict[str, Any]:
 
 
 def word_line(dims: ParallelDims) -> str:
-    """Return degrees as text, as on the command line: ``"dp_shard=8 tp=4"``.
+    """Return resolved degrees as words of the command line, such as ``"dp_shard=8 tp=4"``.
 
     The world size is left out.
     """
     words = [
         f"{name}={','.join(value) if name == 'order' else value}"
-        for name, value in _given_degrees(dims).items()
+        for name, value in _needed_fields(dims).items()
     ]
     return " ".join(words) or "dp_shard=1"
 
 
 def constructor_line(dims: ParallelDims) -> str:
-    """Return resolved degrees as the text of a Python expression: ``"ParallelDims(tp=4, ...)"``."""
-    degrees = {**_given_degrees(dims), "world_size": dims.layout().world_size}
+    """Return resolved degrees as Python code, such as ``"ParallelDims(tp=4, world_size=8)"``."""
+    degrees = {**_needed_fields(dims), "world_size": dims.layout().world_size}
     return f"ParallelDims({arguments(degrees)})"
 
 
 def arguments(values: Mapping[str, object]) -> str:
-    """Return values as the text of keyword arguments: ``"tp=4, order=('tp', 'pp')"``."""
+    """Return values as Python keyword arguments, such as ``"tp=4, order=('tp', 'pp')"``."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def percent(share: float) -> str:
-    """Return a share from 0 to 1 as text in percent. Values below 10 % have one decimal."""
+    """Return a share as text in percent: ``"30%"`` for 0.3, and ``"3.0%"`` for 0.03."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds as text with about three digits and without the unit."""
+    """Return seconds as text without the unit: ``"12.3"`` from 10 seconds, else three digits."""
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
