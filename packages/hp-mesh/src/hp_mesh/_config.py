@@ -59,8 +59,9 @@ class Dialect:
     Attributes:
         framework: Name of the framework. Empty for hp-mesh.
         names: A key is a name in the configuration, and the value is the field of `ParallelDims`
-            that the name sets. The value can also be one of the intermediate fields `DATA`,
-            `SEQUENCE` and `MAPPING`. The key ``"a.b"`` is the entry ``b`` of the mapping ``a``.
+            that the name sets. The value can also be `DATA`, `SEQUENCE` or `MAPPING`, from which
+            several fields are computed after all names are read. The key ``"a.b"`` is the entry
+            ``b`` of the mapping ``a``.
         etp_follows_tp: If True, the framework's default of ``etp`` is the value of ``tp``. If
             False, it is 1.
         off: Values with which the framework disables a degree. A name with such a value is ignored.

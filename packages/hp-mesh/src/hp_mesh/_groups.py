@@ -60,11 +60,10 @@ class Agreement:
 
     Attributes:
         equally_many: Whether every rank has the same number of existing process groups.
-        count: Argument of `raised_group_count`. torch puts its number of existing groups into the
-            names of new groups. With ``count`` as this number, no new group gets a name that is in
-            use on a rank.
+        count: Value to which `raised_group_count` sets torch's counter of groups, which torch puts
+            into the names of new groups. It is so high that no rank uses one of these names yet.
         serial: Number of this call of `create_meshes`, different from all earlier calls in the same
-            job. It is part of the prefix of the store keys.
+            job. It is part of the keys that the new groups write to the store.
     """
 
     equally_many: bool
@@ -259,9 +258,9 @@ def _compare(
 ) -> Agreement:
     """Check that all ranks passed equal ``fields``, and choose settings for the new groups.
 
-    The check needs one all-reduce. The choice of `Agreement.count` may need further all-reduces: if
-    one rank proposes a count with which a group name is in use on another rank, the ranks compare
-    higher counts until all propose the same count.
+    The check needs one all-reduce. `Agreement.count` becomes part of the names of the new groups.
+    If the proposed count would give a name that some rank uses already, the ranks try higher
+    counts until all agree, with one more all-reduce each time.
 
     Args:
         world: The default process group.

@@ -38,8 +38,9 @@ class Folds(NamedTuple):
     """Options that decide which mesh dimensions exist and how they are flattened or split.
 
     Attributes:
-        peer: True for ``ep_mode="peer"``. The size of ``ep`` is then a factor of the world size.
-            If False, ``ep`` reuses the ranks of ``dp_shard``, ``cp`` and ``tp``.
+        peer: True for ``ep_mode="peer"``: ``ep`` is a dimension of its own, and the world size is
+            the product of ``ep`` and the other degrees. If False, ``ep`` reuses the ranks of
+            ``dp_shard``, ``cp`` and ``tp``.
         over_tp: If True, each expert is sharded over the ranks of ``tp``: ``etp`` equals ``tp``.
         fsdp_folds_cp: If True, ``fsdp`` flattens ``dp_shard`` and ``cp``. If False, ``fsdp`` does
             not include ``cp``, and ``replicate`` flattens ``dp_replicate`` and ``cp``.
@@ -201,7 +202,8 @@ def _ranks_from(first: int, levels: Levels) -> Sequence[int]:
 def _first_rank(rank: int, levels: Levels) -> int:
     """Return the lowest rank of the group that contains ``rank``.
 
-    ``levels`` are the (size, stride) pairs of the mesh dimension to which the group belongs.
+    ``levels`` describes the mesh dimension of the group by (size, stride) pairs. There are several
+    pairs if the dimension flattens dimensions whose ranks are not evenly spaced.
     """
     return rank - sum([rank // stride % size * stride for size, stride in levels])
 

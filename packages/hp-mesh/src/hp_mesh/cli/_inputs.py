@@ -198,8 +198,8 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
 def _integer(text: str) -> int | None:
     """Convert ASCII digits with an optional minus sign to an integer.
 
-    Returns None for any other text. Only the first `MOST_DIGITS` characters are converted. A longer
-    number is too large for every option anyway.
+    Returns None for any other text. A longer number is cut to `MOST_DIGITS` characters: the result
+    is wrong, but still too large for every option, so that the option refuses it.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):

@@ -144,10 +144,9 @@ def _draw_gap(axes: Axes, found: RankMap, nodes: range) -> None:
 
 
 def _draw_node(axes: Axes, found: RankMap, node: int, across: int) -> None:
-    """Draw the cells of one node in ``axes``, with ``across`` cells in a row.
+    """Draw one node in matplotlib's ``axes``: one cell for each rank, ``across`` cells in a row.
 
-    There is one cell for each rank of the node. In data coordinates of ``axes``, a cell is 1 wide
-    and 1 high.
+    A cell is 1 wide and 1 high in data coordinates.
     """
     name = "all ranks" if found.ranks_per_node is None else f"node {node}"
     axes.set_title(name, loc="left", weight="bold", size=PLAIN)

@@ -552,5 +552,9 @@ def percent(share: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds as text without the unit: ``"12.3"`` from 10 seconds, else three digits."""
+    """Return seconds as text without the unit.
+
+    The text has one decimal at 10 seconds and above, such as ``"12.3"``, and three significant
+    digits below, such as ``"1.23"`` or ``"0.0123"``.
+    """
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"

@@ -302,8 +302,8 @@ class Legality:
     def _with_experts(self, dense: Degrees, experts: Sequence[int]) -> Iterator[Degrees]:
         """Yield ``dense`` with every legal pair of ``ep`` and ``etp``, except ``ep = etp = 1``.
 
-        Illegal degrees are appended to `rejected`. The values of ``ep`` are the elements of
-        ``experts``. The values of ``etp`` are 1 and ``dense.tp``, or only the fixed value.
+        Tries every ``ep`` in ``experts``. Tries 1 and ``dense.tp`` for ``etp``, or only the value
+        to which the user fixed ``etp``. Illegal degrees are appended to `rejected`.
         """
         for etp in sorted({1, dense.tp}):
             if self._fix.get("etp", etp) != etp:

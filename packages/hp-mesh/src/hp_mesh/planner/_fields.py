@@ -26,7 +26,7 @@ def option(
 
     Args:
         help: Help text of the option. The command line appends the default.
-        unit: Unit of a numeric field, such as ``"tokens"``. The default is for other fields.
+        unit: Unit of a numeric field, such as ``"tokens"``. Empty for a field that is not numeric.
         choices: Legal values, or an empty tuple if the type determines them. None is also legal if
             it is the default.
         zero: If True, a number may be 0.
@@ -40,7 +40,7 @@ def option(
 def optional(default: object, help: str, **metadata: Any) -> Any:
     """Return a dataclass field with a default.
 
-    ``help`` and ``metadata`` are arguments of `option`, which makes the metadata of the field.
+    ``help`` and ``metadata`` are passed to `option`. Its result becomes the field's metadata.
     """
     return field(default=default, metadata=option(help, **metadata))
 

@@ -609,8 +609,8 @@ class TimeModel:
         ``inside`` counts transfers to another rank of the same node. ``outside`` counts transfers
         to another node. `TrainSpec.dispatch` determines whether a token is sent once per expert or
         once per node. Assumes that the router chooses all experts equally often.
-        `TrainSpec.max_nodes` or `ModelShape.top_groups` may limit the number of nodes that have
-        experts of one token.
+        `TrainSpec.max_nodes` and `ModelShape.top_groups` limit the number of nodes to which the
+        router may send one token, which lowers ``outside``.
         """
         model, members = self._model, self._links.ranks_on_node(group)
         copies, nodes = model.top_k, group.size / members
@@ -631,16 +631,16 @@ class TimeModel:
     ) -> tuple[float, float]:
         """Return a pair ``(fsdp, dp_replicate)``: exposed communication of data parallelism.
 
-        Both times are in seconds per step. ``dp_replicate`` is the time of one all-reduce, in which
-        the replicas sum their gradients. ``fsdp`` is the time of these collectives on each rank of
-        ``fsdp``:
+        Both times are in seconds per step. The second value is the time of one all-reduce over
+        ``dp_replicate``, which sums the gradients of the replicas. The first value is the time of
+        the collectives over ``fsdp`` in which one rank takes part:
 
         | ZeRO stage | all-gathers | reduce-scatters |
         |---|---|---|
         | 3, and FSDP without pipeline stages | both passes of each microbatch | each microbatch |
         | 2 | once | each microbatch |
         | 1, and FSDP with pipeline stages | once | once |
-        | 0 | none | one all-reduce |
+        | 0 | none | none, but one all-reduce over ``fsdp`` |
 
         Args:
             point: Configuration.
