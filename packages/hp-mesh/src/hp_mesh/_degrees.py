@@ -60,19 +60,20 @@ def infer_degrees(
 ) -> dict[str, int]:
     """Replace the degree that is -1 by the number that makes the product equal the world size.
 
+    A degree is unknown if it is -1 or absent.
+
     Args:
         degrees: A key is the name of a degree. A degree with an invalid value has no entry.
         axes: Names of the degrees that must multiply to ``world_size``.
         world_size: Number of ranks.
 
     Returns:
-        A copy of ``degrees`` in which the inferred degree is a positive integer. The copy equals
-        ``degrees`` if no degree in ``axes`` is -1, or if more than one is -1 or absent.
+        A copy of ``degrees``. If exactly one degree in ``axes`` is unknown and it is -1, the copy
+        has the inferred number in its place.
 
     Raises:
-        ParallelDimsError: No degree in ``axes`` is -1 or absent, and their product is not
-            ``world_size``. Or a degree is -1 or absent, and the product of the other degrees does
-            not divide ``world_size``.
+        ParallelDimsError: The product of the known degrees in ``axes`` does not divide
+            ``world_size``, or differs from it although no degree is unknown.
     """
     unknown = [name for name in axes if degrees.get(name, INFERRED) == INFERRED]
     given = {name: degrees[name] for name in axes if name not in unknown and degrees[name] != 1}

@@ -271,7 +271,7 @@ class ParallelDims(_EtpSource):
     ) -> "ParallelDims":
         """Read degrees from a TOML file or from one table of the file.
 
-        If the table has a name of another framework, such as ``tensor_parallel_degree`` of
+        If the table contains a key of another framework, such as ``tensor_parallel_degree`` of
         torchtitan, `from_config` reads the table. Otherwise `from_dict` reads it.
 
         Args:

@@ -331,8 +331,8 @@ def _first_failed_rank(seconds: float | None) -> int | None:
     """Return the rank that failed first, after one all-reduce over the default group.
 
     Args:
-        seconds: Time from the start of the ``with`` block to the failure of this rank, or None if
-            this rank succeeded.
+        seconds: Time from the start of the creation of groups to the failure of this rank, or None
+            if this rank succeeded.
 
     Returns:
         A global rank, or None if all ranks succeeded or the default group is fake.

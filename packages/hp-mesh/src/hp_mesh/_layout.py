@@ -267,8 +267,8 @@ def _split(levels: Levels, sizes: Sequence[int]) -> list[Levels | None]:
     """Split one mesh dimension into several, and return the (size, stride) pairs of each.
 
     For example, the pairs ``((4, 1),)`` and the sizes 2 and 2 give ``((2, 2),)`` and ``((2, 1),)``.
-    The pairs ``((3, 1), (4, 6))`` cannot be split into the sizes 6 and 2: a group of the inner
-    dimension would be 0 and 1, the next one 2 and 6. Their distances differ.
+    The pairs ``((3, 1), (4, 6))`` describe the ranks 0, 1, 2, 6, 7, 8, ... They cannot be split
+    into the sizes 6 and 2: the first inner groups would be (0, 1) and (2, 6), with strides 1 and 4.
 
     Args:
         levels: (size, stride) pairs of the dimension to split, smallest stride first.
@@ -425,17 +425,17 @@ class RankLayout:
     - A group along an axis is a set of ranks. They have equal coordinates on the view's other axes.
 
     The time to compute a group depends on the size of the group, but not on the world size: ranks
-    are computed from strides. There is one exception. If strides cannot describe the groups of
-    ``ep``, ``etp`` or ``efsdp``, the layout lists all ranks once. This needs time and memory
-    proportional to the world size. It can happen only if ``order`` has another axis between two of
-    ``dp_shard``, ``cp`` and ``tp``. An example is ``pp`` between ``dp_shard=4`` and ``tp=3``, with
-    ``ep=2``: an ``ep`` group is then a pair of ranks, and the distance differs between the pairs.
+    are computed from strides. There is one exception. If ``order`` puts another axis between two of
+    ``dp_shard``, ``cp`` and ``tp``, the groups of ``ep``, ``etp`` or ``efsdp`` may have no regular
+    stride. The layout then computes these groups for all ranks when the first one is needed, and
+    keeps them. This needs time and memory proportional to the world size.
 
     Args:
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``
             and ``etp``, by name. If ``folds.ulysses`` is True, ``"ulysses"`` is required too.
         folds: Options that decide which axes exist.
-        order: Names of the base axes, outermost first. Their sizes multiply to the world size.
+        order: Names of the axes that multiply to the world size, outermost first, such as ``pp``
+            and ``tp``. They do not include axes that are flattened from others, such as ``fsdp``.
 
     Examples:
         >>> layout = ParallelDims(cp=2, tp=2, world_size=8).layout()

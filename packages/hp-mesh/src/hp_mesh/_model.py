@@ -263,9 +263,10 @@ def _sources(model: object) -> Iterator[object]:
 
 
 def _derive(fields: Fields) -> None:
-    """Add fields that a configuration gives indirectly, and correct fields with another meaning.
+    """Add fields that follow from others, and convert fields that a family defines differently.
 
-    For example, ``multi_query=True`` means that the field ``kv_heads`` is 1.
+    For example, ``multi_query=True`` means that ``kv_heads`` is 1. In Llama 4,
+    ``intermediate_size`` is the width of the experts, not that of dense layers.
 
     Args:
         fields: Result of `read_model_fields` so far. The dict is changed in place.
@@ -305,8 +306,8 @@ def _dense_layers(given: Mapping[str, Any]) -> int | None:
     - ``mlp_only_layers`` lists the indices of additional layers without experts.
 
     Args:
-        given: A key is an hp-mesh name of a field, such as ``"mlp_types"``. The value is the value
-            in the configuration.
+        given: Values of the configuration, by the name of the field in hp-mesh. The key
+            ``"mlp_types"`` has the value of ``mlp_layer_types``.
 
     Returns:
         The number of layers. None if the configuration has none of the three names, or a number is

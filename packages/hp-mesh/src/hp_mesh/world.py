@@ -221,7 +221,7 @@ class HasDegree(Protocol):
 
     @property
     def degree(self) -> int:
-        """Number of ranks over which this kind of parallelism divides its work."""
+        """Number of ranks, such as the size of a tensor-parallel group."""
 
 
 DegreeLike: TypeAlias = int | HasDegree

@@ -98,18 +98,13 @@ def option(help: str, *names: str, heading: str = "", **settings: Any) -> Option
 
 
 def field_options(spec: type, heading: str = "", *, required: bool | None = None) -> list[Option]:
-    """Create command-line options from the fields of a dataclass.
-
-    A field gets an option if its metadata has a help text, and if ``required`` selects it.
+    """Return command-line options for fields of a dataclass whose metadata has a help text.
 
     Args:
         spec: The dataclass: `TrainSpec` or `Cluster`.
         heading: Heading under which the help lists the options.
-        required: Selects the fields.
-
-            - None: fields with a default.
-            - True: fields without a default. The user must give these options.
-            - False: fields without a default. The user may omit these options.
+        required: None: options for the fields with a default. True or False: options for the
+            fields without a default, which the user must (True) or may (False) give.
     """
     options = []
     for each in fields(spec):

@@ -513,9 +513,9 @@ def changed_fields(spec: Any) -> dict[str, Any]:
 def _needed_fields(dims: ParallelDims) -> dict[str, Any]:
     """Return a dictionary of the `ParallelDims` fields that a user must write to get ``dims``.
 
-    ``dims`` is resolved. Fields with their default value are left out. ``world_size`` is left out
-    because callers add it if they need it. ``dp_shard=1`` is left out because it follows from the
-    world size and the other degrees.
+    ``dims`` is resolved. Fields with their default value are left out. ``world_size`` is left out,
+    because callers add it if they need it. ``dp_shard`` is left out if it is 1: a user who gives
+    the other degrees and the world size need not write it.
     """
     left_out = (("world_size", dims.world_size), ("dp_shard", 1))
     return {

@@ -48,15 +48,15 @@ def optional(default: object, help: str, **metadata: Any) -> Any:
 def check_fields(values: Any) -> list[Violation]:
     """Return the violations of all fields of a frozen dataclass.
 
-    The function first converts NumPy integers and other integer types to int, in place. Then it
-    checks each field:
+    The function first replaces NumPy integers and other integer types by int, although the
+    dataclass is frozen. Then it checks each field:
 
     | field | legal values |
     |---|---|
     | with ``choices`` in its metadata | one of the choices |
     | of type bool | True and False |
     | of type int | integers from 1 |
-    | of type float | finite numbers above 0; for names in `SHARES` at most 1 |
+    | of type float | finite numbers above 0; at most 1 for the fractions in `SHARES` |
     | of another type | all values |
 
     - 0 is a legal number if the default is 0 or the metadata has ``zero=True``.

@@ -72,8 +72,8 @@ def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, 
 
     - If ``virtual_stages`` is 1, the numbers minimize the time of the slowest rank.
     - If ``virtual_stages`` is above 1, all stages have the same number of layers if possible.
-      Otherwise the first and the last stage have fewer layers, as in Megatron-LM if it counts the
-      embedding and the loss as layers.
+      Otherwise the first and the last stage have fewer layers. Megatron-LM does the same with its
+      options to count the embedding and the loss as one layer each.
     - If ``pp`` is 1, both numbers are the number of layers of the model.
     """
     layers = model.layers
@@ -237,9 +237,11 @@ class MemoryModel:
     def _pipeline_buffers(
         self, degrees: Degrees, setting: Setting, *, last: bool
     ) -> tuple[float, float, float]:
-        """Return the values of `in_flight`, `outputs` and `received` of `RankMemory`.
+        """Return the fields ``in_flight``, ``outputs`` and ``received`` of `RankMemory`.
 
-        ``last`` is True for the last pipeline rank, and False for the first.
+        They are the number of microbatches in flight, and the bytes per token of the saved outputs
+        of stages and of the receive buffers. ``last`` is True for the last pipeline rank, and False
+        for the first.
         """
         pp, stages = degrees.pp, setting.virtual_stages
         if pp == 1:

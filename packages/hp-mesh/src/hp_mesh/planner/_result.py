@@ -480,7 +480,7 @@ class Plan:
 class Hint:
     """A change of one field of `TrainSpec` that makes the best configuration faster.
 
-    If no configuration fits without the change, the hint is a change with which one fits.
+    If no configuration fits into memory without the change, a configuration fits with it.
 
     Args:
         field: Name of the field of `TrainSpec`.

@@ -291,11 +291,11 @@ def smallest_world(
     calibration: Calibration = DEFAULT_CALIBRATION,
     progress: Callable[[int, int], None] | None = None,
 ) -> int | None:
-    """Find the smallest number of devices, in whole nodes, on which a run fits into memory.
+    """Find a small number of devices, in whole nodes, on which a run fits into memory.
 
     The search tries 1, 2, 4, 8, ... nodes until the run fits. Then it tries at most seven numbers
-    of devices between the last two numbers of nodes. It does not try every number, so the run may
-    also fit on slightly fewer devices.
+    of nodes between the last one that failed and the one that fits. The result is not always the
+    smallest number, because not every number is tried.
 
     Args:
         model: Shape of the model.

@@ -253,9 +253,10 @@ class ComputeModel:
         return max(seconds, moved / self._bandwidth)
 
     def _routed(self, degrees: Degrees, tokens: float) -> float:
-        """Return the seconds that one rank computes its routed experts in the forward pass.
+        """Return the forward time of the routed experts of one layer on one rank, in seconds.
 
-        Assumes that all experts get equally many tokens.
+        ``tokens`` is the number of tokens of one microbatch on the rank. Assumes that all experts
+        get equally many tokens.
         """
         model, constants = self._model, self._constants
         rows = tokens * model.top_k / (degrees.tp if degrees.etp == 1 else 1)
@@ -343,9 +344,10 @@ class TimeModel:
         self._experts = model.expert_parameters / model.layers
 
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
-        """Return the times of the collectives on the parameters of a layer and of the embedding.
+        """Return the seconds of each collective on parameters and gradients, as a `Traffic`.
 
-        ``groups`` is the union of the dictionaries that `groups_of` and `expert_groups_of` return.
+        Its field ``layer`` has the collectives of one layer, and ``end`` has those of an embedding
+        or output matrix. ``groups`` has the entries of `groups_of` and of `expert_groups_of`.
         """
         dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
         experts = self._experts / (degrees.ep * degrees.etp)
