@@ -197,8 +197,8 @@ class ParallelDims(_EtpSource):
           a value above 1, the error says which field to use.
         - All other names are ignored.
         - A field that is absent or None has the default of this class.
-        - The default of ``etp`` is the value of ``tp``, as in Megatron-LM, if ``config`` has only
-          names of this class and of Megatron-LM. Otherwise it is 1.
+        - If a degree has a name of torchtitan, accelerate or DeepSpeed, the default of ``etp`` is
+          1. Otherwise it is the value of ``tp``, as in Megatron-LM.
         - An ``order`` with dashes, such as ``"tp-cp-ep-dp-pp"``, is innermost first, as in
           Megatron-LM.
 

@@ -388,9 +388,9 @@ def plan_mesh(
     """Compute which process groups and device meshes one rank must create.
 
     The function does not communicate. Mesh dimensions with the same ranks share one process group.
-    For example, all dimensions of size 1 share the group that has this rank only. If two dimensions
-    share a group on one rank, they share a group on every rank. The order of the groups is
-    therefore the same on all ranks.
+    For example, all dimensions of size 1 share the group that has this rank only. Whether two
+    dimensions share a group is the same on every rank, so all ranks create their groups in the same
+    order.
 
     Args:
         degrees: Positive sizes of ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``

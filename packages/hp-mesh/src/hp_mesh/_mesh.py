@@ -135,11 +135,11 @@ class ParallelMesh:
         return mesh
 
     def _register_flattened(self, full: DeviceMesh) -> None:
-        """Store in ``full`` which dimensions of other views flatten several of its dimensions.
+        """Store the flattened dimensions of ``full``, with their process groups, in ``full``.
 
-        For example, if ``full`` has the dimensions ``dp_replicate`` and ``dp_shard``, the name
-        ``dp`` and the name of its process group are stored in ``full``. `register_flattened` does
-        this. hp-dtensor can then use the group of ``dp`` for collectives.
+        They are dimensions of other views. For example, if ``full`` has the dimensions
+        ``dp_replicate`` and ``dp_shard``, it stores ``dp``. hp-dtensor can then use the group of
+        ``dp`` for collectives.
 
         Args:
             full: Mesh over all ranks.

@@ -34,9 +34,10 @@ SHARDING = "sharding"  # placeholder in `Rule.degrees` for all names in `Subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Input of all rules: the degrees, and the sizes of a model, its sequences and its batch.
+    """Input of all rules: degrees, numbers of the model, its sequences and batch, and options.
 
-    A field is one such size. Its name is an hp-mesh name, such as ``"heads"`` or ``"seq_len"``.
+    One of these numbers is called a field. Its name is an hp-mesh name, such as ``"heads"`` or
+    ``"seq_len"``. Its value is an integer or a bool.
 
     Attributes:
         degrees: A key is the name of a degree, and the value is a positive integer. The value of
@@ -45,8 +46,8 @@ class Subject:
         sharding: Names of the degrees that split the batch in addition to ``dp_replicate``. They
             are ``dp_shard`` and, if ``ep_mode`` is ``"peer"``, ``ep``.
         numbers: A key is a field with a valid value, such as ``"heads"``. The value is a pair: the
-            field's name in the model's configuration, such as ``"num_attention_heads"``, and the
-            integer or bool.
+            field's name in the model's configuration, such as ``"num_attention_heads"``, and its
+            value.
         wrong: A key is a field with an invalid value. The value is the violation to report.
         causal_balance: If True, ``2 * cp`` must divide the sequence length.
         sequence_parallel: If True, activations between layers are sharded over ``tp`` along the
@@ -614,7 +615,7 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
 def _judge_nodes(
     layout: RankLayout, topology: object
 ) -> Iterator[tuple[Explanation, Violation | None]]:
-    """Evaluate one rule for the world size, and one rule for each mesh dimension in `NODE_AXES`.
+    """Check that the ranks fill whole nodes, and compare the groups of `NODE_AXES` with a node.
 
     Yields:
         A pair for each rule: the explanation, and the violation. The violation is None if the rule

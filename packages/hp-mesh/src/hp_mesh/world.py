@@ -1,7 +1,7 @@
-"""One stored device mesh of all ranks per process, and functions that return slices of it.
+"""One device mesh over all ranks that a process stores, and functions that return slices of a mesh.
 
 `build_world_mesh` builds the mesh and stores it. The getters (`get_dp_mesh`, `get_tp_mesh` and the
-other functions ``get_..._mesh``) return slices of their argument ``mesh``.
+other functions ``get_..._mesh``) take a mesh as argument and return a slice of it.
 
 | getter | mesh for | ranks of ``ep`` | ranks of ``cp`` |
 |---|---|---|---|

@@ -115,8 +115,9 @@ def _check_blocks(dims: ParallelDims, report: Report) -> Iterator[Block]:
 def answer_explain(args: Namespace, reader: Reader) -> Answer:
     """Answer the command ``explain``: a table of all rules.
 
-    For each rule, the verdict is ``holds``, ``error``, ``advice``, ``skipped`` or ``idle``. The
-    exit code is 2 if at least one verdict is ``error``, else 0.
+    For each rule, the verdict is ``holds``, ``error``, ``advice``, ``skipped`` (a number that the
+    rule needs is not known) or ``idle`` (the rule does not apply to these degrees). The exit code
+    is 2 if at least one verdict is ``error``, else 0.
     """
     dims, question = read_check(args, reader)
     rules = dims.explain(**question)
@@ -181,7 +182,10 @@ class RankMap:
 
     @cached_property
     def boxes(self) -> Sequence[range]:
-        """Ranks in each box. The last box may have fewer ranks than the other boxes."""
+        """Range of global ranks of each box in the picture: of each node, or of all ranks.
+
+        The last node may have fewer ranks than the others.
+        """
         world = self.layout.world_size
         width = self.ranks_per_node or world
         return [range(at, min(at + width, world)) for at in range(0, world, width)]

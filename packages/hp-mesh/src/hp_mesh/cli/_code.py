@@ -77,10 +77,11 @@ def _untranslated(train: TrainSpec, done: Set[str]) -> Iterator[str]:
 
 
 def _degrees(best: Candidate, framework: str) -> dict[str, int]:
-    """Return a dictionary from a framework's name of each degree to the degree of a candidate.
+    """Return the degrees of a candidate by the names of a framework.
 
-    If a framework has several names for one degree, the first name in `DIALECTS` is used. Recent
-    versions of the framework use this name. Degrees that the framework does not have are left out.
+    For example, the key for ``tp`` is ``tensor_parallel_degree`` in torchtitan. If a framework has
+    several names for one degree, the key is the first one in `DIALECTS`, which recent versions use.
+    Degrees that the framework does not have are left out.
     """
     (names,) = (dialect.names for dialect in DIALECTS if dialect.framework == framework)
     current = {field: name for name, field in reversed([*names.items()])}

@@ -66,7 +66,7 @@ MOST_OVER = 1.5  # longest drawn bar of memory, relative to the memory limit
 
 
 def draw(data: RankMap | Plan) -> Figure:
-    """Draw the ranks of a `RankMap`, or the best candidates of a `Plan`."""
+    """Return a figure of the ranks of a `RankMap`, or of the best candidates of a `Plan`."""
     return draw_plan(data) if isinstance(data, Plan) else draw_ranks(data)
 
 

@@ -363,8 +363,8 @@ class Row:
 def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
     """Return the first ``most`` rows of the table of candidates, the best candidate first.
 
-    A row prints one candidate A. Another candidate B is only counted in A's row (`Row.splits`) if
-    all of these conditions hold:
+    A row prints one candidate A. Another candidate B gets no row of its own, and is counted in
+    `Row.splits` of A, if all of these conditions hold:
 
     - A is before B in the plan.
     - A and B have the same microbatch size, recomputation, schedule, ZeRO stage and degrees, except
@@ -372,8 +372,8 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
     - B takes at least as long as A, and at most 1 % longer.
     - A and B fit, or both are borderline.
 
-    Every other candidate has its own row. In particular, this holds for candidates that do not fit,
-    because ``dp_replicate`` and ``dp_shard`` determine by how much their memory exceeds the limit.
+    Every other candidate has its own row. So does every candidate that does not fit, because
+    ``dp_replicate`` and ``dp_shard`` change how much memory it lacks.
     """
     rows: list[Row] = []
     leaders: dict[object, Row] = {}
@@ -542,7 +542,7 @@ def constructor_line(dims: ParallelDims) -> str:
 
 
 def arguments(values: Mapping[str, object]) -> str:
-    """Return values as Python keyword arguments, such as ``"tp=4, order=('tp', 'pp')"``."""
+    """Return Python source of keyword arguments, such as ``"tp=4, order=('tp', 'pp')"``."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 

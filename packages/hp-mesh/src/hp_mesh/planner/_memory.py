@@ -16,11 +16,10 @@ from ._train import RECOMPUTE, Recompute, TrainSpec
 
 
 class RankMemory(NamedTuple):
-    """Memory of the first or the last pipeline rank, for any microbatch size.
+    """Memory of a pipeline rank, the first or the last one, for any microbatch size.
 
-    Most numbers are for one rank. The numbers "per token" are for one token of one microbatch. To
-    get bytes, multiply them by the number of tokens of a microbatch on the rank, and by the number
-    of microbatches in the table:
+    Bytes are of the whole rank, except the bytes per token. To get bytes of the rank, multiply
+    these by the number of tokens of a microbatch on the rank, and by a number of microbatches:
 
     | attribute | number of microbatches |
     |---|---|

@@ -344,7 +344,7 @@ class Comparison:
 
     @property
     def time(self) -> Mapping[str, float]:
-        """Dictionary from each part of the step time to ``own`` minus ``best``, in seconds.
+        """Step time of the user's configuration minus that of the best one, in seconds, by part.
 
         The largest difference is first. `TimeSplit.parts` has the names of the parts.
         """
@@ -352,7 +352,7 @@ class Comparison:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Dictionary from each part of the memory to ``own`` minus ``best``, in bytes.
+        """Memory of the user's configuration minus that of the best one, in bytes, by part.
 
         The largest difference is first. `MemorySplit.parts` has the names of the parts.
         """

@@ -130,7 +130,7 @@ class ComputeModel:
         return point.micro_batch * self._train.seq_len / point.degrees.cp
 
     def layer(self, point: Point, *, experts: bool) -> LayerCompute:
-        """Return the computation times of one layer for one microbatch.
+        """Return the forward and backward seconds that one layer computes for one microbatch.
 
         Args:
             point: Configuration.

@@ -45,9 +45,9 @@ class TrainSpec:
             - ``"zero-bubble"``: ZB-H1 (arXiv 2401.10241).
             - ``"dualpipe"``: DualPipe (arXiv 2412.19437, section 3.2.1).
             - ``"any"``: the planner chooses.
-        virtual_stages: Number of stages per pipeline rank of the schedule ``"interleaved"``, at
-            least 2. If it is 1 (the default), the planner chooses the number. Must be 1 unless
-            ``schedule`` is ``"interleaved"`` or ``"any"``.
+        virtual_stages: Number of stages per pipeline rank of the schedule ``"interleaved"``. 1 (the
+            default) means that the planner chooses a number of at least 2. A number above 1 needs
+            the schedule ``"interleaved"`` or ``"any"``.
         receive_buffers: Number of receive buffers of a pipeline rank. ``"in-flight"``: one for each
             microbatch in flight. ``"all"``: one for each microbatch of a step, as in
             ``torch.distributed.pipelining``.
