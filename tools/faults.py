@@ -38,7 +38,8 @@ import torch.distributed.run
 from fault_events import MARKS, Event
 from rank_pool import run_program
 from train.config import ModelError
-from train.options import OptionsError, parse
+from train.options import parse
+from train.run_folder import OptionsError
 from train.text import TextError
 
 from hp_mesh import ParallelDimsError

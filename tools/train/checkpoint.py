@@ -32,13 +32,15 @@ from torch.futures import Future as TorchFuture
 from hp_dtensor.checkpoint import ChecksumError, ChecksumReader
 
 from .loop import Trainer
-from .options import (
+from .run_folder import (
     CHECKSUMS_FILE,
     PREVIOUS,
     RUN_FILE,
-    checkpoints_beside,
     checksum_fault,
     other_checkpoint,
+    other_checkpoints,
+    same_path,
+    step_of,
 )
 
 POLL_SECONDS = 0.02
@@ -169,7 +171,7 @@ class Checkpoints:
         if (damage := _damage(self._partial)) is not None:
             raise OSError(_rank_of(damage) + damage)
         _sync_folder(self._partial)
-        if _step_of(self._folder) is None:  # not there, or damaged: the one before may be whole
+        if step_of(self._folder) is None:  # not there, or damaged: the one before may be whole
             shutil.rmtree(self._folder, ignore_errors=True)
         else:
             shutil.rmtree(self._previous, ignore_errors=True)
@@ -180,7 +182,7 @@ class Checkpoints:
 
     def tidy(self, latest: Path | None) -> None:
         """Finish what a killed run left undone, if ``latest`` is the folder of the checkpoints."""
-        if _first() and latest is not None and latest.resolve() == self._folder.resolve():
+        if _first() and latest is not None and same_path(latest, self._folder):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._on_first(self._retire)
 
@@ -209,7 +211,7 @@ class Checkpoints:
 
     def _retire(self) -> None:
         """Name the one before the latest after its step, and remove the oldest that is too many."""
-        step = _step_of(self._previous)
+        step = step_of(self._previous)
         if self._keep > 1 and step is not None:
             kept = self._folder.with_name(f"{self._folder.name}-{step}")
             if (kept / METADATA_FILE).exists():  # it may be damaged
@@ -221,7 +223,7 @@ class Checkpoints:
             names = self._folder.parent.glob(f"{self._folder.name}-*")
             found = [(path.name.rpartition("-")[2], path) for path in names]
             # A folder of the user with such a name stays.
-            steps = {int(word): path for word, path in found if word == str(_step_of(path))}
+            steps = {int(word): path for word, path in found if word == str(step_of(path))}
             for older in sorted(steps, reverse=True)[self._keep - 1 :]:
                 shutil.rmtree(steps[older], ignore_errors=True)
 
@@ -323,7 +325,7 @@ def _raise_damage(folder: Path, found: Iterable[str | None]) -> None:
     reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
     if not reasons:
         return
-    whole = [path for path in checkpoints_beside(folder) if _damage(path) is None]
+    whole = [path for path in other_checkpoints(folder) if _damage(path) is None]
     raise CheckpointError(f"{'; '.join(reasons)}; {other_checkpoint(whole)}")
 
 
@@ -348,14 +350,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _step_of(folder: Path) -> int | None:
-    """Return the step of a checkpoint, None of one that is not there or damaged."""
-    try:
-        return int(json.loads((folder / RUN_FILE).read_text())["step"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

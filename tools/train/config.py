@@ -15,7 +15,7 @@ from hp_mesh import ModelShape, ParallelDimsError
 SEED_STRIDE = 1_000_003
 SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
 # The words of transformers' plans of tensor parallelism that are known here.
-TP_WORDS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample of so many, and no more than so many
 # Words in the names of transformers' numbers of what is random in training, and the first words of
 # those of heads that no causal language model has.

@@ -19,7 +19,7 @@ from hp_cp.transformers import context_parallel, shard_batch
 from hp_dtensor import AxisMesh, Collectives
 from hp_ep.transformers import parallelize_experts
 
-from .config import TP_WORDS, ModelError, TransformersConfig
+from .config import TP_STYLES, ModelError, TransformersConfig
 from .model import Forward, normal
 
 
@@ -72,7 +72,7 @@ def spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -
     see the heads of their rank: their gradients are sums over ranks.
     """
     heads = SequenceParallel(sequence_dim=2, use_local_output=True)
-    styles = dict(zip(TP_WORDS, (ColwiseParallel(), RowwiseParallel(), heads), strict=True))
+    styles = dict(zip(TP_STYLES, (ColwiseParallel(), RowwiseParallel(), heads), strict=True))
     known = {name: styles[word] for name, word in plan.items()}
     parallelize_module(cast(Any, model).base_model, mesh, known, src_data_rank=None)
 

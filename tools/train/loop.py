@@ -144,7 +144,7 @@ class Trainer:
             raise Diverged(
                 f"the gradients' norm was {found} in {MOST_SKIPPED} steps in a row, the last of "
                 f"them step {self.step + 1}, and none of them changed the model; look at the "
-                "losses before them, and lower the learning rate or go on from an older checkpoint"
+                "losses before them, and lower the learning rate or resume from an older checkpoint"
             )
         return found
 

@@ -14,10 +14,11 @@ from hp_mesh import ParallelDimsError
 
 from .config import ModelError, TransformersConfig
 from .launch import RENDEZVOUS, USAGE_STATUS, launch, watch_parent
-from .options import FinishedError, Options, OptionsError, counted, how_to_go_on, parse
+from .options import NO_COMPILER, FinishedError, Options, counted, how_to_resume, parse
+from .run_folder import OptionsError
 from .text import TextError
 
-HELD = ".lock"  # in the folder of a run, while it goes on
+LOCK_FILE = ".lock"  # in the folder of a run, while it goes on
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +41,7 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         options = parse(argv, int(os.environ["WORLD_SIZE"]) if joins else None)
         if options.device == "cuda" and not joins:
             _check_gpus(options.world_size)
-        if options.compile is not None and RENDEZVOUS not in os.environ:
+        if options.compile != NO_COMPILER and RENDEZVOUS not in os.environ:
             _check_compiler(options.compile)
         # A cluster's ranks agree on a folder that was not given once they have joined.
         # The launcher has made it for the ranks that it started, and holds it.
@@ -69,7 +70,7 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         _import_for_ranks(options)
         status = launch(partial(main, words), number)
     if status not in (0, USAGE_STATUS):
-        print(how_to_go_on(options), file=sys.stderr)
+        print(how_to_resume(options), file=sys.stderr)
     return status
 
 
@@ -122,7 +123,7 @@ def _make_folder(out: Path) -> TextIO:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held = (out / HELD).open("a")
+        held = (out / LOCK_FILE).open("a")
     except OSError as error:
         raise OptionsError(
             f"out={out} is no folder that can be written: {error.strerror}; give another"

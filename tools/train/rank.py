@@ -40,12 +40,13 @@ from .launch import RENDEZVOUS, STOPPED_STATUS, USAGE_STATUS, note_failure
 from .loop import Diverged, Trainer, largest_of_ranks
 from .memory import peak_memory
 from .model import Forward, LanguageModel, build_model, call_built_in
-from .options import CHECKPOINT, Options, default_out, how_to_go_on
+from .options import NO_COMPILER, Options, default_out, how_to_resume
 from .parallelize import parallelize
 from .peers import Peers, set_timeout
 from .pipeline import build_pipeline
 from .profile import Profiler
 from .report import Counts, Report
+from .run_folder import CHECKPOINT
 from .text import TextError, read_corpus
 
 SHARED_SECONDS = 5.0
@@ -75,7 +76,7 @@ def run_rank(options: Options) -> int:
     try:
         stopped = record(_run)(options, peers)
     except KeyboardInterrupt:
-        _say_how_to_go_on(options)
+        _say_how_to_resume(options)
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
     except (Refused, *ENDS) as error:
@@ -83,7 +84,7 @@ def run_rank(options: Options) -> int:
             print(f"train: error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, Refused):
             os._exit(USAGE_STATUS)
-        _say_how_to_go_on(options)
+        _say_how_to_resume(options)
         if RENDEZVOUS in os.environ:
             note_failure(int(os.environ["RANK"]))
         sys.stdout.flush()
@@ -96,18 +97,18 @@ def run_rank(options: Options) -> int:
             traceback.print_exc()
         elif lost:
             print(f"train: error: {lost}", file=sys.stderr)
-        _say_how_to_go_on(options)
+        _say_how_to_resume(options)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
     return STOPPED_STATUS if stopped else 0
 
 
-def _say_how_to_go_on(options: Options) -> None:
+def _say_how_to_resume(options: Options) -> None:
     """Say it on one rank, unless there is a launcher, which says it when all ranks have ended."""
     leads = RENDEZVOUS not in os.environ and os.environ.get("RANK", "0") == "0"
     if leads and (options.out_given or options.reference):  # else only the ranks know the folder
-        print(how_to_go_on(options), file=sys.stderr, flush=True)
+        print(how_to_resume(options), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -233,9 +234,9 @@ def _train(
     """Train up to the last step, or to SIGTERM, and save; ``report`` is told about each step."""
     data = _samples(options)
     first = saved = trainer.step
-    checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
+    checkpoints = Checkpoints(options.out / CHECKPOINT, options.run_fields, options.keep)
     termination = _Termination(datetime.timedelta(seconds=options.comm_timeout))
-    if options.goes_on_in_place:
+    if options.resumes_in_place:
         checkpoints.tidy(options.resume)
     before: Mapping[str, Counts] = {}
     while trainer.step < options.steps and not termination.stopped:
@@ -285,7 +286,7 @@ def _follow_reference(options: Options, report: Report, termination: _Terminatio
 def _samples(options: Options) -> Samples:
     corpus = read_corpus(options.source)
     train, vocab_size = options.train, options.model.vocab_size
-    held_out = options.eval_every > 0
+    held_out = options.eval_every is not None
     return Samples(
         corpus.parts, train.seq_len, train.seed, held_out=held_out, vocab_size=vocab_size
     )
@@ -321,7 +322,7 @@ def _spread(
         dims=options.dims,
         collectives=collectives,
         checkpoint_activations=options.checkpoint_activations,
-        compiler=options.compile,
+        compiler=None if options.compile == NO_COMPILER else options.compile,
         compute_dtype=computed,
     )
     forward: Forward = call_built_in
@@ -330,7 +331,7 @@ def _spread(
             model,
             mesh,
             options.train,
-            schedule=options.schedule,
+            schedule=options.pp_schedule,
             stages_per_rank=options.stages_per_rank,
             spread=spread,
             dtype=computed or kept,
@@ -391,7 +392,7 @@ def check_agreement(options: Options) -> None:
 
     Each read its own command line, checkpoint and data, which differ where nodes do.
     """
-    own = {name: str(value) for name, value in options.common.items()}
+    own = {name: str(value) for name, value in options.shared_values.items()}
     found: list[dict[str, str]] = [{}] * options.world_size
     dist.all_gather_object(found, own)
     for rank, other in enumerate(found):

@@ -25,17 +25,9 @@ from rich.table import Table
 from .accelerators import peak_flops
 from .checkpoint import WriteError, free_mebibytes
 from .loop import StepResult
-from .options import (
-    CHECKPOINT,
-    LOG_FILE,
-    SUMMARY_FILE,
-    Options,
-    counted,
-    last_step_of,
-    name_degrees,
-    records_of,
-)
+from .options import Options, counted, name_degrees
 from .plot import largest_difference, plot_losses
+from .run_folder import CHECKPOINT, LOG_FILE, SUMMARY_FILE, last_step, log_records
 
 Counts = tuple[int, int]  # calls, bytes received
 SECONDS_BETWEEN_LINES = 10.0  # that stay on a terminal
@@ -72,7 +64,7 @@ class Report:
         self._live = self._console.status("") if self._console.is_terminal else None
         self._shown_at = -math.inf
         self._print(
-            (f"going on from step {done} of {options.resume}: " if options.resume else "")
+            (f"resuming from step {done} of {options.resume}: " if options.resume else "")
             + (
                 f"training {counted(options.steps - done, 'step')} of "
                 if options.steps > done
@@ -292,8 +284,8 @@ class Report:
 
         What came later was not saved, and comes again. A write that is cut off leaves the old log.
         """
-        if self._options.goes_on_in_place:
-            kept = [(line, record) for line, record in records_of(path) if record["step"] <= done]
+        if self._options.resumes_in_place:
+            kept = [(line, record) for line, record in log_records(path) if record["step"] <= done]
             self._say_missing(path, {record["step"] for _, record in kept}, done)
         else:
             kept = []
@@ -321,7 +313,7 @@ class Report:
 
     def _set_aside(self, path: Path) -> None:
         """Rename the log of a run that ended before its first checkpoint."""
-        last = last_step_of(path)
+        last = last_step(path)
         if not last:
             return
         names = (path.with_name(f"log.{number}.jsonl") for number in itertools.count(1))

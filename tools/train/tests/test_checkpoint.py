@@ -14,7 +14,7 @@ from train.config import ModelConfig, TrainConfig
 from train.data import Samples
 from train.loop import Trainer
 from train.model import build_model
-from train.options import CHECKSUMS_FILE, PREVIOUS, RUN_FILE
+from train.run_folder import CHECKSUMS_FILE, PREVIOUS, RUN_FILE
 
 TINY = ModelConfig(
     hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2
@@ -102,7 +102,7 @@ def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
 
 
 def _saved_twice(run: Path) -> Path:
-    """Return the latest of two checkpoints, of step 2; ``checkpoint-1`` lies beside it."""
+    """Return the latest of two checkpoints, of step 2; ``checkpoint-1`` is in the same folder."""
     trainer, checkpoints = _trainer(), Checkpoints(run / "checkpoint", {}, keep=2)
     for _ in range(2):
         trainer.train_step(DATA)
@@ -136,12 +136,16 @@ def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
         load(_trainer(), latest)
     said = str(raised.value)
     assert f"{latest / name}" in said
-    remedy = f"; go on from another in a new folder, --resume {tmp_path / 'checkpoint-1'} --out NEW"
+    remedy = (
+        f"; resume from another one in a new folder: --resume {tmp_path / 'checkpoint-1'} --out NEW"
+    )
     assert said.endswith(remedy)
     assert "\n" not in said
     assert capfd.readouterr().err == ""
     _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"; no other beside it is whole$"):
+    with pytest.raises(
+        CheckpointError, match=r"; there is no other intact checkpoint in the folder$"
+    ):
         load(_trainer(), latest)
 
 
@@ -160,7 +164,7 @@ def test_the_whole_one_stays_until_a_newer_has_taken_the_place_of_a_damaged_one(
 ) -> None:
     latest = _saved_twice(tmp_path)
     (tmp_path / "checkpoint-1").rename(tmp_path / PREVIOUS)
-    _empty(latest / RUN_FILE)  # so that a run goes on from the one before
+    _empty(latest / RUN_FILE)  # so that a run resumes from the one before
     trainer, checkpoints = _trainer(), Checkpoints(latest, {})
     load(trainer, tmp_path / PREVIOUS)
     trainer.train_step(DATA)

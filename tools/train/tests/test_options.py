@@ -12,20 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh import ParallelDimsError
 from train.config import CATALOGUE, SEED_STRIDE, SEEDS, ModelConfig, ModelError
-from train.options import (
+from train.options import NO_COMPILER, TABLE, Options, parse
+from train.run_folder import (
     CHECKPOINT,
     CHECKSUMS_FILE,
-    INHERITED,
     LOG_FILE,
     PREVIOUS,
     RUN_FILE,
     SUMMARY_FILE,
-    Options,
     OptionsError,
-    _parser,
-    parse,
 )
 
 FIELDS = ["world_size", "dims", "seed", "dtype", "text", "step", "samples", "model", "options"]
@@ -38,7 +35,7 @@ def _degrees(options: Options) -> dict[str, int]:
 
 def _checkpoint(run: Path, options: Options, step: int = 5) -> None:
     (run / "checkpoint").mkdir()
-    fields = {**options.identity, "step": step, "samples": 40}
+    fields = {**options.run_fields, "step": step, "samples": 40}
     (run / "checkpoint" / RUN_FILE).write_text(json.dumps(fields))
 
 
@@ -100,12 +97,15 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
     [
         ("--procs 0", "procs=0"),
         ("--free-etp true --etp 2 --ep 2", "etp=2 with tp=1: .*; use etp=1$"),
-        ("--steps 0", "use 1 or more"),
+        ("--steps 0", "steps=0 is out of range; use 1 or more"),
         ("--reference --procs 2", "--reference is one process"),
         ("--reference --tp 2", "tp=2 with --reference, which is one process .*; use 1"),
         ("--resume nowhere", "no checkpoint in nowhere"),
-        ("--comm-timeout inf", "comm-timeout=inf is too long; use 1000000 or less"),
-        ("--weight-decay inf", "weight-decay=inf cannot be; use a finite number"),
+        ("--comm-timeout inf", "comm-timeout=inf is out of range; use 1 to 1000000"),
+        (
+            "--weight-decay inf",
+            "weight-decay=inf is out of range; use a finite number of at least 0",
+        ),
         ("--out=", "--out= is empty; give a value, or leave it out"),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_checkpoint_brings_its_own_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["--cp 2", "--procs 4", "--seed 8", "--dtype float32"])
 def test_a_checkpoint_goes_on_as_it_was_only(tmp_path: Path, words: str) -> None:
     _checkpoint(tmp_path, parse(["--tp", "2", "--procs", "2", "--seed", "7"]))
-    with pytest.raises(OptionsError, match="same processes, degrees, order, seed and dtype"):
+    with pytest.raises(OptionsError, match="same number of processes, degrees, order, seed, dtype"):
         parse(["--resume", str(tmp_path), *words.split()])
 
 
@@ -184,15 +184,15 @@ def test_of_a_damaged_checkpoint_the_others_are_named(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / CHECKPOINT, tmp_path / f"{CHECKPOINT}-{step}")
     (tmp_path / CHECKPOINT / RUN_FILE).write_text("{")
     others = [str(tmp_path / f"{CHECKPOINT}-{step}") for step in (10, 9)]
-    remedy = f"; go on from another in a new folder, --resume {' or '.join(others)} --out NEW"
+    remedy = f"; resume from another one in a new folder: --resume {' or '.join(others)} --out NEW"
     with pytest.raises(OptionsError, match=remedy):
         parse(["--resume", str(tmp_path)])
     with pytest.raises(OptionsError) as raised:
         parse(["--resume", others[0], "--out", str(tmp_path)])
     assert str(raised.value) == (
-        f"out={tmp_path} holds a run already; give another folder, or go back: move its later "
-        f"checkpoints away, rename {others[0]} to {tmp_path / CHECKPOINT}, and give --resume auto "
-        f"--out {tmp_path}"
+        f"out={tmp_path} has a run already; give another folder, or go back to this checkpoint: "
+        f"move the later ones away, rename {others[0]} to {tmp_path / CHECKPOINT}, and give "
+        f"--resume auto --out {tmp_path}"
     )
 
 
@@ -200,7 +200,7 @@ def test_the_latest_checkpoint_is_what_a_run_in_its_folder_goes_on_from(tmp_path
     _checkpoint(tmp_path, parse([]))
     with pytest.raises(OptionsError, match=f"checkpoint: --resume auto --out {tmp_path}$"):
         parse(["--out", str(tmp_path)])
-    assert parse(["--resume", "auto", "--out", str(tmp_path)]).goes_on_in_place
+    assert parse(["--resume", "auto", "--out", str(tmp_path)]).resumes_in_place
 
 
 def test_damaged_checksums_are_not_blamed_on_another_file(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_folder_that_holds_a_run_takes_no_other(tmp_path: Path, held: str) -> 
     other = tmp_path / "other"
     (other / held).mkdir(parents=True)
     for words in ([], ["--resume", str(tmp_path)]):
-        with pytest.raises(OptionsError, match=f"out={other} holds a run already; give another"):
+        with pytest.raises(OptionsError, match=f"out={other} has a run already; give another"):
             parse(["--out", str(other), *words])
 
 
@@ -256,9 +256,9 @@ def test_a_run_goes_on_in_its_own_folder_however_it_is_named(tmp_path: Path) -> 
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     for out in (str(tmp_path), os.path.relpath(tmp_path), str(link)):
-        assert parse(["--resume", str(tmp_path), "--out", out]).goes_on_in_place
-    assert not parse(["--resume", str(tmp_path)]).goes_on_in_place
-    assert not parse([]).goes_on_in_place
+        assert parse(["--resume", str(tmp_path), "--out", out]).resumes_in_place
+    assert not parse(["--resume", str(tmp_path)]).resumes_in_place
+    assert not parse([]).resumes_in_place
 
 
 def test_every_legal_seed_orders_a_pass_within_64_bits() -> None:
@@ -280,9 +280,9 @@ def test_a_finished_run_has_no_steps_left(tmp_path: Path) -> None:
 def test_another_text_is_refused(tmp_path: Path) -> None:
     options = parse([])
     (tmp_path / RUN_FILE).write_text(
-        json.dumps({**options.identity, "text": "other", "step": 1, "samples": 8})
+        json.dumps({**options.run_fields, "text": "other", "step": 1, "samples": 8})
     )
-    with pytest.raises(OptionsError, match="another Python's library text"):
+    with pytest.raises(OptionsError, match="library text of another Python version"):
         parse(["--resume", str(tmp_path)])
 
 
@@ -318,7 +318,7 @@ def test_the_demonstration_alone_is_compared_unasked(words: str, steps: int) -> 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--compare -1", "compare=-1 .* no number of them; use 0, or 1 or more"),
+        ("--compare -1", "compare=-1 is out of range; use 0 or more"),
         ("--reference --compare", "--compare with --reference"),
     ],
 )
@@ -354,14 +354,17 @@ def test_what_a_run_trains_on_and_how_is_said(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--batch-size 0", "batch-size=0 cannot be; use 1 or more"),
-        ("--lr 0", "lr=0.0 is no learning rate"),
-        ("--lr nan", "lr=nan is no learning rate"),
-        ("--weight-decay inf", "weight-decay=inf cannot be"),
+        ("--batch-size 0", "batch-size=0 is out of range; use 1 or more"),
+        ("--lr 0", "lr=0.0 is out of range; use a finite number above 0"),
+        ("--lr nan", "lr=nan is out of range"),
+        ("--weight-decay inf", "weight-decay=inf is out of range"),
         ("--accumulate 3", "accumulate=3 does not divide batch-size=8; use 1 or 2 or 4 or 8"),
-        ("--accumulate 8", "batch-size=8 .* accumulate=8 parts for 2 .* use a multiple of 16"),
+        (
+            "--accumulate 8",
+            "batch-size=8 .* accumulate=8 microbatches for 2 .* multiple of 16",
+        ),
         ("--decay-steps 10", "decay-steps=10 is within warmup-steps=10; use 11 or more"),
-        ("--eval-every 0", "eval-every=0 cannot be"),
+        ("--eval-every 0", "eval-every=0 is out of range"),
         ("--seq-len 9999999", "has 0 samples of seq-len=9999999; give more data or a smaller"),
         ("--vocab-size 100", "vocab-size=100 is too small for tokens up to 255; use 256 or more"),
         ("--reference --compile", "compile with --reference"),
@@ -380,7 +383,7 @@ def test_the_vocabulary_is_that_of_the_tokens_in_a_size_that_can_be_cut(tmp_path
         parse(words)
     (np.arange(5000, dtype=np.uint16) % 300).tofile(tmp_path / "t.bin")
     wide = ["--data", str(tmp_path / "t.bin"), "--token-dtype", "uint32"]
-    hint = r", or the --token-dtype of \.bin files, which are read as uint32$"
+    hint = r", or the --token-dtype of \.bin files \(read as uint32\)$"
     with pytest.raises(OptionsError, match=hint):
         parse(wide)
     asked = parse([*words, "--vocab-size", "301"])
@@ -402,7 +405,7 @@ def test_a_run_that_goes_on_keeps_its_options_unless_they_are_given_anew(
     assert (again.train, again.model, again.digest) == (first.train, first.model, first.digest)
     assert parse(["--resume", str(tmp_path), "--lr", "2e-3"]).train.learning_rate == 2e-3
     for words in (["--seq-len", "128"], ["--eval-every", "3"], ["--vocab-size", "512"]):
-        with pytest.raises(OptionsError, match=r"a run goes on with the same .* model and samples"):
+        with pytest.raises(OptionsError, match=r"a resumed run has the same .* model and samples"):
             parse(["--resume", str(tmp_path), *words])
     (tmp_path / "other.txt").write_text("another text. " * 2000)
     with pytest.raises(OptionsError, match="was trained on other tokens"):
@@ -444,7 +447,7 @@ def test_models_of_transformers_are_refused_where_they_cannot_be_spread(tmp_path
     for words, message in (
         ("qwen3-moe-tiny --tp 2", r"tp=2 with .* \(qwen3_moe\) .* has moe_tp_experts.* use tp=1"),
         ("qwen3-tiny --pp 2", r"pp=2 with .* \(qwen3\); only .* use pp=1"),
-        ("qwen3-tiny --ep 2", r"ep=2 with .* \(qwen3\) that has no experts; use ep=1"),
+        ("qwen3-tiny --ep 2", r"ep=2 with .* \(qwen3\) without experts; use ep=1"),
     ):
         with pytest.raises(OptionsError, match=message):
             parse(["--model", *words.split()])
@@ -458,7 +461,11 @@ def test_models_of_transformers_are_refused_where_they_cannot_be_spread(tmp_path
 
 def test_a_pipeline_takes_its_batch_in_as_many_parts_as_it_has_ranks() -> None:
     options = parse(["--pp", "2"])
-    assert (options.train.accumulate, options.schedule, options.stages_per_rank) == (2, "1f1b", 1)
+    assert (options.train.accumulate, options.pp_schedule, options.stages_per_rank) == (
+        2,
+        "1f1b",
+        1,
+    )
     options = parse(["--pp", "2", "--pp-schedule", "interleaved", "--accumulate", "4"])
     assert (options.train.accumulate, options.stages_per_rank) == (4, 2)
 
@@ -475,8 +482,8 @@ def test_a_pipeline_takes_its_batch_in_as_many_parts_as_it_has_ranks() -> None:
             "--pp 2 --pp-schedule interleaved --stages-per-rank 3",
             "pp=2 with stages-per-rank=3 has more stages than num_hidden_layers=4",
         ),
-        ("--pp 4 --accumulate 2", "accumulate=2 is no multiple of pp=4, .* use 4 or another"),
-        ("--pp 2 --accumulate 8", "accumulate=8 parts for 2 .*; use a multiple of 16"),
+        ("--pp 4 --accumulate 2", "accumulate=2 is not a multiple of pp=4: .* use 4 or another"),
+        ("--pp 2 --accumulate 8", "accumulate=8 microbatches for 2 .*; use a multiple of 16"),
     ],
 )
 def test_pipelines_that_cannot_be_are_refused(words: str, text: str) -> None:
@@ -490,18 +497,18 @@ def test_auto_goes_on_where_the_run_was_saved_and_else_starts_one(tmp_path: Path
     assert parse(words).resume is None
     _checkpoint(tmp_path, parse(["--lr", "1e-3"]))
     options = parse([*words, "--steps", "6"])
-    assert options.goes_on_in_place
+    assert options.resumes_in_place
     assert options.train.learning_rate == 1e-3
     (tmp_path / CHECKPOINT).rename(tmp_path / PREVIOUS)  # cut off between two renamings
     assert parse([*words, "--steps", "6"]).resume == tmp_path / PREVIOUS
-    with pytest.raises(OptionsError, match="resume=auto goes on in --out"):
+    with pytest.raises(OptionsError, match="resume=auto continues the run in --out"):
         parse(["--resume", "auto"])
 
 
 @pytest.mark.parametrize("word", ["3", "0:2", "5:4", "a:b", ":"])
 def test_steps_to_profile_are_a_range(word: str) -> None:
     assert parse(["--profile", "10:12"]).profile == range(10, 13)
-    with pytest.raises(OptionsError, match=f"profile={word} is no range of steps; use A:B"):
+    with pytest.raises(OptionsError, match=f"profile={word} is not a range of steps; use A:B"):
         parse(["--profile", word])
 
 
@@ -521,13 +528,16 @@ def test_the_vocabulary_of_a_tokenizer_is_rounded_up_so_that_tp_cuts_it(tmp_path
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--pp-schedule interleaved", "pp-schedule=interleaved with pp=1, .*; give --pp, or leave"),
-        ("--stages-per-rank 2 --tp 2", "stages-per-rank=2 with pp=1"),
-        ("--profile 70:80", "profile=70:80 is none of the steps of this run; use some of 1:60"),
-        ("--keep 0", "keep=0 cannot be; use 1 or more"),
-        ("--comm-timeout 0.5", "comm-timeout=0.5 cannot be; use 1 or more"),
-        ("--comm-timeout nan", "comm-timeout=nan cannot be; use 1 or more"),
-        ("--comm-timeout 1e7", "comm-timeout=10000000.0 is too long; use 1000000 or less"),
+        (
+            "--pp-schedule interleaved",
+            "pp-schedule=interleaved without a pipeline .*; give --pp",
+        ),
+        ("--stages-per-rank 2 --tp 2", "stages-per-rank=2 without a pipeline"),
+        ("--profile 70:80", "profile=70:80 has no step of this run; use steps of 1:60"),
+        ("--keep 0", "keep=0 is out of range; use 1 or more"),
+        ("--comm-timeout 0.5", "comm-timeout=0.5 is out of range; use 1 to 1000000"),
+        ("--comm-timeout nan", "comm-timeout=nan is out of range; use 1 to 1000000"),
+        ("--comm-timeout 1e7", "comm-timeout=10000000.0 is out of range; use 1 to 1000000"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(words: str, text: str) -> None:
@@ -547,7 +557,7 @@ def test_a_run_goes_on_where_it_was_and_as_safely(tmp_path: Path) -> None:
     _checkpoint(tmp_path, parse(["--device", "cuda", "--keep", "3"]))
     again = parse(["--resume", str(tmp_path), "--profile", "6:7"])
     assert (again.device, again.keep, again.dtype) == ("cuda", 3, "float32")
-    with pytest.raises(OptionsError, match="none of the steps of this run; use some of 6:65"):
+    with pytest.raises(OptionsError, match="has no step of this run; use steps of 6:65"):
         parse(["--resume", str(tmp_path), "--profile", "1:5"])
 
 
@@ -558,7 +568,7 @@ def test_what_differs_in_a_model_is_named(tmp_path: Path) -> None:
     _checkpoint(tmp_path, parse(["--model", str(path)]))
     path.write_text(json.dumps({**fields, "num_hidden_layers": 4, "rope_theta": 5.0}))
     had = "has model.num_hidden_layers=3 model.rope_theta=10000.0, this run "
-    has = "model.num_hidden_layers=4 model.rope_theta=5.0; a run goes on with the same"
+    has = "model.num_hidden_layers=4 model.rope_theta=5.0; a resumed run has the same"
     with pytest.raises(OptionsError) as raised:
         parse(["--resume", str(tmp_path)])
     assert had + has in str(raised.value)
@@ -585,11 +595,11 @@ def test_what_a_model_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_what_ranks_must_agree_on_tells_other_texts_steps_and_rates_apart(text: str) -> None:
-    plain = parse([]).common
-    assert parse([]).common == plain
+    plain = parse([]).shared_values
+    assert parse([]).shared_values == plain
     for words in (["--data", text], ["--steps", "9"], ["--lr", "1"], ["--eval-every", "2"]):
-        assert parse(words).common != plain
-    assert parse(["--out", "somewhere"]).common == plain
+        assert parse(words).shared_values != plain
+    assert parse(["--out", "somewhere"]).shared_values == plain
 
 
 def test_a_run_goes_on_from_the_one_before_where_the_latest_is_damaged(tmp_path: Path) -> None:
@@ -602,7 +612,7 @@ def test_a_run_goes_on_from_the_one_before_where_the_latest_is_damaged(tmp_path:
 
 def test_zero_is_given_and_no_compiler_is_none() -> None:
     assert parse(["--weight-decay", "0"]).compare == 0
-    assert parse(["--reference", "--compile", "none"]).compile is None
+    assert parse(["--reference", "--compile", "none"]).compile == NO_COMPILER
 
 
 def test_numbers_that_a_configuration_leaves_out_are_those_of_the_library(tmp_path: Path) -> None:
@@ -637,7 +647,7 @@ def test_dropout_is_refused_where_it_cannot_be_that_of_one_process(tmp_path: Pat
     assert said.endswith("; leave --compare out, or set it to 0 in the configuration of the model")
     assert parse(words).compare == 0
     with pytest.raises(
-        OptionsError, match=r"^cp=2 with attn_pdrop=0\.1: dropout of .*; use cp=1, or"
+        OptionsError, match=r"^cp=2 with attn_pdrop=0\.1: attention dropout .*; use cp=1, or"
     ):
         parse([*words, "--cp", "2"])
     write(attn_pdrop=0, scale_attn_dropped=True)  # which is no probability
@@ -683,9 +693,9 @@ OTHER_VALUES = {
 def test_a_resumed_run_has_every_option_of_the_run_before_it(tmp_path: Path) -> None:
     text = tmp_path / "t.bin"
     (np.arange(9000, dtype=np.uint32) % 300).tofile(text)
-    degrees = {field.name for field in fields(ParallelDims)} - {"world_size"}
-    assert set(OTHER_VALUES) == set(INHERITED)
-    assert set(vars(_parser().parse_args([]))) == {*INHERITED, *SAVED_APART, *degrees} | OF_ONE_RUN
+    inherited = {option.name for option in TABLE.values() if option.on_resume == "inherit"}
+    assert set(OTHER_VALUES) == inherited
+    assert set(TABLE) == {*inherited, *SAVED_APART} | OF_ONE_RUN
     values = {**OTHER_VALUES, **SAVED_APART, "data": text, "pp": 2}
     words = ["--checkpoint-activations"]
     for name, value in values.items():
@@ -739,9 +749,9 @@ def test_a_run_that_lost_its_latest_checkpoint_does_not_begin_anew(
         with pytest.raises(OptionsError) as raised:
             parse(words)
         assert str(tmp_path / CHECKPOINT / RUN_FILE) in str(raised.value)
-        remedy = f"; go on from another in a new folder, --resume {kept} --out NEW"
+        remedy = f"; resume from another one in a new folder: --resume {kept} --out NEW"
         assert str(raised.value).endswith(remedy)
-    with pytest.raises(OptionsError, match=f"out={tmp_path} holds a run already; .*{kept}$"):
+    with pytest.raises(OptionsError, match=f"out={tmp_path} has a run already; .*{kept}$"):
         parse(["--out", str(tmp_path)])
 
 
@@ -779,8 +789,12 @@ def test_a_run_does_not_go_on_beside_later_checkpoints(tmp_path: Path) -> None:
     later = " or ".join(_keep(tmp_path, 18, 20))
     with pytest.raises(OptionsError) as raised:
         parse(words)
-    assert str(raised.value).startswith(f"{tmp_path / CHECKPOINT} is of step 15, but ")
-    assert str(raised.value).endswith(f"; move them away, or go on from one: --resume {later}")
+    assert str(raised.value).startswith(
+        f"{tmp_path / CHECKPOINT} is of step 15, but its folder has "
+    )
+    assert str(raised.value).endswith(
+        f"; move them away, or resume from one of them: --resume {later}"
+    )
     assert parse(["--resume", str(tmp_path)]).done == 15  # in another folder
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.options import CHECKPOINT, RUN_FILE, SUMMARY_FILE, counted, parse
-from train.program import HELD, main
+from train.options import counted, parse
+from train.program import LOCK_FILE, main
+from train.run_folder import CHECKPOINT, RUN_FILE, SUMMARY_FILE
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -90,7 +91,7 @@ def test_one_thing_is_not_in_the_plural() -> None:
 def test_a_folder_in_use_takes_no_other_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with (tmp_path / HELD).open("a") as held:
+    with (tmp_path / LOCK_FILE).open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         words = ["--resume", "auto", "--out", str(tmp_path)]
         assert f"out={tmp_path} is in use by a run that has not ended" in _refusal(capsys, *words)
@@ -99,7 +100,7 @@ def test_a_folder_in_use_takes_no_other_run(
 def test_a_finished_run_that_is_started_again_ends_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = {**parse([]).identity, "step": 7, "samples": 56}
+    fields = {**parse([]).run_fields, "step": 7, "samples": 56}
     (tmp_path / CHECKPOINT).mkdir()
     (tmp_path / CHECKPOINT / RUN_FILE).write_text(json.dumps(fields))
     (tmp_path / SUMMARY_FILE).write_text(json.dumps({"steps": 7}))

@@ -112,7 +112,7 @@ def test_a_log_goes_on_where_the_run_was_saved_and_the_summary_is_of_all(
         log.write('{"st')  # of a run that was cut off
     options = parse(["--seq-len", "32"])
     (tmp_path / "checkpoint").mkdir()
-    saved = {**options.identity, "step": 2, "samples": 16}
+    saved = {**options.run_fields, "step": 2, "samples": 16}
     (tmp_path / "checkpoint" / "run.json").write_text(json.dumps(saved))
     again = Report(parse([*words, "--resume", "auto"]), 2)
     again.step(_result(3, 2.5), 0, {})
@@ -151,7 +151,7 @@ def test_steps_that_a_log_has_lost_are_said(
 ) -> None:
     options = parse(["--seq-len", "32"])
     (tmp_path / "checkpoint").mkdir()
-    saved = {**options.identity, "step": 5, "samples": 40}
+    saved = {**options.run_fields, "step": 5, "samples": 40}
     (tmp_path / "checkpoint" / "run.json").write_text(json.dumps(saved))
     lines = [f'{{"step": {step}, "loss": 2.0}}\n' for step in logged]
     (tmp_path / "log.jsonl").write_text("".join(lines))

@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) 
     resumed, rest, shown = _train(
         tmp_path / "rest", "--resume", str(part), "--steps", "3", "--compare"
     )
-    assert f"going on from step 2 of {part / 'checkpoint'}: training 1 step of 128" in shown
+    assert f"resuming from step 2 of {part / 'checkpoint'}: training 1 step of 128" in shown
     assert [step for step, _, _ in rest] == [3]
     assert first + rest == expected
     for summary in (whole, resumed):
@@ -221,7 +221,7 @@ def test_a_run_saves_while_it_goes_on_is_traced_and_goes_on_by_itself(tmp_path: 
     with (tmp_path / "log.jsonl").open("a") as log:
         log.write('{"step": 3, "loss": 0.0}\n{"st')  # of a run that was cut off
     summary, losses, shown = _train(tmp_path, *small, "--compare", *_two(3))
-    assert "going on from step 2" in shown
+    assert "resuming from step 2" in shown
     assert _log(tmp_path) == [*first, (3, losses[-1][1])]
     assert summary["reference_max_rel_diff"] < 1e-12
 
@@ -284,8 +284,8 @@ def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> Non
     damaged.write_bytes(bytes(damaged.stat().st_size))
     line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
     assert line.startswith(f"train: error: {damaged} is damaged: ")
-    assert re.search(r" \(bytes \d+ to \d+\); go on", line)
-    remedy = f"; go on from another in a new folder, --resume {out / 'checkpoint-1'} --out NEW"
+    assert re.search(r" \(bytes \d+ to \d+\); resume", line)
+    remedy = f"; resume from another one in a new folder: --resume {out / 'checkpoint-1'} --out NEW"
     assert line.endswith(remedy)
 
 
@@ -347,7 +347,7 @@ def test_a_run_that_diverges_ends_with_one_line(tmp_path: Path) -> None:
     words = ["--lr", "1e30", "--warmup-steps", "0", "--steps", "30"]
     line = _ended_alike(tmp_path / "out", PROGRAM, *_tiny(tmp_path), *words)
     assert line.startswith("train: error: the gradients' norm was ")
-    assert line.endswith("go on from an older checkpoint")
+    assert line.endswith("resume from an older checkpoint")
 
 
 # The launcher hears SIGTERM when all steps of the run, and the first of the comparison, are made.
@@ -466,7 +466,7 @@ def test_sigterm_to_one_rank_saves_and_ends_the_run_in_order(tmp_path: Path) -> 
     done = run_program(str(program), words, timeout=500)
     assert done.status == 143
     saved, command = done.stderr.splitlines()
-    assert saved == "step 2 is saved; go on with"
+    assert saved == "step 2 is saved; continue with"
     assert shlex.split(command)[2:] == ["--resume", "auto", "--out", str(out), "--steps", "9"]
     assert json.loads((out / "summary.json").read_text())["steps"] == 2
     assert (out / "loss.png").is_file()
@@ -507,7 +507,7 @@ def test_a_run_that_was_killed_after_its_last_step_is_completed(
     assert (done.status, (out / "summary.json").exists()) == (1, False)
     logged = [record for _, record in sorted(_log(out))]
     summary, losses, shown = _train(out, *words)
-    assert f"going on from step 4 of {out / 'checkpoint'}: all 4 steps are made" in shown
+    assert f"resuming from step 4 of {out / 'checkpoint'}: all 4 steps are made" in shown
     assert [loss for _, loss, _ in losses] == logged
     assert set(summary) == SUMMARY
     assert (summary["steps"], summary["final_loss"]) == (4, logged[-1])
@@ -539,7 +539,9 @@ def _start(*words: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("processes", [["--procs", "2"], ["--reference"]], ids=["two", "alone"])
-def test_after_ctrl_c_the_last_lines_say_how_to_go_on(tmp_path: Path, processes: list[str]) -> None:
+def test_after_ctrl_c_the_last_lines_say_how_to_resume(
+    tmp_path: Path, processes: list[str]
+) -> None:
     out = tmp_path / "out"
     words = [*_tiny(tmp_path), "--checkpoint-every", "1", "--steps", "100000", *processes]
     process = _start(*words, "--out", str(out))
@@ -554,12 +556,12 @@ def test_after_ctrl_c_the_last_lines_say_how_to_go_on(tmp_path: Path, processes:
     names = [out / name for name in ("checkpoint", "checkpoint.previous")]
     folder = next(folder for folder in names if folder.exists())
     latest = json.loads((folder / "run.json").read_text())
-    assert saved == f"step {latest['step']} is saved; go on with"
+    assert saved == f"step {latest['step']} is saved; continue with"
     assert "Traceback" not in errors
     start, *again = shlex.split(command)
     assert (start, again[0]) == ("python", PROGRAM)
     options = parse(again[1:])
-    assert (options.goes_on_in_place, options.done) == (True, latest["step"])
+    assert (options.resumes_in_place, options.done) == (True, latest["step"])
     assert (options.steps, options.reference) == (100000, "--reference" in words)
 
 
