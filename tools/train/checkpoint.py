@@ -32,6 +32,7 @@ from torch.futures import Future as TorchFuture
 from hp_dtensor.checkpoint import ChecksumError, ChecksumReader
 
 from .loop import Trainer
+from .peers import from_all_ranks, from_rank_0, is_rank_0
 from .run_folder import (
     CHECKSUMS_FILE,
     PREVIOUS,
@@ -46,7 +47,7 @@ from .run_folder import (
 POLL_SECONDS = 0.02
 METADATA_FILE = ".metadata"  # of torch's checkpoints
 
-# One entry for each tensor: ranks of a pipeline have different ones.
+# One entry per tensor, since ranks of a pipeline have different tensors.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -55,40 +56,44 @@ class WriteError(OSError):
 
 
 class Checkpoints:
-    """The latest checkpoint of a run, in ``folder``, written while the run goes on.
+    """Writes the checkpoints of a run in the background and keeps the latest ones.
 
-    The folder takes its name when it is complete, so that what bears the name can be read whole:
-    a write that is cut off leaves the one before. The ``keep - 1`` before the latest stay, as
-    ``checkpoint-<step>``. Every rank makes the same calls. Making one makes a process group, for
-    what is exchanged while a step exchanges something else.
+    A checkpoint gets its name when all its files are complete. If a write fails, the earlier
+    checkpoint remains. Every rank makes the same calls, from the constructor on: it creates a
+    process group, since a checkpoint communicates at the same time as a step.
+
+    Args:
+        folder: Path of the latest checkpoint. Earlier ones get ``-<step>`` after its name.
+        run_fields: Content of `RUN_FILE`, to which step and samples are added.
+        keep: Number of checkpoints to keep.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], keep: int = 1) -> None:
+    def __init__(self, folder: Path, run_fields: Mapping[str, Any], keep: int = 1) -> None:
         self._folder = folder
         self._partial = folder.with_name(folder.name + ".partial")
         self._previous = folder.with_name(PREVIOUS)
-        self._identity = identity
+        self._run_fields = run_fields
         self._keep = keep
         self._fields: dict[str, Any] = {}
         self._writing: Future[Any] | None = None
-        self._failure: str | None = None  # known to the first rank alone until `finish`
+        self._failure: str | None = None  # known to rank 0 only until `finish`
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def start(self, trainer: Trainer) -> None:
-        """Copy parameters, AdamW's state, step and samples consumed, and begin to write them.
+        """Copy parameters, optimizer state, step and samples, and start to write them.
 
-        Waits for the write before this one. A process without others writes at once.
+        Waits for the previous write. A single process writes before it returns.
 
         Raises:
-            WriteError: A checkpoint was not written, this one or the one before.
+            WriteError: This checkpoint or the previous one was not written.
         """
         self.finish()
-        self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
-        self._on_first(self._make_partial)
-        self._raise_alike()
+        self._fields = {**self._run_fields, "step": trainer.step, "samples": trainer.samples}
+        self._on_rank_0(self._make_partial)
+        self._raise_failure()
         state = _state(trainer)
         if self._group is None:
-            with _alone_in_silence(), self._said():
+            with _without_warning(), self._as_one_message():
                 dcp_save(state, checkpoint_id=self._partial, no_dist=True)
             self._writing = Future()
             self._writing.set_result(None)
@@ -98,20 +103,21 @@ class Checkpoints:
             self._writing = cast("Future[Any]", found)
 
     def poll(self) -> bool:
-        """Give the folder its name if what is under way has been written.
+        """Name the checkpoint if its write has ended.
 
-        Returns whether it could not be written, for which `finish` raises, on all ranks that call
-        it: the ranks must agree on when they do.
+        Returns:
+            Whether the write failed on this rank. If so, all ranks must call `finish` after the
+            same step; it raises.
         """
         if self._writing is not None and self._writing.done():
             if self._writing.exception() is not None:
                 return True
             self._writing = None
-            self._on_first(self._take_name)
+            self._on_rank_0(self._take_name)
         return self._failure is not None
 
     def finish(self) -> None:
-        """Wait until what is under way has been written on all ranks, and named.
+        """Wait until all ranks have written the checkpoint, and name it.
 
         Raises:
             WriteError: It was not written.
@@ -119,16 +125,16 @@ class Checkpoints:
         self._wait_for_all()
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._said():
-                writing.result()  # the first rank's comes when all have written
-            self._on_first(self._take_name)
-        self._raise_alike()
+            with self._as_one_message():
+                writing.result()  # on rank 0, when all ranks have written
+            self._on_rank_0(self._take_name)
+        self._raise_failure()
 
     def _wait_for_all(self) -> None:
         """Wait until all ranks have written, however long that takes.
 
-        The ranks exchange all the time whether they have, so that one which stops is noticed
-        within the timeout of the world's group. The exchange of the write has a longer timeout.
+        The ranks exchange their states all the time, so a stopped rank is noticed within the
+        timeout of the world's group. The group of the write has a longer timeout.
         """
         done = self._group is None
         while not done:
@@ -138,30 +144,27 @@ class Checkpoints:
             time.sleep(0 if done else POLL_SECONDS)
 
     def fail(self, message: str) -> None:
-        """Let the next `finish` raise on all ranks what this rank, the first, has failed at."""
+        """On rank 0: let the next `finish` raise `WriteError` on all ranks."""
         self._failure = self._failure or message
 
-    def _on_first(self, act: Callable[[], None]) -> None:
-        """Do on the first rank what it does alone; keep a failure for `_raise_alike`."""
-        if _first():
+    def _on_rank_0(self, function: Callable[[], None]) -> None:
+        """Call a function on rank 0 and keep its error for `_raise_failure`."""
+        if is_rank_0():
             try:
-                with self._said():
-                    act()
+                with self._as_one_message():
+                    function()
             except WriteError as error:
                 self._failure = str(error)
 
-    def _raise_alike(self) -> None:
-        """Wait for all ranks; raise on all of them what the first one alone failed at."""
-        found = [self._failure]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)
-        self._failure = None
-        if found[0] is not None:
-            raise WriteError(found[0])
+    def _raise_failure(self) -> None:
+        """Raise the error of rank 0 on all ranks."""
+        found, self._failure = from_rank_0(self._failure), None
+        if found is not None:
+            raise WriteError(found)
 
     def _make_partial(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir()  # in the folder of the run, which nobody may have removed
+        self._partial.mkdir()  # an error if the folder of the run has been removed
 
     def _take_name(self) -> None:
         _write(self._partial / RUN_FILE, json.dumps(self._fields, indent=1))
@@ -169,61 +172,61 @@ class Checkpoints:
         checksums = {path.name: zlib.crc32(path.read_bytes()) for path in paths}
         _write(self._partial / CHECKSUMS_FILE, json.dumps(checksums))
         if (damage := _damage(self._partial)) is not None:
-            raise OSError(_rank_of(damage) + damage)
+            rank = re.search(r"__(\d+)_\d+\.distcp ", damage)
+            raise OSError((f"rank {rank[1]}: " if rank else "") + damage)
         _sync_folder(self._partial)
-        if step_of(self._folder) is None:  # not there, or damaged: the one before may be whole
+        if step_of(self._folder) is None:  # missing or damaged: the previous one may be intact
             shutil.rmtree(self._folder, ignore_errors=True)
         else:
             shutil.rmtree(self._previous, ignore_errors=True)
             os.replace(self._folder, self._previous)
         os.replace(self._partial, self._folder)
-        _sync_folder(self._folder.parent)  # before the one before is removed
+        _sync_folder(self._folder.parent)  # before the previous one is removed
         self._retire()
 
     def tidy(self, latest: Path | None) -> None:
-        """Finish what a killed run left undone, if ``latest`` is the folder of the checkpoints."""
-        if _first() and latest is not None and same_path(latest, self._folder):
+        """Finish what a killed run has left undone, if ``latest`` is the folder of checkpoints."""
+        if is_rank_0() and latest is not None and same_path(latest, self._folder):
             shutil.rmtree(self._partial, ignore_errors=True)
-            self._on_first(self._retire)
+            self._on_rank_0(self._retire)
 
     @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
-        """Say in one line what torch says in a traceback of each rank; leave no part behind."""
+    def _as_one_message(self) -> Iterator[None]:
+        """Raise torch's errors, a traceback of each rank, as one line. Remove the partial files."""
         try:
             yield
         except (CheckpointException, OSError) as error:
-            of_all = isinstance(error, CheckpointException)
+            on_all = isinstance(error, CheckpointException)
             failures = error.failures.items() if isinstance(error, CheckpointException) else ()
             reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in failures) or str(error)
-            # A full disk has many names; this is looked at before the first rank makes room.
-            free = free_mebibytes(self._folder)
-            if of_all:
-                _barrier()
-            if _first():
-                shutil.rmtree(self._partial, ignore_errors=True)
-            before = f"{self._folder}, the one before it, stays"
+            free = free_mebibytes(self._folder)  # a full disk: before the partial files go
             of_step = f" of step {self._fields['step']}" if self._fields else ""
-            raise WriteError(
+            message = (
                 f"the checkpoint{of_step} was not written to {self._partial} "
                 f"({' '.join(reasons.split())}), where {free:,} MiB are free; "
-                + (before if self._folder.exists() else "there is none before it")
-            ) from None
+                + (f"{self._folder} is the previous one" if self._folder.exists() else "")
+                + ("" if self._folder.exists() else "there is no previous one")
+            )
+            message = from_rank_0(message) if on_all else message
+            if is_rank_0():
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise WriteError(message) from None
 
     def _retire(self) -> None:
-        """Name the one before the latest after its step, and remove the oldest that is too many."""
+        """Name the previous checkpoint after its step, and remove the oldest if too many."""
         step = step_of(self._previous)
         if self._keep > 1 and step is not None:
             kept = self._folder.with_name(f"{self._folder.name}-{step}")
             if (kept / METADATA_FILE).exists():  # it may be damaged
                 shutil.rmtree(kept, ignore_errors=True)
-            if not kept.exists():  # else it is a folder of the user, which must stay
+            if not kept.exists():  # else it is a folder of the user
                 os.replace(self._previous, kept)
         shutil.rmtree(self._previous, ignore_errors=True)
         if self._keep > 1:
             names = self._folder.parent.glob(f"{self._folder.name}-*")
             found = [(path.name.rpartition("-")[2], path) for path in names]
-            # A folder of the user with such a name stays.
-            steps = {int(word): path for word, path in found if word == str(step_of(path))}
+            # Folders of the user with such names are not removed.
+            steps = {int(text): path for text, path in found if text == str(step_of(path))}
             for older in sorted(steps, reverse=True)[self._keep - 1 :]:
                 shutil.rmtree(steps[older], ignore_errors=True)
 
@@ -233,20 +236,17 @@ class CheckpointError(ValueError):
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees.
+    """Load a checkpoint that was written with the same degrees into ``trainer``, in place.
 
-    Raises `CheckpointError`, on all ranks alike, which names a damaged file and the checkpoints
-    beside this one that are whole.
+    Raises:
+        CheckpointError: A file is damaged. The message, equal on all ranks, has its name and the
+            intact checkpoints in the same folder.
     """
-    found: list[str | None] = [_damage(folder)]
-    if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, found[0])
-    _raise_damage(folder, found)
+    _raise_damage(folder, from_all_ranks(_damage(folder)))
     state = _state(trainer)
     settings = [{**group, "params": ()} for group in trainer.optimizer.param_groups]
     try:
-        with _alone_in_silence():
+        with _without_warning():
             dcp_load(state, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         causes = [each[0] for each in error.failures.values()]
@@ -260,13 +260,13 @@ def load(trainer: Trainer, folder: Path) -> None:
         options=_BY_NAME,
     )
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
-        group.update({**own, "params": group["params"]})  # this run's, not the saved one's
+        group.update({**own, "params": group["params"]})  # learning rate etc. of this run
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
 
 
 class _Reader(ChecksumReader):
-    """Reads one file after another, so that what raises is known to be of that file."""
+    """Reads one file after another, so that an error can name the file."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         by_file: dict[str, list[ReadItem]] = {}
@@ -277,7 +277,7 @@ class _Reader(ChecksumReader):
                 super().read_data(replace(plan, items=items), planner).wait()
             except ChecksumError as error:
                 raise CheckpointError(str(error).rpartition(";")[0]) from None
-            except Exception as error:  # noqa: BLE001 - what torch's reader raises of any bytes
+            except Exception as error:  # noqa: BLE001 - torch's reader may raise anything for damaged bytes
                 raise CheckpointError(_unreadable(Path(self.path) / name, error)) from None
         done: TorchFuture[None] = TorchFuture()
         done.set_result(None)
@@ -285,9 +285,9 @@ class _Reader(ChecksumReader):
 
 
 def _damage(folder: Path) -> str | None:
-    """Return which file is missing, shorter than it was, or damaged; read the small files only.
+    """Return which file is missing, shorter than it was, or damaged, None if all are intact.
 
-    `ChecksumReader` checks the tensors when they are read.
+    Reads the small files only. `ChecksumReader` checks the tensors when they are read.
     """
     path = folder / CHECKSUMS_FILE
     try:
@@ -303,15 +303,9 @@ def _damage(folder: Path) -> str | None:
             path = folder / name
             if (found := path.stat().st_size) < size:
                 return f"{path} is damaged: it has {found:,} bytes of {size:,}"
-    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise whatever it likes
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
         return _unreadable(path, error)
     return None
-
-
-def _rank_of(damage: str) -> str:
-    """Return whose file `_damage` names, as the start of a sentence."""
-    found = re.search(r"__(\d+)_\d+\.distcp ", damage)
-    return f"rank {found[1]}: " if found else ""
 
 
 def _unreadable(path: Path, error: BaseException) -> str:
@@ -321,22 +315,22 @@ def _unreadable(path: Path, error: BaseException) -> str:
 
 
 def _raise_damage(folder: Path, found: Iterable[str | None]) -> None:
-    """Raise unless nothing was found, with the checkpoints beside this one that are whole."""
+    """Raise if a damage was found, with the intact checkpoints in the same folder."""
     reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
     if not reasons:
         return
-    whole = [path for path in other_checkpoints(folder) if _damage(path) is None]
-    raise CheckpointError(f"{'; '.join(reasons)}; {other_checkpoint(whole)}")
+    intact = [path for path in other_checkpoints(folder) if _damage(path) is None]
+    raise CheckpointError(f"{'; '.join(reasons)}; {other_checkpoint(intact)}")
 
 
 def free_mebibytes(path: Path) -> int:
-    """Return how much is free where a path is, or would be if its folders were there."""
+    """Return the free space at a path, of which the last folders need not exist."""
     found = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return shutil.disk_usage(found).free // 2**20
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file to the disk, as torch does with the tensors, before the folder is renamed."""
+    """Write a file and sync it to the disk, as torch does with the tensors."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -344,7 +338,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the names in a folder survive a loss of power."""
+    """Sync the names in a folder to the disk, so that they survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -353,23 +347,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return the model's tensors and AdamW's, by name; zeros where it has none yet."""
+    """Return the tensors of model and optimizer by name, zeros if the optimizer has none yet."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=_BY_NAME)
     return {"model": model, "optimizer": optimizer}
 
 
 @contextlib.contextmanager
-def _alone_in_silence() -> Iterator[None]:
-    """Drop torch's warning that there is one process: that is what the reference run is."""
+def _without_warning() -> Iterator[None]:
+    """Hide torch's warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -75,7 +75,7 @@ class Trainer:
         self.step = 0
         self.samples = 0
         self.skipped = 0  # steps in a row whose gradients were not finite, up to the last
-        self._mesh = mesh
+        self.mesh = mesh
         self.device = torch.device(device)
         self._collectives = TorchCollectives() if collectives is None else collectives
         self._forward = forward
@@ -123,10 +123,10 @@ class Trainer:
         `Diverged` for the last of `MOST_SKIPPED` such calls in a row.
         """
         parameters, max_norm = self.model.parameters(), self.config.max_norm
-        if self._mesh is None:
+        if self.mesh is None:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
-            stages = self._mesh["pp"] if self._mesh["pp"].size() > 1 else None
+            stages = self.mesh["pp"] if self.mesh["pp"].size() > 1 else None
             tied = None if self.pipeline is None else self.pipeline.tied
             if tied is not None:
                 tied.collect(self._collectives)
@@ -197,12 +197,12 @@ class Trainer:
         It is the same on ranks of ``tp``, and in a run that goes on from a checkpoint.
         """
         key = [self.config.seed, self.step]
-        if self._mesh is not None:
-            key += [self._mesh[name].get_local_rank() for name in ("batch", "cp", "pp")]
+        if self.mesh is not None:
+            key += [self.mesh[name].get_local_rank() for name in ("batch", "cp", "pp")]
         torch.manual_seed(seed_of("/".join(map(str, key))))
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        if self._mesh is not None or self._compute_dtype is None:
+        if self.mesh is not None or self._compute_dtype is None:
             return self._forward(self.model, tokens, self._positions)
         dtype, parameters = self._compute_dtype, self.model.named_parameters()
         weights = {f"model.{name}": parameter.to(dtype) for name, parameter in parameters}
@@ -211,9 +211,9 @@ class Trainer:
 
     def _sum_over(self, name: str, value: Tensor) -> Tensor:
         """Return the sum of a tensor over an axis: ``loss``, of parts of the batch, or ``pp``."""
-        if self._mesh is None or self._mesh[name].size() == 1:
+        if self.mesh is None or self.mesh[name].size() == 1:
             return value
-        (whole,) = self._collectives.all_reduce(Axis.of(self._mesh[name]), [value]).wait()
+        (whole,) = self._collectives.all_reduce(Axis.of(self.mesh[name]), [value]).wait()
         return whole
 
     def _part(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -221,11 +221,11 @@ class Trainer:
         tokens = batch.tokens.to(self.device)
         # A label may lie in another rank's part of the sequence: shift first, cut then.
         labels = shift_labels(batch.labels.to(self.device))
-        if self._mesh is None:
+        if self.mesh is None:
             return tokens, labels
-        rows = self._mesh["batch"]
+        rows = self.mesh["batch"]
         tokens, labels = (t.chunk(rows.size())[rows.get_local_rank()] for t in (tokens, labels))
-        tokens, labels = shard_sequence((tokens, labels), self._mesh["cp"], self._layout, 1)
+        tokens, labels = shard_sequence((tokens, labels), self.mesh["cp"], self._layout, 1)
         return tokens, labels
 
 

@@ -4,6 +4,7 @@ import re
 import traceback
 from datetime import timedelta
 from threading import Thread
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,8 @@ from hp_mesh import ParallelMesh
 from .loop import Trainer
 from .pipeline import Pipeline
 
-# hp_fsdp asks the ranks for up to 10 s what they did: its ranks report only then.
+T = TypeVar("T")
+# hp_fsdp first asks the ranks for up to 10 s what they did.
 REPORT_SECONDS = 12.0
 _TIMED_OUT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 _CLOSED = re.compile(r"(closed|reset) by peer|broken pipe|pair closure", re.IGNORECASE)
@@ -40,7 +42,7 @@ class Peers:
         can name the ranks that do not report.
 
         Returns:
-            None if ``error`` is not about a lost rank; an empty string if another rank speaks.
+            None if ``error`` is not about a lost rank; an empty string if another rank reports it.
         """
         timed_out = _TIMED_OUT.search(str(error)) is not None
         if not isinstance(error, RuntimeError) or not (timed_out or _CLOSED.search(str(error))):
@@ -64,10 +66,10 @@ class Peers:
         try:
             store.set(keys[self._rank], own)
             first = store.add("lost/count", 1) == 1
-            _wait(store, [*keys.values()] if first else ["lost/said"], longest * timed_out)
+            _wait(store, [*keys.values()] if first else ["lost/reported"], longest * timed_out)
             absent = [rank for rank, key in keys.items() if not store.check([key])]
             reports = [store.get(key).decode() for r, key in keys.items() if r not in absent]
-            store.set("lost/said", "")
+            store.set("lost/reported", "")
         except RuntimeError:  # the store is gone, with the rank or the agent that held it
             return own
         if not first:
@@ -78,6 +80,28 @@ class Peers:
             return f"{'; '.join(reports)}; all ranks waited: a link is down or the order differs"
         ranks = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
         return f"{ranks} did not answer, stopped or cut off; {own}"
+
+
+def is_rank_0() -> bool:
+    """Return whether this is rank 0 or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_rank_0(value: T) -> T:
+    """Return the value of rank 0 on all ranks."""
+    found = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks."""
+    found = [value]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, value)
+    return found
 
 
 def set_timeout(mesh: ParallelMesh, seconds: float) -> None:

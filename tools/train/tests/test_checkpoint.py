@@ -62,10 +62,10 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
         said = r"of step 2 was not written to .*partial \(rank 0: no space left\), where .* free; "
         with pytest.raises(OSError, match=said) as raised:
             checkpoints.start(trainer)
-        assert str(raised.value).endswith(f"; {folder}, the one before it, stays")
+        assert str(raised.value).endswith(f"; {folder} is the previous one")
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
         (tmp_path / "other").mkdir()
-        with pytest.raises(OSError, match=r"; there is none before it$"):
+        with pytest.raises(OSError, match=r"; there is no previous one$"):
             Checkpoints(tmp_path / "other" / "checkpoint", {}).start(trainer)
         assert not [*(tmp_path / "other").iterdir()]
         (tmp_path / "other").rmdir()

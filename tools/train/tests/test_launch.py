@@ -76,9 +76,11 @@ def test_the_rank_that_failed_first_is_shown_first(
     ]
 
 
-def test_what_ranks_say_alike_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_equal_messages_of_ranks_are_shown_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(_python(RANK + "time.sleep(0.2 * rank); sys.exit('full')"), 3) == 1
-    assert capfd.readouterr().err == "3 ranks failed alike, with exit status 1\nfull\n"
+    assert (
+        capfd.readouterr().err == "3 ranks failed with the same message and exit status 1\nfull\n"
+    )
 
 
 def test_a_killed_rank_is_the_cause_and_ends_the_others(
@@ -190,7 +192,7 @@ def test_a_rank_that_saved_and_ended_is_no_failure_and_the_others_may_end_too(
     assert capfd.readouterr().err == ""
 
 
-def test_a_failure_beside_ranks_that_saved_is_one(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_rank_is_reported_although_others_saved(capfd: pytest.CaptureFixture[str]) -> None:
     program = RANK + "time.sleep(0.3 * (rank == 0)); sys.exit('full' if rank == 0 else 143)"
     assert launch(_python(program), 2) == 1
     assert capfd.readouterr().err == "rank 0 failed with exit status 1\nfull\n"

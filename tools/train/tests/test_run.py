@@ -307,7 +307,7 @@ def _ended_alike(out: Path, path: str, *words: str) -> str:
     ranks, line, *how = done.stderr.splitlines()
     assert how[0] == f"no checkpoint was saved in {out}"
     assert len(how) == 1
-    assert ranks == "2 ranks failed alike, with exit status 1"
+    assert ranks == "2 ranks failed with the same message and exit status 1"
     return line
 
 
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(tmp_path
     words = [*_tiny(tmp_path), "--steps", "39", "--checkpoint-every", "20"]
     line = _ended_alike(out, str(program), PROGRAM, *words)
     assert line.startswith("train: error: the checkpoint of step 20 was not written to ")
-    assert line.endswith("; there is none before it")
+    assert line.endswith("; there is no previous one")
     assert not [*out.glob("checkpoint*")]
     assert 20 <= len((out / "log.jsonl").read_text().splitlines()) < 39  # told before the end
 
@@ -432,7 +432,7 @@ def test_nodes_that_do_not_share_the_folder_end_with_one_message(
     else:
         assert line.startswith("train: error: the checkpoint of step 2 was not written to ")
         assert "(rank 1: " in line
-        assert line.endswith("; there is none before it")
+        assert line.endswith("; there is no previous one")
     assert not [*written.glob("checkpoint*")]
 
 
