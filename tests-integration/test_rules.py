@@ -69,7 +69,7 @@ def test_the_last_partial_batch_is_padded_with_ignored_labels() -> None:
 
 def parts(rank: int, degrees: dict[str, int]) -> tuple[list[int], list[int], Tensor, Tensor]:
     trainer = make(degrees)
-    mesh = trainer._mesh
+    mesh = trainer.mesh
     assert mesh is not None
     place = [mesh["batch"].get_local_rank(), mesh["cp"].get_local_rank()]
     tokens, labels = trainer._part(samples().batch(0, TRAIN.batch_size))

@@ -23,30 +23,14 @@ Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class CoreAttention(nn.Module):
-    """Attention proper, in a module of its own so that a parallel style can take its place."""
+    """Scaled dot product attention as a module, which a parallel style can replace."""
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool
     ) -> Tensor:
-        """Return scaled dot product attention of ``[batch, heads, seq, head_dim]``."""
+        """Return attention of ``[batch, heads, seq, head_dim]``."""
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            query, key, value, is_causal=is_causal, enable_gqa=enable_gqa
         )
 
 

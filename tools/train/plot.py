@@ -3,13 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RUN, REFERENCE, HELD_OUT, INK = "#1f4e9c", "#f0a84b", "#b0303a", "#404040"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The step at which two curves are furthest apart, and by how much relative to the second."""
+    """The step with the largest difference of two curves, and the difference.
+
+    ``relative`` is relative to the second curve.
+    """
 
     step: int
     relative: float
@@ -18,16 +22,13 @@ class Difference:
 def largest_difference(
     losses: Mapping[int, float], reference: Mapping[int, float]
 ) -> Difference | None:
-    """Return where ``losses`` (by step) differ most from ``reference``; None without common steps.
+    """Return the largest difference of two curves (loss by step), None without a shared step.
 
-    A loss that is not finite differs infinitely.
+    The difference of a loss that is not finite is infinite.
     """
-    common = [
-        Difference(step, _relative(losses[step], reference[step]))
-        for step in losses
-        if step in reference
-    ]
-    return max(common, key=lambda difference: difference.relative, default=None)
+    shared = [step for step in losses if step in reference]
+    found = [Difference(step, _relative(losses[step], reference[step])) for step in shared]
+    return max(found, key=lambda difference: difference.relative, default=None)
 
 
 def _relative(value: float, reference: float) -> float:
@@ -43,40 +44,36 @@ def plot_losses(
     unit: str = "byte",
     held_out: Mapping[int, float] | None = None,
 ) -> None:
-    """Write ``loss.png`` and ``loss.svg`` to ``folder``; losses are nats per ``unit`` by step.
+    """Write ``loss.png`` and ``loss.svg`` to a folder.
 
-    Needs matplotlib, which takes a second to load, and raises what it raises.
+    Needs matplotlib, which takes a second to load, and raises its errors.
+
+    Args:
+        losses: Loss by step, in nats per ``unit``.
+        reference: The same of the single-process run.
+        title: Appended to the title of the picture.
+        folder: Existing folder.
+        unit: Name of a token.
+        held_out: Loss of held-out text by step.
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # files only: no display is needed
+    matplotlib.use("Agg")  # needs no display
 
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    difference = largest_difference(losses, reference)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    if reference:
-        # Wide and below: where the curves agree the run lies inside its reference.
-        axes.plot(
-            list(reference),
-            list(reference.values()),
-            color=REFERENCE,
-            linewidth=6,
-            solid_capstyle="round",
-            label="one process, no parallelism",
-        )
-    axes.plot(list(losses), list(losses.values()), color=RUN, linewidth=1.6, label="this run")
-    if held_out:
-        axes.plot(
-            list(held_out),
-            list(held_out.values()),
-            color=HELD_OUT,
-            linewidth=1.2,
-            marker="o",
-            markersize=4,
-            label="held-out text",
-        )
+    # The reference is wide and behind the run, which lies inside it if they agree.
+    wide: dict[str, Any] = {"linewidth": 6, "solid_capstyle": "round"}
+    dots: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 4}
+    for curve, color, label, style in (
+        (reference, REFERENCE, "one process, no parallelism", wide),
+        (losses, RUN, "this run", {"linewidth": 1.6}),
+        (held_out, HELD_OUT, "held-out text", dots),
+    ):
+        if curve:
+            axes.plot(list(curve), list(curve.values()), color=color, label=label, **style)
     axes.set_title(f"Training loss, {title}", fontsize=11, color=INK, loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss, nats per {unit}")
@@ -84,14 +81,9 @@ def plot_losses(
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    if difference is not None:
-        axes.text(
-            0.02,
-            0.05,
-            f"largest difference: {difference.relative:.1e} relative, at step {difference.step}",
-            transform=axes.transAxes,
-            color=INK,
-        )
+    if (difference := largest_difference(losses, reference)) is not None:
+        text = f"largest difference: {difference.relative:.1e} relative, at step {difference.step}"
+        axes.text(0.02, 0.05, text, transform=axes.transAxes, color=INK)
     figure.savefig(folder / "loss.png", dpi=150)
     figure.savefig(folder / "loss.svg")
     pyplot.close(figure)

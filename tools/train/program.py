@@ -1,4 +1,4 @@
-"""The program: one rank of a run where there is one to join, else the launcher of all."""
+"""The program: a rank if there is a run to join, else the launcher of all ranks."""
 
 import contextlib
 import fcntl
@@ -22,18 +22,19 @@ LOCK_FILE = ".lock"  # in the folder of a run, while it goes on
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the trainer with the words of a command line and return the exit status.
+    """Run the trainer with a command line and return the exit status.
 
-    Bad options end with one message and status 2 before torch is loaded; so do too few GPUs and an
-    unknown compiler, which torch tells, before a rank starts. With ``RANK`` and ``WORLD_SIZE`` in
-    the environment (torchrun, or the launcher) this process is that rank.
+    Wrong options end with one message and status 2 before torch is loaded. Too few GPUs and an
+    unknown compiler, which only torch knows, do so before a rank starts. With ``RANK`` and
+    ``WORLD_SIZE`` in the environment (torchrun, or the launcher) this process is that rank.
     """
-    with contextlib.ExitStack() as held:
-        return _main(argv, held)
+    with contextlib.ExitStack() as stack:  # the lock of the folder
+        return _main(argv, stack)
 
 
-def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
-    if RENDEZVOUS in os.environ:
+def _main(argv: Sequence[str], stack: contextlib.ExitStack) -> int:
+    launched = RENDEZVOUS in os.environ
+    if launched:
         watch_parent()
     joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     leads = not joins or os.environ["RANK"] == "0"
@@ -41,21 +42,21 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         options = parse(argv, int(os.environ["WORLD_SIZE"]) if joins else None)
         if options.device == "cuda" and not joins:
             _check_gpus(options.world_size)
-        if options.compile != NO_COMPILER and RENDEZVOUS not in os.environ:
+        if options.compile != NO_COMPILER and not launched:
             _check_compiler(options.compile)
-        # A cluster's ranks agree on a folder that was not given once they have joined.
-        # The launcher has made it for the ranks that it started, and holds it.
-        if leads and RENDEZVOUS not in os.environ and (options.out_given or not joins):
-            held.enter_context(_make_folder(options.out))
+        # The launcher has made and locked the folder. Ranks of a cluster agree on a default one
+        # when they have joined.
+        if leads and not launched and (options.out_given or not joins):
+            stack.enter_context(_make_folder(options.out))
     except FinishedError as finished:
         if leads:
             print(finished)
         return 0
     except (OptionsError, ParallelDimsError, ModelError, TextError) as error:
-        # Once on each node of a cluster: one may lack what others have.
-        if not joins or RENDEZVOUS in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-            who = "" if leads else f"rank {os.environ['RANK']}: "
-            print(f"train: error: {who}{_in_option_words(str(error), joins)}", file=sys.stderr)
+        # Once on each node of a cluster, since a file may be missing on one of them.
+        if not joins or launched or os.environ.get("LOCAL_RANK", "0") == "0":
+            rank = "" if leads else f"rank {os.environ['RANK']}: "
+            print(f"train: error: {rank}{_with_option_names(str(error), joins)}", file=sys.stderr)
         return USAGE_STATUS
     if joins or options.reference:
         from .rank import run_rank  # loads torch
@@ -63,27 +64,27 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         return run_rank(options)
     number = options.world_size
     print(f"starting {number} {'process' if number == 1 else 'processes'}", flush=True)
-    words = [*argv, "--out", str(options.out)]
+    argv = [*argv, "--out", str(options.out)]
     if options.device != "cpu" or sys.platform != "linux":
-        status = launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
+        status = launch([sys.executable, str(Path(__file__).resolve().parent), *argv], number)
     else:
         _import_for_ranks(options)
-        status = launch(partial(main, words), number)
+        status = launch(partial(main, argv), number)
     if status not in (0, USAGE_STATUS):
         print(how_to_resume(options), file=sys.stderr)
     return status
 
 
-def _in_option_words(message: str, joins: bool) -> str:
-    """Return a message of hp-mesh with the names of this program's options for its numbers."""
+def _with_option_names(message: str, joins: bool) -> str:
+    """Replace names of hp-mesh in a message by the names of options."""
     names = {"world_size": "WORLD_SIZE" if joins else "procs", "global_batch": "batch-size"}
     names["seq_len"] = "seq-len"
     return re.sub(rf"\b({'|'.join(names)})(?==)", lambda found: names[found[1]], message)
 
 
 def _import_for_ranks(options: Options) -> None:
-    """Import here, once, what each rank needs: most of the time until the first step."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # with threads, this process could not be forked safely
+    """Import what all ranks need once, before the fork. It takes most of the time of a start."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked safely
     import torch._dynamo  # noqa: F401 - what the first step of an optimizer imports
 
     from . import rank  # noqa: F401
@@ -98,7 +99,7 @@ def _check_gpus(processes: int) -> None:
     found = torch.cuda.device_count()
     if found < processes:
         raise OptionsError(
-            f"device=cuda with procs={processes}: each process takes a GPU of its own, and this "
+            f"device=cuda with procs={processes}: each process needs its own GPU, and this "
             f"machine has {counted(found, 'GPU')}; use "
             + (f"--procs {found} or fewer, or " if found > 1 else "--procs 1 or " * found)
             + "--device cpu"
@@ -111,15 +112,15 @@ def _check_compiler(name: str) -> None:
     if name not in torch.compiler.list_backends(exclude_tags=()):
         usual = torch.compiler.list_backends()
         raise OptionsError(
-            f"compile={name} is no compiler of torch's; use {', '.join(usual)}, or aot_eager or "
+            f"compile={name} is not a compiler of torch; use {', '.join(usual)}, or aot_eager or "
             "eager, which generate no code"
         )
 
 
 def _make_folder(out: Path) -> TextIO:
-    """Make the folder of the results; return a file in it that this process and its forks hold.
+    """Make the folder of the results; return a file in it that is locked.
 
-    The system lets go of it with the last of them, however they end.
+    The system releases the lock when this process and its forks have ended.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The training text as tokens: the Python library's source, or files of one's own.
+"""The training text as tokens: source code of Python's library, or files of the user.
 
-Loads no torch, and numpy where there is something to read only.
+Loads no torch, and numpy only when it reads.
 """
 
 import hashlib
@@ -21,22 +21,25 @@ if TYPE_CHECKING:
     Part = NDArray[np.unsignedinteger[Any]]
 
 TEXT_BYTES = 4 * 2**20  # enough for 2048 default steps in one pass, read in some 50 ms
-BYTES = "bytes"  # the tokenizer that takes each byte for a token
+BYTES = "bytes"  # the tokenizer whose tokens are bytes
 TOKEN_DTYPES = ("uint16", "uint32")
 ARRAYS, LINES = (".bin", ".npy"), (".jsonl", ".ndjson")
+_OTHER_KINDS = (
+    f"names of token arrays end in {' or '.join(ARRAYS)}, and --tokenizer {BYTES} takes any bytes"
+)
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-_LOOKED_AT = 2**16  # bytes of a file that decide whether it is text
-_END_TOKENS = 2**22  # at each end of a token array, which are looked at before the run
-_END_BYTES = 2**20  # of each end of a token array, which with its size stand for the whole
+_CHECKED_BYTES = 2**16  # bytes of a file that must be text
+_END_TOKENS = 2**22  # tokens at each end of an array that are checked before the run
+_END_BYTES = 2**20  # bytes at each end of an array, which with its size make its digest
 
 
 class TextError(ValueError):
-    """The text that the run needs is not on this machine, or is not what it should be."""
+    """The text or the tokenizer is missing, or a file has the wrong format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where tokens come from: files or folders, none for the library; who makes them of text."""
+    """Files or folders (none: Python's library), tokenizer, and dtype of ``.bin`` files."""
 
     paths: tuple[Path, ...] = ()
     tokenizer: str | None = None
@@ -45,12 +48,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Tokens in the order of the text, in one part or one per array file.
+    """Tokens in the order of the text.
 
-    ``vocab_size`` is that of the tokenizer, None where the files are tokens and no tokenizer was
-    named; ``largest`` is the largest token at both ends of such files, else 0, and ``bin_dtype``
-    what those of them that do not say it were read as. ``digest`` is a short name for the tokens: a
-    run goes on from a checkpoint of the same ones only.
+    Attributes:
+        parts: One array per token file, or one array for text.
+        digest: Short name of the tokens. A run resumes only from a checkpoint with the same one.
+        vocab_size: Size of the tokenizer. None for token files without a tokenizer.
+        largest: Largest token at both ends of token files, 0 for text.
+        bin_dtype: dtype as which ``.bin`` files were read, None without such files.
+        unit: Name of a token.
     """
 
     parts: "tuple[Part, ...]"
@@ -63,21 +69,25 @@ class Corpus:
 
 @lru_cache(maxsize=1)
 def read_corpus(source: Source) -> Corpus:
-    """Return the tokens of ``source``; arrays are mapped into memory, text is read and encoded.
+    """Return the tokens of a source. Arrays are mapped into memory, text is read and encoded.
 
-    Files with zero bytes are text only if the tokenizer `BYTES` is named. Kept, so that ranks that
-    are forked from a launcher share what it has read. Raises `TextError`
-    for files that are not there or not what their names say, and for an unknown tokenizer.
+    The result is memoized, so that forks of a launcher share it. Files with zero bytes are text
+    only if the tokenizer `BYTES` is given.
+
+    Raises:
+        TextError: A file is missing or has the wrong format, or the tokenizer is unknown.
     """
     import numpy as np
 
     files = list(_files(source.paths)) if source.paths else []
     arrays = [path for path in files if path.suffix in ARRAYS]
     tokenizer = _tokenizer(source.tokenizer)
-    if source.token_dtype is not None and not any(path.suffix == ".bin" for path in files):
+    vocab_size = 256 if tokenizer is None else len(tokenizer)
+    has_bin = any(path.suffix == ".bin" for path in files)
+    if source.token_dtype is not None and not has_bin:
         raise TextError(
-            f"token-dtype={source.token_dtype} without .bin files, the only ones that do not say "
-            "it themselves; leave it out"
+            f"token-dtype={source.token_dtype} without .bin files; leave it out, since other "
+            "files have no dtype or contain it"
         )
     if arrays:
         if others := [path for path in files if path.suffix not in ARRAYS]:
@@ -89,31 +99,33 @@ def read_corpus(source: Source) -> Corpus:
         return Corpus(
             parts=parts,
             digest=_digest_of_arrays(parts),
-            vocab_size=None if source.tokenizer is None else _vocabulary(tokenizer),
+            vocab_size=None if source.tokenizer is None else vocab_size,
             largest=max(map(_largest, parts)),
-            bin_dtype=dtype if any(path.suffix == ".bin" for path in arrays) else None,
+            bin_dtype=dtype if has_bin else None,
             unit="token",
         )
     if tokenizer is None:
-        look = source.tokenizer is None
-        text = b"".join(_bytes_of(path, look) for path in files) if files else read_text()
-        found = np.frombuffer(text, dtype=np.uint8)
-        return Corpus(parts=(found,), digest=digest(text), vocab_size=256)
+        check = source.tokenizer is None
+        text = b"".join(_bytes_of(path, check) for path in files) if files else read_text()
+        tokens = np.frombuffer(text, dtype=np.uint8)
+        return Corpus(parts=(tokens,), digest=digest(text), vocab_size=vocab_size)
     texts = (text for path in files for text in _texts_of(path))
     encoded = _encode(texts if files else [read_text().decode(errors="replace")], tokenizer)
-    return Corpus(
-        parts=(encoded,),
-        digest=digest(encoded.tobytes()),
-        vocab_size=_vocabulary(tokenizer),
-        unit="token",
-    )
+    name = digest(encoded.tobytes())
+    return Corpus(parts=(encoded,), digest=name, vocab_size=vocab_size, unit="token")
 
 
 def read_text(root: Path | None = None, limit: int = TEXT_BYTES) -> bytes:
-    """Return the first ``limit`` bytes of the ``.py`` files under ``root``, joined in path order.
+    """Return the first bytes of the ``.py`` files in a folder, joined in path order.
 
-    ``root`` is this Python's standard library unless given. Tests and installed packages are left
-    out, so that the result depends on the Python version only. Raises `TextError` without files.
+    Without tests and installed packages, so that the result depends only on the Python version.
+
+    Args:
+        root: The folder. Defaults to the standard library of this Python.
+        limit: Number of bytes.
+
+    Raises:
+        TextError: There is no such file.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     text = bytearray()
@@ -122,7 +134,7 @@ def read_text(root: Path | None = None, limit: int = TEXT_BYTES) -> bytes:
         if len(text) >= limit:
             return bytes(text[:limit])
     if not text:
-        raise TextError(f"no .py files under {folder}; this Python ships no library source")
+        raise TextError(f"no .py files in {folder}; this Python has no library source code")
     return bytes(text)
 
 
@@ -137,12 +149,12 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def digest(text: bytes) -> str:
-    """Return a short name for the text; a run goes on from a checkpoint of the same text only."""
+    """Return a short name for the text."""
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that are given, and those below folders in path order, hidden ones not."""
+    """Yield the given files, and the files in given folders, in path order without hidden ones."""
     for path in paths:
         if path.is_file():
             yield path
@@ -156,26 +168,28 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         yield from (path / file for file in seen)
 
 
-def _bytes_of(path: Path, look: bool) -> bytes:
-    """Return a file's bytes; of JSON lines their texts, each with a line's end after it.
+def _bytes_of(path: Path, check: bool) -> bytes:
+    """Return the bytes of a file, or the texts of JSON lines, each with a newline.
 
-    With ``look`` bytes of what is no text are refused.
+    With ``check`` raise for files that are no text, such as archives.
     """
     if path.suffix in LINES:
         return b"".join(text.encode() + b"\n" for text in _texts_of(path))
-    return _check_text(path, _read(path)) if look else _read(path)
+    content = _read(path)
+    if check and b"\0" in content[:_CHECKED_BYTES]:
+        raise TextError(f"{path} is no text (it has zero bytes); {_OTHER_KINDS}")
+    return content
 
 
 def _texts_of(path: Path) -> Iterator[str]:
-    """Yield the documents of a file: those of its JSON lines, or the whole."""
+    """Yield the documents of a file: each line of JSON lines, or the whole file."""
     content = _read(path)
     if path.suffix not in LINES:
         try:
             yield content.decode()
         except UnicodeDecodeError as error:
             raise TextError(
-                f"{path} is no UTF-8 text (byte {error.start}); token arrays are named "
-                f"{' or '.join(ARRAYS)}, and --tokenizer {BYTES} takes any bytes"
+                f"{path} is no UTF-8 text (byte {error.start}); {_OTHER_KINDS}"
             ) from error
         return
     for number, line in enumerate(content.splitlines(), 1):
@@ -198,16 +212,6 @@ def _texts_of(path: Path) -> Iterator[str]:
         yield text
 
 
-def _check_text(path: Path, content: bytes) -> bytes:
-    """Return a file's content unless it looks like no text, as archives and tables do."""
-    if b"\0" in content[:_LOOKED_AT]:
-        raise TextError(
-            f"{path} is no text (it has zero bytes); token arrays are named {' or '.join(ARRAYS)}, "
-            f"and --tokenizer {BYTES} takes any bytes"
-        )
-    return content
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -223,7 +227,7 @@ def _tokens_of(path: Path, dtype: str) -> "Part":
         if path.suffix == ".npy":
             found = np.load(path, mmap_mode="r", allow_pickle=False)
         elif os.path.getsize(path) % np.dtype(dtype).itemsize:
-            raise ValueError(f"{os.path.getsize(path)} bytes are no row of {dtype}")
+            raise ValueError(f"{os.path.getsize(path)} bytes are not a multiple of {dtype}")
         else:
             found = np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, EOFError) as error:
@@ -240,12 +244,12 @@ def _tokens_of(path: Path, dtype: str) -> "Part":
 
 
 def _largest(part: "Part") -> int:
-    """Return the largest token at the ends of an array; a step looks at those that it takes."""
+    """Return the largest token at the ends of an array. Each step checks its own tokens."""
     return int(max(part[:_END_TOKENS].max(), part[-_END_TOKENS:].max()))
 
 
 def _digest_of_arrays(parts: "Sequence[Part]") -> str:
-    """Return a short name that does not take reading all: sizes, and both ends of each array."""
+    """Return a short name made of sizes and both ends of each array, not of all tokens."""
     found = hashlib.sha256()
     for part in parts:
         ends = _END_BYTES // part.dtype.itemsize
@@ -255,16 +259,14 @@ def _digest_of_arrays(parts: "Sequence[Part]") -> str:
 
 
 def _tokenizer(name: str | None) -> Any:
-    """Return a tokenizer of transformers that is on this machine, None for bytes."""
+    """Return a tokenizer of transformers from this machine, None for bytes."""
     if name in (None, BYTES):
         return None
     if find_spec("transformers") is None:
         raise TextError(
             f"tokenizer={name} needs transformers: pip install transformers, or use {BYTES}"
         )
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # ranks are forked from a process without threads
-    )
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process with threads cannot be forked
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -280,15 +282,11 @@ def _tokenizer(name: str | None) -> Any:
         ) from error
 
 
-def _vocabulary(tokenizer: Any) -> int:
-    return 256 if tokenizer is None else len(tokenizer)
-
-
 def _encode(texts: "Iterator[str] | Sequence[str]", tokenizer: Any) -> "Part":
-    """Return the tokens of all texts, each with the end of text after it where there is one."""
+    """Return the tokens of all texts, each followed by the end-of-text token, if any."""
     import numpy as np
 
-    kind = np.dtype(TOKEN_DTYPES[_vocabulary(tokenizer) > 2**16])
+    kind = np.dtype(TOKEN_DTYPES[len(tokenizer) > 2**16])
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = [
         np.array([*tokenizer.encode(text, add_special_tokens=False), *end], dtype=kind)

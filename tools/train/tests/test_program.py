@@ -79,7 +79,7 @@ def test_an_unknown_compiler_is_one_line_that_names_the_known(
 ) -> None:
     out = tmp_path / "out"
     line = _refusal(capsys, "--compile", "nosuch", "--out", str(out))
-    assert line.startswith("train: error: compile=nosuch is no compiler of torch's; use ")
+    assert line.startswith("train: error: compile=nosuch is not a compiler of torch; use ")
     assert {"inductor", "eager", "aot_eager"} <= set(re.findall(r"\w+", line))
     assert not out.exists()
 

@@ -196,7 +196,7 @@ def test_a_comparison_that_was_cut_off_says_how_far_it_came(
     report.reference_step(_result(1, 5.0))
     report.finish()
     printed = capsys.readouterr().out
-    assert re.search(r"compared +1 of 2 steps: SIGTERM came", printed)
+    assert re.search(r"compared +1 of 2 steps, then SIGTERM", printed)
     assert re.search(r"largest difference +0\.0e\+00", printed)
 
 

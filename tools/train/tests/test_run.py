@@ -379,7 +379,7 @@ def test_what_is_left_after_the_last_step_is_made_though_the_run_is_told_to_end(
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["reference_max_rel_diff"] < 1e-12
-    assert "1 of 2 steps: SIGTERM came" in done.stdout
+    assert "1 of 2 steps, then SIGTERM" in done.stdout
     assert str(out / "checkpoint") in done.stdout
     assert (out / "loss.png").is_file()
 
