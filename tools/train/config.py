@@ -1,4 +1,4 @@
-"""The model's and the run's numbers, without torch."""
+"""Configurations of model and training. Needs no torch."""
 
 import json
 import math
@@ -14,18 +14,18 @@ from hp_mesh import ModelShape, ParallelDimsError
 # number for torch: these seeds leave room for SEED_STRIDE passes.
 SEED_STRIDE = 1_000_003
 SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
-# The words of transformers' plans of tensor parallelism that are known here.
+# Styles in the tensor parallel plans of transformers that are supported here.
 TP_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample of so many, and no more than so many
-# Words in the names of transformers' numbers of what is random in training, and the first words of
-# those of heads that no causal language model has.
+HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample in 20, at most 512
+# Parts of the names of dropout probabilities in transformers, and prefixes of those that a causal
+# language model does not use.
 _RANDOM, _OTHER_HEADS = ("drop", "jitter"), ("classifier", "summary")
 CATALOGUE = Path(__file__).parent / "catalogue"
 BUILT_IN = "built-in"  # the model type of configurations of this trainer's own model
 
 
 def held_out_samples(samples: int) -> int:
-    """Return how many samples at the end of the text are for evaluation, where there is any."""
+    """Return how many samples at the end of the text are held out for evaluation."""
     return min(max(1, samples // HELD_OUT_SHARE), MOST_HELD_OUT)
 
 
@@ -33,9 +33,8 @@ def held_out_samples(samples: int) -> int:
 class ModelConfig:
     """The shape of the language model; names follow the Hugging Face configurations.
 
-    Every second block has a mixture of ``num_experts`` experts of width ``moe_intermediate_size``
-    in the place of the feed-forward network of width ``intermediate_size``; none has, without
-    experts.
+    Every second block has ``num_experts`` experts of width ``moe_intermediate_size`` instead of a
+    feed-forward network of width ``intermediate_size``. With 0 experts no block has them.
     """
 
     vocab_size: int = 256
@@ -63,7 +62,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """Return the sizes from which the work of a step follows."""
+        """Return the sizes that determine FLOPs and memory."""
         sparse = sum(map(self.has_experts, range(self.num_hidden_layers)))
         return ModelShape(
             layers=self.num_hidden_layers,
@@ -82,12 +81,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What a step consumes and how it updates, equal whatever the degrees are.
+    """Batch and optimizer, equal for all degrees.
 
-    A step takes ``batch_size`` samples of ``seq_len`` tokens, in ``accumulate`` parts one after
-    another. The learning rate rises linearly over ``warmup_steps``. Then it stays, so that it does
-    not depend on how many steps a run has; or, with ``decay_steps``, it falls like a cosine to
-    ``least_rate`` of itself at that step, and stays there.
+    A step takes ``batch_size`` samples of ``seq_len`` tokens, in ``accumulate`` microbatches. The
+    learning rate rises linearly over ``warmup_steps``. Then it is constant, so that it does not
+    depend on the number of steps. With ``decay_steps`` it falls along a cosine to ``least_rate``
+    times its peak at that step, and is constant afterwards.
     """
 
     seed: int = 0
@@ -112,15 +111,17 @@ class TrainConfig:
 
 
 class ModelError(ValueError):
-    """There is no model of that name, or its configuration is not one."""
+    """The model is unknown, or its configuration is wrong or not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """A model of Hugging Face transformers: what is in its configuration file.
+    """Configuration of a model of Hugging Face transformers.
 
-    ``numbers`` are all of the library's, those that the file leaves out among them; ``tp_plan`` is
-    how it cuts its layers: words by the names of modules.
+    Attributes:
+        fields: Content of the configuration file.
+        numbers: The same with the library's defaults.
+        tp_plan: The library's tensor parallel plan: a style for each pattern of module names.
     """
 
     fields: Mapping[str, Any]
@@ -129,9 +130,9 @@ class TransformersConfig:
 
     @property
     def shape(self) -> ModelShape | None:
-        """Return the sizes from which the work of a step follows; None if it cannot be estimated.
+        """Return the sizes that determine FLOPs and memory, None if hp-mesh cannot estimate them.
 
-        So it is for models with state-space layers, for example. Training needs no estimate.
+        It cannot for models with state-space layers, for example. Training needs no estimate.
         """
         try:
             return ModelShape.from_config(self.numbers)
@@ -140,10 +141,10 @@ class TransformersConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens that the model knows.
+        """Return the size of the vocabulary.
 
         Raises:
-            ModelError: The configuration does not say it.
+            ModelError: The configuration does not have it.
         """
         numbers = {**self.numbers, **(self.numbers.get("text_config") or {})}
         size = numbers.get("vocab_size")
@@ -153,7 +154,7 @@ class TransformersConfig:
 
     @property
     def dropouts(self) -> dict[str, float]:
-        """Return the probabilities of what is random in training, by their names, but zeros."""
+        """Return the dropout probabilities and router noise above 0, by their names."""
         numbers = {**self.numbers, **(self.numbers.get("text_config") or {})}
         return {
             name: value
@@ -163,7 +164,7 @@ class TransformersConfig:
         }
 
     def with_vocabulary(self, size: int) -> "TransformersConfig":
-        """Return the same model for another number of tokens."""
+        """Return the same model with another vocabulary size."""
         fields, numbers = ({**known, "vocab_size": size} for known in (self.fields, self.numbers))
         for known in (fields, numbers):
             if "text_config" in known:
@@ -175,10 +176,13 @@ AnyModelConfig = ModelConfig | TransformersConfig
 
 
 def read_model(name: str | None) -> AnyModelConfig:
-    """Return the configuration of a JSON file, of a name in the catalogue, or the built-in one.
+    """Return the configuration in a JSON file or in the catalogue, or the default one.
 
-    A file whose ``model_type`` is `BUILT_IN` has fields of `ModelConfig`, and others are for
-    transformers, which must be installed and know them. Raises `ModelError`.
+    A file whose ``model_type`` is `BUILT_IN` has fields of `ModelConfig`. Others are configurations
+    of transformers, which must be installed.
+
+    Raises:
+        ModelError: The name is unknown or the configuration is wrong.
     """
     if name is None:
         return ModelConfig()
@@ -237,7 +241,7 @@ def _of_transformers(name: str, kind: str, found: Mapping[str, Any]) -> Transfor
     if not getattr(made, "is_decoder", True):
         raise ModelError(
             f"model={name} is a {kind} with is_decoder=False, which sees the tokens that it is to "
-            "foretell; use is_decoder=true where the library has it, or another model"
+            "predict; use is_decoder=true if the library supports it, or another model"
         )
     fields = {"model_type": kind, **found}
     plan = getattr(made, "base_model_tp_plan", None) or {}

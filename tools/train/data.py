@@ -1,4 +1,4 @@
-"""Batches of tokens: one seeded order of samples, whatever the degrees are."""
+"""Batches of tokens in one seeded order, which does not depend on the degrees."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ IGNORED = -100  # the label that torch's cross entropy leaves out
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's samples ``[batch, seq]``: tokens, labels not yet shifted, and samples consumed."""
+    """The samples of a step: tokens and unshifted labels ``[batch, seq]``, and samples consumed."""
 
     tokens: Tensor
     labels: Tensor
@@ -27,11 +27,17 @@ class Batch:
 
 
 class Samples:
-    """Tokens cut into samples of ``seq_len``, in a new seeded order every pass.
+    """Samples of equal length, in a new seeded order for each pass over the text.
 
-    ``text`` is bytes, each a token, or arrays of tokens, whose ends that fill no sample are left
-    out. With ``held_out`` the last samples (see `held_out_samples`) are never trained on. A batch
-    with a token of ``vocab_size`` or more raises `TextError`, on all ranks: each reads all of it.
+    A batch with a token of ``vocab_size`` or more raises `TextError` on all ranks, since each reads
+    the whole batch.
+
+    Args:
+        text: Bytes, each a token, or arrays of tokens. Ends that fill no sample are left out.
+        seq_len: Tokens per sample.
+        seed: Seed of the order.
+        held_out: Reserve the last samples (see `held_out_samples`) for evaluation.
+        vocab_size: Vocabulary size of the model, if tokens are to be checked.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class Samples:
         return self._padded(rows.tolist(), size, consumed)
 
     def held_out(self, size: int) -> Iterator[Batch]:
-        """Yield batches of ``size`` of what is held out, in the order of the text."""
+        """Yield batches of held-out samples in the order of the text."""
         every = range(len(self), len(self) + self._held_out)
         for start in range(0, len(every), size):
             yield self._padded(every[start : start + size], size, start)
@@ -82,7 +88,7 @@ class Samples:
         rows = torch.stack([self._row(sample) for sample in samples])
         if self._vocab_size is not None and int(rows.max()) >= self._vocab_size:
             raise TextError(
-                f"data has the token {int(rows.max())}, and the model vocab-size="
+                f"data has the token {int(rows.max())}, but the model has vocab-size="
                 f"{self._vocab_size}; give a larger one, or the tokenizer of the data"
             )
         padding = (size - len(rows), self._seq_len)

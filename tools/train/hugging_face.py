@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, built, called and spread as the built-in one is."""
+"""Models of Hugging Face transformers: build, call and parallelize them."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -30,17 +30,17 @@ def build_transformers(
     device: torch.device | str = "cpu",
     parts: int = 1,
 ) -> nn.Module:
-    """Return the model with initial values that depend on ``seed`` and each parameter's name only.
+    """Return the model. Initial values depend only on the seed and each parameter's name.
 
-    What the library starts with one value, as norms and biases, keeps it; the rest is normal with
-    the deviation ``initializer_range`` of the configuration. Each of a batch's ``parts`` adds the
-    auxiliary loss of its own tokens, so that their mean is the batch's.
+    Parameters that the library initializes with one value, such as norms and biases, keep it. All
+    others are normal with the deviation ``initializer_range`` of the configuration. The weight of
+    the auxiliary loss is divided by ``parts``, the number of microbatches, each of which adds it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     library: Any = AutoConfig.for_model(**config.fields)
     factory: Any = AutoModelForCausalLM
-    # The library's other ways to compute experts need torch's grouped product, without float64.
+    # Other implementations use torch's grouped matmul, which does not support float64.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     try:
         made: Any = factory.from_config(library, dtype=torch.float32, **eager)
@@ -61,15 +61,15 @@ def build_transformers(
 
 
 def forward_alone(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return logits ``[batch, seq, vocab]`` of whole sequences ``[batch, seq]``."""
+    """Return logits ``[batch, seq, vocab]`` of unsharded sequences ``[batch, seq]``."""
     return _logits_of(model, model(input_ids=tokens, use_cache=False))
 
 
 def spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Cut the matrices of layers over ``mesh`` with torch's styles, as the library's plan says.
+    """Shard the matrices of layers over a mesh with torch's styles, following the library's plan.
 
-    Between them, and in the embedding and the head, every rank has the whole. Norms of single heads
-    see the heads of their rank: their gradients are sums over ranks.
+    Activations between layers, the embedding and the head are replicated. Norms of single heads get
+    the heads of their rank, so their gradients are summed over ranks.
     """
     heads = SequenceParallel(sequence_dim=2, use_local_output=True)
     styles = dict(zip(TP_STYLES, (ColwiseParallel(), RowwiseParallel(), heads), strict=True))
@@ -80,10 +80,10 @@ def spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -
 def spread_experts(
     model: nn.Module, mesh: DeviceMesh, token_axes: AxisMesh, *, collectives: Collectives
 ) -> list[nn.Module]:
-    """Put each rank's experts on it; return the modules of experts.
+    """Distribute experts over a mesh; return the modules of experts.
 
-    Where nothing is to be spread, experts are left to the library, unless it computes an auxiliary
-    loss of them, which is then that of the tokens on all ranks of ``token_axes``.
+    On one rank the library computes the experts, unless it has an auxiliary loss. That is computed
+    from the tokens on all ranks of ``token_axes``.
     """
     if mesh.size() == 1 and not _is_balanced(model):
         return []
@@ -99,7 +99,7 @@ def spread_attention(
     ulysses_degree: int,
     collectives: Collectives,
 ) -> Forward:
-    """Let the attention span the ranks of ``mesh``; return how to call the model on their parts."""
+    """Enable context parallelism; return the function that calls the model with sharded tokens."""
     context_parallel(
         model, mesh, layout=layout, ulysses_degree=ulysses_degree, collectives=collectives
     )
@@ -136,7 +136,7 @@ def _logits_of(model: Any, output: Any) -> Tensor:
 
 
 class _AddGradients(torch.autograd.Function):
-    """A tensor as it is; backward is that of a loss beside it too, which nobody has to add."""
+    """Identity whose backward also runs the backward of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one step is, and the loop over steps; the same code with and without a mesh."""
+"""One training step and the evaluation; the same code with and without a mesh."""
 
 import math
 import time
@@ -27,10 +27,17 @@ MOST_SKIPPED = 10  # steps in a row whose gradients are not finite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step, counted from 1: the loss of the whole batch in nats per token, before the update.
+    """The results of one step.
 
-    ``samples`` have been consumed by then, ``tokens`` by this step: fewer at the end of the text.
-    ``eval_loss`` is that of the held-out text after the update, None where none was asked for.
+    Attributes:
+        step: Its number, from 1.
+        loss: Mean loss of the batch before the update, in nats per token.
+        grad_norm: Norm of all gradients before clipping.
+        learning_rate: Learning rate of the update.
+        samples: Samples consumed by the run so far.
+        tokens: Tokens consumed by this step; fewer at the end of the text.
+        seconds: Duration of the step.
+        eval_loss: Loss of held-out text after the update, None if it was not computed.
     """
 
     step: int
@@ -44,17 +51,22 @@ class StepResult:
 
 
 class Diverged(ArithmeticError):
-    """So many steps in a row had gradients that are not finite that no other can be expected."""
+    """The gradients of `MOST_SKIPPED` steps in a row were not finite."""
 
 
 class Trainer:
-    """A model, its optimizer, and how far the run is (`step`, `samples` consumed).
+    """A model, its optimizer, and the progress of the run (`step`, `samples` consumed).
 
-    With a ``mesh`` the model is what `parallelize` returned on it, and every rank gets the same
-    whole batches and takes its part of them; without one this is the plain single-process run,
-    which computes in ``compute_dtype`` as sharded modules do: weights are cast where they are used.
-    ``forward`` calls the model with tokens and positions for logits. With a ``pipeline`` that runs
-    it, ``model`` holds the parts of all stages of this rank.
+    Args:
+        model: The model, after `parallelize` if there is a mesh. With a pipeline, the parts of all
+            stages of this rank.
+        config: Batch and optimizer.
+        mesh: All ranks get the same batches, and each takes its part. None for one process.
+        device: Device of the model.
+        collectives: Collectives of the sums over ranks.
+        forward: Calls the model with tokens and positions, returns logits.
+        compute_dtype: Without a mesh, the dtype to which weights are cast when they are used.
+        pipeline: Runs the stages of this rank.
     """
 
     def __init__(
@@ -74,7 +86,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, config)
         self.step = 0
         self.samples = 0
-        self.skipped = 0  # steps in a row whose gradients were not finite, up to the last
+        self.skipped = 0  # latest steps in a row whose gradients were not finite
         self.mesh = mesh
         self.device = torch.device(device)
         self._collectives = TorchCollectives() if collectives is None else collectives
@@ -91,8 +103,8 @@ class Trainer:
     def gradients(self, batch: Batch) -> float:
         """Add the gradients of the batch's mean loss to the parameters and return that loss.
 
-        Takes the batch in ``config.accumulate`` parts, of the same rows whatever the degrees are.
-        Communicates what the packages do, the number of labels and the loss over ``loss``.
+        Splits the batch into ``config.accumulate`` microbatches, of the same rows for all degrees.
+        All-reduces the number of labels and the loss over ``loss``.
         """
         self._seed_noise()
         parts = [self._part(part) for part in _split(batch, self.config.accumulate)]
@@ -117,10 +129,15 @@ class Trainer:
         return self._sum_over("loss", whole).item()
 
     def update(self) -> float:
-        """Clip the gradients, step the optimizer, drop the gradients; return the norm before.
+        """Clip the gradients, step the optimizer, drop the gradients.
 
-        Gradients whose norm is not finite change nothing: all ranks have that norm. Raises
-        `Diverged` for the last of `MOST_SKIPPED` such calls in a row.
+        If the norm, which all ranks have, is not finite, the parameters do not change.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            Diverged: It was not finite in `MOST_SKIPPED` calls in a row.
         """
         parameters, max_norm = self.model.parameters(), self.config.max_norm
         if self.mesh is None:
@@ -170,13 +187,13 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, data: Samples) -> float:
-        """Return the mean loss of what ``data`` holds out, in nats per token.
+        """Return the mean loss of the held-out samples, in nats per token.
 
-        Communicates what forwards do, and the sum of the loss and of labels over ``loss``.
+        All-reduces the sums of losses and labels over ``loss``.
         """
         self.model.eval()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        # A pipeline takes as many parts as in a step; else a batch is one of them.
+        # A pipeline runs as many microbatches as in a step. Else a batch is one microbatch.
         parts = self.config.accumulate if self.pipeline is None else 1
         for batch in data.held_out(self.config.batch_size // parts):
             tokens, labels = self._part(batch)
@@ -187,14 +204,14 @@ class Trainer:
             sums += torch.stack([loss.double(), _count(labels)])
         self.model.train()
         loss, count = self._sum_over("loss", sums)
-        # Each stage counts the labels, but the last one alone has losses.
+        # Each stage counts the labels, but only the last one has losses.
         mean: float = (self._sum_over("pp", loss.clone()) / count).item()
         return mean
 
     def _seed_noise(self) -> None:
-        """Seed torch for one step: dropout is another on ranks with other tokens or layers.
+        """Seed torch for one step, so that dropout differs on ranks with other tokens or layers.
 
-        It is the same on ranks of ``tp``, and in a run that goes on from a checkpoint.
+        It is equal on the ranks of ``tp``, and in a resumed run.
         """
         key = [self.config.seed, self.step]
         if self.mesh is not None:
@@ -210,16 +227,16 @@ class Trainer:
         return cast(Tensor, functional_call(called, weights, (tokens, self._positions)))
 
     def _sum_over(self, name: str, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over an axis: ``loss``, of parts of the batch, or ``pp``."""
+        """Return the sum of a tensor over the axis ``loss`` (parts of a batch) or ``pp``."""
         if self.mesh is None or self.mesh[name].size() == 1:
             return value
         (whole,) = self._collectives.all_reduce(Axis.of(self.mesh[name]), [value]).wait()
         return whole
 
     def _part(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return this rank's tokens and labels: its rows, then its part of their sequence."""
+        """Return this rank's rows and, of these, its part of the sequence: tokens and labels."""
         tokens = batch.tokens.to(self.device)
-        # A label may lie in another rank's part of the sequence: shift first, cut then.
+        # A label may be in another rank's part of the sequence, so shift before sharding.
         labels = shift_labels(batch.labels.to(self.device))
         if self.mesh is None:
             return tokens, labels
@@ -230,7 +247,7 @@ class Trainer:
 
 
 class _Called(nn.Module):
-    """A model and how it is called, so that its weights can be replaced for one call."""
+    """A model with the function that calls it, for `functional_call`."""
 
     def __init__(self, model: nn.Module, call: Forward) -> None:
         super().__init__()
@@ -248,7 +265,7 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
 
 
 def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed loss of all labels that count, in float32 at least."""
+    """Return the sum of the losses of all labels that are not ignored, in float32 or float64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -260,7 +277,7 @@ def _count(labels: Tensor) -> Tensor:
 
 
 def largest_of_ranks(value: int, mesh: ParallelMesh, device: torch.device) -> int:
-    """Return the largest ``value`` of all ranks: an all-reduce over ``loss``, ``tp`` and ``pp``."""
+    """Return the largest ``value`` of all ranks: all-reduces over ``loss``, ``tp`` and ``pp``."""
     largest = torch.tensor(value, device=device)
     for name in ("loss", "tp", "pp"):
         TorchCollectives().all_reduce(Axis.of(mesh[name]), [largest], op="max").wait()
@@ -268,7 +285,7 @@ def largest_of_ranks(value: int, mesh: ParallelMesh, device: torch.device) -> in
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return torch's AdamW, which lets matrices decay, and not norms and biases.
+    """Return torch's AdamW, with weight decay of matrices, not of norms and biases.
 
     Of a sharded model each flat shard is updated as one tensor. What does not decay is updated in
     a group per mesh: torch's kernels over lists of DTensors want all of one list on one mesh.
@@ -280,7 +297,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         "fused": True,
     }
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        for parameter in _vectors(model):  # a flat optimizer takes what trains when it is made
+        for parameter in _vectors(model):  # it takes all that require gradients
             parameter.requires_grad_(False)
         optimizer: torch.optim.Optimizer = sharded_optimizer(torch.optim.AdamW, model, **decayed)
         for parameter in _vectors(model):
@@ -299,6 +316,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def _vectors(model: nn.Module) -> list[nn.Parameter]:
-    """Return norms and biases; those of experts are a matrix, a row for each."""
+    """Return norms and biases. Biases of experts are matrices with one row per expert."""
     named = model.named_parameters()
     return [p for name, p in named if p.ndim < 2 or name.rpartition(".")[2].endswith("bias")]

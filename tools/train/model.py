@@ -1,4 +1,4 @@
-"""A decoder-only mixture-of-experts language model that knows nothing of parallelism.
+"""A decoder-only mixture-of-experts language model without parallelism.
 
 Its parts are those of LLaMA (arXiv 2302.13971, section 2.2): RMSNorm (arXiv 1910.07467), rotary
 positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query attention
@@ -19,7 +19,7 @@ from hp_ep import MoE
 from .config import ModelConfig
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""A model, tokens and positions ``[seq]`` in, logits ``[batch, seq, vocab]`` out."""
+"""Takes a model, tokens and positions ``[seq]``; returns logits ``[batch, seq, vocab]``."""
 
 
 class CoreAttention(nn.Module):
@@ -35,7 +35,7 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; as many heads as its projections hold."""
+    """Causal grouped-query attention. The number of heads follows from the projections."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.core = CoreAttention()
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Return ``[batch, seq, hidden]`` from the same, at ``position_ids`` ``[seq]``."""
+        """Return ``[batch, seq, hidden]`` for the same shape, at ``position_ids`` ``[seq]``."""
         query, key, value = (self._heads(project(x)) for project in (self.wq, self.wk, self.wv))
         query, key = (rotate(t, position_ids, self.rope_theta) for t in (query, key))
         out: Tensor = self.core(query, key, value, is_causal=True, enable_gqa=True)
@@ -62,12 +62,12 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
-    """Return ``x`` ``[batch, heads, seq, head_dim]`` turned by rotary positions ``[seq]``.
+    """Rotate ``x`` ``[batch, heads, seq, head_dim]`` by rotary positions ``[seq]``.
 
     The two halves of a head hold the two coordinates of each plane (arXiv 2104.09864, section 3.4).
     """
     half = x.shape[-1] // 2
-    precise = torch.promote_types(x.dtype, torch.float32)  # bfloat16 cannot count to 300
+    precise = torch.promote_types(x.dtype, torch.float32)  # bfloat16 cannot represent all positions
     exponents = torch.arange(half, dtype=precise, device=x.device) / half
     angles = position_ids.to(precise)[:, None] * theta**-exponents
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -85,12 +85,12 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``w2(silu(w1 x) * w3 x)``, shape kept."""
+        """Return ``w2(silu(w1 x) * w3 x)``, of the same shape."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network or a mixture of experts, each around a residual."""
+    """Attention, then a feed-forward network or a mixture of experts, each with a residual."""
 
     def __init__(self, config: ModelConfig, *, experts: bool) -> None:
         super().__init__()
@@ -110,16 +110,16 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Return ``[batch, seq, hidden]`` from the same."""
+        """Return ``[batch, seq, hidden]`` for the same shape."""
         x = x + self.attention(self.attention_norm(x), position_ids)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class LanguageModel(nn.Module):
-    """Tokens in, logits of the next token out; or a stage of that, which lacks some of its parts.
+    """Takes tokens and returns logits of the next token; or a pipeline stage of that.
 
-    A stage without embedding takes what the layers before it give, one without head gives what its
-    last layer gives. Its parts have the names that they have in the whole model.
+    A stage without embedding takes hidden states, a stage without head returns them. Parameters
+    have the same names as in the unsplit model.
     """
 
     embedding: nn.Embedding | None
@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.position_ids: Tensor | None = None  # of calls that give none, as a pipeline's
+        self.position_ids: Tensor | None = None  # of calls without positions, such as a pipeline's
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
         self.blocks = nn.ModuleDict(
@@ -141,7 +141,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return logits ``[batch, seq, vocab]`` of tokens ``[batch, seq]`` at ``[seq]``."""
+        """Return logits ``[batch, seq, vocab]`` of tokens ``[batch, seq]``."""
         position_ids = self.position_ids if position_ids is None else position_ids
         if self.embedding is not None:
             x = self.embedding(x)
@@ -150,7 +150,7 @@ class LanguageModel(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def stage(self, layers: Collection[int]) -> "LanguageModel":
-        """Return the part of these layers, which shares them with this model."""
+        """Return a stage with these layers, which it shares with this model."""
         with torch.device("meta"):
             part = LanguageModel(replace(self.config, num_hidden_layers=0))
         part.config = self.config
@@ -172,10 +172,10 @@ def build_model(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> LanguageModel:
-    """Return the model with initial values that depend on ``seed`` and each parameter's name only.
+    """Return the model. Initial values depend only on the seed and each parameter's name.
 
-    Norms start at one; matrices are normal with a deviation of one over the root of their width,
-    smaller by ``sqrt(2 * layers)`` where they write to the residual stream (GPT-2, section 2.3).
+    Norms start at one. Matrices are normal with a deviation of one over the root of their width,
+    divided by ``sqrt(2 * layers)`` if they write to the residual stream (GPT-2, section 2.3).
     """
     model = LanguageModel(config).to(device, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5

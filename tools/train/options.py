@@ -47,9 +47,10 @@ DEFAULT_STEPS = 60
 DEFAULT_DEGREES = {"dp_shard": 2, "cp": 2, "ep": 4}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 SCHEDULES = {"1f1b": 1, "interleaved": 2}  # of pipelines: the fewest stages of a rank
-COMM_TIMEOUT = 300.0  # seconds
+COMM_TIMEOUT = 300  # seconds
 DTYPES = ("float64", "float32", "bfloat16")
 NO_COMPILER = "none"
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X", str: "NAME", Path: "DIR"}
 PADDED_VOCABULARY = 64  # a tokenizer's size is rounded up to a multiple, so that tp can divide it
 
 
@@ -62,19 +63,17 @@ class Option:
             name gets the value.
         help: Help text. The default is appended if it does not depend on other options.
         type: Converts the value; `bool` makes a flag without a value.
-        metavar: Placeholder of the value in the help text.
+        metavar: Placeholder of the value in the help text, if not that of its type.
         choices: Legal values, if they can be listed.
         least: Smallest legal number.
         most: Largest legal number. Infinity itself is illegal.
-        above_least: ``least`` is illegal, too.
+        positive: All numbers above 0 are legal, whatever ``least`` is.
         nargs: As in argparse.
         const: Value if the option is given without one.
         default: Value if the option is not given. None if it depends on other options.
         on_resume: ``"inherit"``: unless it is given, a resumed run takes the value from the
             checkpoint. ``"same"``: so it does, and another value is an error. ``"new"``: the
             checkpoint does not store it.
-        changes_updates: The value changes the updates of the model, so that the earlier steps
-            cannot be compared if it changes on resume.
         keeps_comparison: The run without options is compared with one process, also if this
             option is given.
         per_rank: Ranks may have different values, as they may have different paths.
@@ -83,16 +82,15 @@ class Option:
     name: str
     help: str
     type: Callable[[str], Any] = int
-    metavar: str = "N"
+    metavar: str | None = None
     choices: Collection[str] | None = None
     least: int = 1
     most: float = math.inf
-    above_least: bool = False
+    positive: bool = False
     nargs: str | None = None
     const: Any = None
     default: Any = None
     on_resume: Literal["inherit", "same", "new"] = "inherit"
-    changes_updates: bool = False
     keeps_comparison: bool = False
     per_rank: bool = False
 
@@ -114,7 +112,7 @@ class Option:
             group.add_argument(
                 flag,
                 type=self.type,
-                metavar=None if self.choices else self.metavar,
+                metavar=None if self.choices else self.metavar or _METAVARS[self.type],
                 choices=self.choices,
                 nargs=self.nargs,
                 const=self.const,
@@ -125,15 +123,15 @@ class Option:
         """Raise `OptionsError` for a number out of range."""
         if self.type not in (int, float) or value is None:
             return
-        least = self.least < value if self.above_least else self.least <= value
-        if least and value <= self.most and value != math.inf:
+        enough = value > 0 if self.positive else value >= self.least
+        if enough and value <= self.most and value != math.inf:
             return
         if self.most < math.inf:
             legal = f"{self.least} to {self.most}"
         elif self.type is int:
             legal = f"{self.least} or more"
         else:
-            legal = f"a finite number {'above' if self.above_least else 'of at least'} {self.least}"
+            legal = f"a finite number {'above 0' if self.positive else f'of at least {self.least}'}"
         raise OptionsError(f"{self.flag}={value} is out of range; use {legal}")
 
 
@@ -142,8 +140,8 @@ _RUN = (
     Option(
         "steps",
         f"last step (default {DEFAULT_STEPS}; with --resume DIR, {DEFAULT_STEPS} more steps)",
-        keeps_comparison=True,
         on_resume="new",
+        keeps_comparison=True,
     ),
     Option(
         "seed",
@@ -160,7 +158,6 @@ _RUN = (
         "out",
         "folder for the results (default runs/<time>)",
         Path,
-        "DIR",
         on_resume="new",
         keeps_comparison=True,
     ),
@@ -169,30 +166,21 @@ _RUN = (
         "start from the last checkpoint in the folder DIR of a run, or from the checkpoint DIR, "
         f"and write to a new folder; {AUTO}: continue in --out if it has a checkpoint",
         Path,
-        "DIR",
         on_resume="new",
     ),
-    Option(
-        "checkpoint_every", "save a checkpoint every N steps, in the background, and at the end"
-    ),
+    Option("checkpoint_every", "save a checkpoint every N steps in the background, and at the end"),
     Option("keep", "number of latest checkpoints to keep", default=1, per_rank=True),
     Option(
         "comm_timeout",
         "how long a rank waits for another one before the run ends; at least "
-        f"{COMM_TIMEOUT:g} until the end of the first step",
+        f"{COMM_TIMEOUT} until the end of the first step",
         float,
         "SECONDS",
         most=1_000_000,
         default=COMM_TIMEOUT,
         per_rank=True,
     ),
-    Option(
-        "profile",
-        "write a torch.profiler trace of steps A to B on each rank",
-        str,
-        "A:B",
-        on_resume="new",
-    ),
+    Option("profile", "write a torch.profiler trace of steps A to B", str, "A:B", on_resume="new"),
     Option("reference", "train on one process, without parallelism", bool, on_resume="new"),
     Option(
         "compare",
@@ -220,18 +208,11 @@ _DATA = (
         f"{BYTES} (default), or a tokenizer.json, a folder or a name that transformers finds on "
         "this machine",
         str,
-        "NAME",
     ),
     Option(
         "token_dtype", f"dtype of .bin files (default {TOKEN_DTYPES[0]})", str, choices=TOKEN_DTYPES
     ),
     Option("seq_len", "tokens per sample", least=2, default=_TRAIN.seq_len),
-    Option(
-        "batch_size",
-        "samples per step, over all ranks",
-        default=_TRAIN.batch_size,
-        changes_updates=True,
-    ),
 )
 _MODEL = (
     Option(
@@ -239,56 +220,16 @@ _MODEL = (
         "configuration of a transformers model: a JSON file or a name in tools/train/catalogue "
         "(default: the built-in mixture of experts)",
         str,
-        "NAME",
     ),
     Option("vocab_size", "vocabulary size (default: the tokenizer's, rounded up)", least=2),
     Option(
         "dtype",
-        "dtype of weights and computation (default float32 on CUDA; float64 on the CPU, where "
-        "rounding to float32 would change which experts tokens select); bfloat16 is for "
-        "computation: weights, gradient sums and optimizer states are float32",
+        "dtype of weights and computation (default float64 on the CPU, float32 on CUDA); with "
+        "bfloat16, weights, gradient sums and optimizer states are float32",
         str,
         choices=DTYPES,
         on_resume="same",
     ),
-    Option(
-        "lr",
-        "peak learning rate",
-        float,
-        "RATE",
-        least=0,
-        above_least=True,
-        default=_TRAIN.learning_rate,
-        changes_updates=True,
-    ),
-    Option(
-        "warmup_steps",
-        "raise the learning rate linearly over the first N steps",
-        least=0,
-        default=_TRAIN.warmup_steps,
-        changes_updates=True,
-    ),
-    Option(
-        "decay_steps",
-        "lower the learning rate along a cosine to a tenth at step N (default: constant)",
-        changes_updates=True,
-    ),
-    Option(
-        "weight_decay",
-        "weight decay of matrices; norms and biases have none",
-        float,
-        "RATE",
-        least=0,
-        default=_TRAIN.weight_decay,
-        changes_updates=True,
-    ),
-    Option(
-        "accumulate",
-        "gradient accumulation: split each batch into N microbatches (default: pp)",
-        changes_updates=True,
-    ),
-    Option("pp_schedule", "pipeline schedule", str, choices=SCHEDULES, default="1f1b"),
-    Option("stages_per_rank", "pipeline stages on each rank (default 1, or 2 if interleaved)"),
     Option("checkpoint_activations", "save memory: recompute each block in backward", bool),
     Option(
         "compile",
@@ -299,8 +240,18 @@ _MODEL = (
         const="inductor",
         default=NO_COMPILER,
     ),
+    Option("pp_schedule", "pipeline schedule", str, choices=SCHEDULES, default="1f1b"),
+    Option("stages_per_rank", "pipeline stages on each rank (default 1, or 2 if interleaved)"),
 )
-OPTIONS = {"run": _RUN, "data": _DATA, "model and optimizer": _MODEL}
+_UPDATE = (  # earlier steps cannot be compared with one process if one of these has changed
+    Option("batch_size", "samples per step, over all ranks", default=_TRAIN.batch_size),
+    Option("accumulate", "gradient accumulation: microbatches per batch (default: pp)"),
+    Option("lr", "peak learning rate", float, positive=True, default=_TRAIN.learning_rate),
+    Option("warmup_steps", "linear learning rate warm-up", least=0, default=_TRAIN.warmup_steps),
+    Option("decay_steps", "cosine decay of the learning rate to a tenth at step N (default: none)"),
+    Option("weight_decay", "weight decay of matrices", float, least=0, default=_TRAIN.weight_decay),
+)
+OPTIONS = {"run": _RUN, "data": _DATA, "model": _MODEL, "batch and optimizer": _UPDATE}
 TABLE = {option.name: option for option in chain(*OPTIONS.values())}
 
 
@@ -363,10 +314,9 @@ class Options:
         """Return the values that must be equal on all ranks; each rank has parsed its own."""
         options = (TABLE[field.name] for field in fields(self) if field.name in TABLE)
         shared = [each.name for each in options if not (each.per_rank or each.type is Path)]
-        found = {name: getattr(self, name) for name in shared}
-        found |= {**self.run_fields, **asdict(self.train), "done": self.done}
+        found = {**self.run_fields, **asdict(self.train), "done": self.done}
         del found["options"], found["model_fields"]  # they have paths; "model" is a digest
-        return found
+        return found | {name: getattr(self, name) for name in shared if name not in found}
 
     @property
     def resumes_in_place(self) -> bool:
@@ -392,10 +342,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """
     given = _parser().parse_args(argv)
     _check_no_empty_value(argv)
-    # "No" is an answer too, but it asks for nothing that a default run does not do. 0 is a number.
-    asked = {
-        n: value for n, value in vars(given).items() if value is not None and value is not False
-    }
+    asked = {name: value for name, value in vars(given).items() if value is not None}
     for name, option in TABLE.items():
         option.check(getattr(given, name))
     auto = given.resume == AUTO
@@ -533,7 +480,7 @@ def _check_used(given: argparse.Namespace, asked: Mapping[str, Any]) -> None:
                 "it out"
             )
     for name in ("compile", "checkpoint_activations") if given.reference else ():
-        if asked.get(name, NO_COMPILER) != NO_COMPILER:
+        if asked.get(name, False) not in (False, NO_COMPILER):
             raise OptionsError(f"{TABLE[name].flag} with --reference has no effect; leave one out")
 
 
@@ -609,7 +556,9 @@ def _dims(given: argparse.Namespace, processes: int, saved: SavedRun | None) -> 
 def _compared(given: argparse.Namespace, asked: Mapping[str, Any], done: int) -> int:
     """Return how many of the first steps are compared with one process."""
     if given.compare is None:
-        default = all(name in TABLE and TABLE[name].keeps_comparison for name in asked)
+        # --no-checkpoint-activations (False) changes nothing in a new run.
+        others = [name for name, value in asked.items() if value is not False]
+        default = all(name in TABLE and TABLE[name].keeps_comparison for name in others)
         return DEFAULT_STEPS if default else 0
     steps = int(given.compare)
     if steps and given.reference:
@@ -628,8 +577,7 @@ def _check_comparable(given: argparse.Namespace, asked: Mapping[str, Any], saved
     changed = [
         f"{TABLE[name].flag}={value}"
         for name, value in asked.items()
-        if name in TABLE and TABLE[name].changes_updates
-        if value != saved.fields["options"].get(name)
+        if TABLE.get(name) in _UPDATE and value != saved.fields["options"].get(name)
     ]
     if given.compare and changed:
         raise OptionsError(

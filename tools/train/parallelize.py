@@ -1,4 +1,4 @@
-"""Spread a model over a mesh: each axis in a few lines, in the one order that composes."""
+"""Distribute a model over a mesh: one function per axis, called in the order that composes."""
 
 import functools
 from collections.abc import Sequence
@@ -40,13 +40,23 @@ def parallelize(
     compiler: str | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Forward:
-    """Spread ``model`` over all axes of ``mesh``, in place; return how it is called.
+    """Distribute a model over all axes of a mesh, in place.
 
-    Every rank gives the same whole model and keeps its parts; nothing is communicated, but one
-    element over context parallel groups on other devices than a CPU. Gradients are summed over
-    ranks, so a rank's loss is its share of the whole batch's. ``collectives`` takes all traffic but
-    that of torch's tensor parallel styles. ``compiler`` compiles each block; with ``compute_dtype``
-    weights are gathered in it, and kept, their gradients summed, in their own.
+    Communicates nothing, except one element over context parallel groups on devices other than the
+    CPU. Gradients are summed over ranks, so a rank's loss must be its part of the batch's mean.
+
+    Args:
+        model: The unsharded model, equal on all ranks. Each rank keeps its parts.
+        mesh: The mesh of ``dims``.
+        dims: The degrees.
+        collectives: Used for all communication except that of torch's tensor parallel styles.
+        checkpoint_activations: Recompute each block in backward.
+        compiler: Backend that compiles each block, if any.
+        compute_dtype: dtype to which weights are cast for computation. Sharded weights and sums of
+            gradients keep their dtype.
+
+    Returns:
+        The function that calls the model.
     """
     carrier = TorchCollectives() if collectives is None else collectives
     forward: Forward = call_built_in
@@ -78,11 +88,11 @@ def parallelize(
 
 
 def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims) -> None:
-    """Cut matrices over ``tp`` with torch's styles; between them the sequence is cut.
+    """Shard matrices over ``tp`` with torch's styles; between them the sequence is sharded.
 
-    The residual stream is each rank's part of the sequence (Korthikanti et al., arXiv 2205.05198,
-    section 4.2), and so are the tokens of a mixture of experts where its experts stay whole; where
-    they are cut too, every rank gets all tokens.
+    Each rank has its part of the sequence in the residual stream (Korthikanti et al., arXiv
+    2205.05198, section 4.2) and in a mixture of experts. If experts are sharded too (``etp``), each
+    rank gets all tokens of its experts' layer.
     """
     tp = mesh["tp"]
     norm = SequenceParallel(use_local_output=True)
@@ -121,17 +131,19 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
                 f"blocks.{index}.mlp.w3": ColwiseParallel(),
                 f"blocks.{index}.mlp.w2": RowwiseParallel(output_layouts=Shard(1)),
             }
-    # Every rank holds the same values already: no need to send them.
+    # All ranks have the same values already, so nothing is sent.
     tied = model.config.tie_word_embeddings
     parallelize_module(model, tp, plan, src_data_rank=None)
-    if tied and model.head is not None and model.embedding is not None:  # cut alike, each apart
+    if (
+        tied and model.head is not None and model.embedding is not None
+    ):  # they were sharded separately
         model.head.weight = model.embedding.weight
 
 
 def apply_expert_parallel(
     model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims, collectives: Collectives
 ) -> None:
-    """Put each rank's experts on it; the loads are balanced over all tokens of the batch."""
+    """Distribute experts over ranks. Loads are balanced over all tokens of the batch."""
     style: BaseExpertParallel
     if dims.etp > 1:
         style = ExpertTensorParallel(token_axes=mesh["loss"], collectives=collectives)
@@ -150,7 +162,7 @@ def apply_expert_parallel(
 def apply_context_parallel(
     model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims, collectives: Collectives
 ) -> None:
-    """Let each attention see the whole sequence: gather k and v, exchange heads, or both."""
+    """Compute attention over the whole sequence: all-gather k and v, exchange heads, or both."""
     style = ContextParallel(
         seq_dim=2,
         head_dim=1,
@@ -164,18 +176,18 @@ def apply_context_parallel(
 
 
 def sequence_layout(mesh: ParallelMesh | None) -> Contiguous | Zigzag:
-    """Return how sequences lie over ``cp``: early and late parts paired, so that work is even."""
+    """Return the layout of sequences over ``cp``, which gives each rank the same work."""
     return Contiguous() if mesh is None or mesh["cp"].size() == 1 else Zigzag()
 
 
 def sequence_mesh(mesh: ParallelMesh, dims: ParallelDims) -> DeviceMesh:
-    """Return the ranks that share a sequence: a mesh of two axes where some exchange heads."""
+    """Return the mesh of ranks that share a sequence. It has two axes if some exchange heads."""
     some = 1 < (dims.ulysses_degree or 1) < dims.cp
     return mesh["cp_outer", "ulysses"] if some else mesh["cp"]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the built-in model or of one of transformers, in their order."""
+    """Return the blocks of the built-in model or of a transformers model, in order."""
     if isinstance(model, LanguageModel):
         return list(model.blocks.values())
     number = cast(Any, model).config.get_text_config().num_hidden_layers
@@ -189,7 +201,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def change_blocks(model: nn.Module, *, recompute: bool, compiler: str | None) -> None:
-    """Compile blocks, or keep their inputs only and compute the rest again in backward, or both."""
+    """Compile blocks, or recompute their activations in backward, or both."""
     for block in blocks_of(model):
         if recompute:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -204,24 +216,24 @@ def apply_fully_shard(
     collectives: Collectives,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard what is left: ``experts`` over ``efsdp``, the rest over ``fsdp``, and sum gradients.
+    """Shard experts over ``efsdp`` and all other parameters over ``fsdp``, and sum gradients.
 
-    Where ``fsdp`` leaves ``cp`` out, ``replicate`` has it: ranks that saw other parts of a sequence
-    then hold replicas. Else it is ``dp_replicate``.
+    If ``fsdp`` does not contain ``cp``, ``replicate`` does, since ranks with other parts of a
+    sequence then hold replicas. Else it is ``dp_replicate``.
     """
     dense, sparse = mesh["replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
     blocks = blocks_of(model)
     units: list[tuple[nn.Module, DeviceMesh]] = [(each, sparse) for each in experts]
     units += [(block, dense) for block in blocks]
     if isinstance(model, LanguageModel) and len(blocks) < model.config.num_hidden_layers:
-        # A rank may have several stages: what is theirs alone is sharded where all can find it.
+        # A rank may have several stages: shard the ends of the model as units of their own.
         units += [(end, dense) for end in (model.embedding, model.norm, model.head) if end]
     for module, over in [*units, (model, dense)]:
         fully_shard(
             module,
             over,
             collectives=collectives,
-            # Losses are shares of one mean: another mean would scale experts and the rest unlike.
+            # Losses are parts of one mean. Another mean would scale experts differently.
             gradient_reduction="sum",
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32

@@ -1,4 +1,4 @@
-"""Stages of the model on ranks of their own, run by torch's schedules."""
+"""Pipeline parallelism: stages of the model on different ranks, run by torch's schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -23,10 +23,10 @@ SCHEDULES: Mapping[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInt
 
 
 def stages_of(model: LanguageModel, mesh: ParallelMesh, per_rank: int) -> dict[int, LanguageModel]:
-    """Return this rank's stages of a whole model by their number, in ``per_rank`` rounds.
+    """Return this rank's stages of an unsplit model by their number.
 
-    Stages follow each other from rank to rank of ``pp``, round after round; where layers do not
-    divide, numbers of layers differ by one.
+    Stages follow each other from rank to rank of ``pp``, in ``per_rank`` rounds. If the number of
+    layers is not a multiple of the number of stages, stages differ by one layer.
     """
     ranks, rank = mesh["pp"].size(), mesh["pp"].get_local_rank()
     return {
@@ -36,7 +36,7 @@ def stages_of(model: LanguageModel, mesh: ParallelMesh, per_rank: int) -> dict[i
 
 
 def layers_of(layers: int, stage: int, stages: int) -> range:
-    """Return the layers of one stage: as many as of the others, or one more or less."""
+    """Return the layers of one stage."""
     return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
@@ -51,13 +51,23 @@ def build_pipeline(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> "tuple[LanguageModel, Pipeline]":
-    """Cut a whole model into stages and ``spread`` each; return this rank's parts, and what runs.
+    """Split a model into stages and parallelize those of this rank. Communicates nothing.
 
-    The parts are one module, to be trained and saved, and not to be called. ``dtype`` is that of
-    the numbers between layers. Communicates nothing.
+    Args:
+        model: The unsplit model.
+        mesh: The mesh, with the axis ``pp``.
+        train: Batch and sequence sizes.
+        schedule: A key of `SCHEDULES`.
+        stages_per_rank: Number of stages on each rank.
+        spread: Parallelizes one stage in place.
+        dtype: dtype of activations between layers.
+        device: Device of the stages.
+
+    Returns:
+        The layers of this rank as one module, for optimizer and checkpoint, and the pipeline.
     """
     layout, config = sequence_layout(mesh), model.config
-    if config.tie_word_embeddings and model.head is not None:  # no rank has both ends
+    if config.tie_word_embeddings and model.head is not None:  # no rank has embedding and head
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     stages = stages_of(model, mesh, stages_per_rank)
     positions = position_ids(mesh["cp"], layout, train.seq_len, device=torch.device(device))
@@ -89,11 +99,11 @@ def build_pipeline(
 
 
 class TiedEnds:
-    """One weight on two ranks: the embedding of the first stage, and the head of the last.
+    """The tied weight on two ranks: the embedding of the first stage and the head of the last.
 
-    Both start with the same values and are updated alike. What their gradients are summed and
-    clipped on is the first stage; between `collect` and `share` the last has none, so that the norm
-    of all gradients counts it once.
+    Both start with the same values and get the same updates. Their gradients are summed on the
+    first stage. Between `collect` and `share` the last stage has none, so that the norm of all
+    gradients counts the weight once.
     """
 
     def __init__(self, parts: LanguageModel, axis: Axis) -> None:
@@ -129,15 +139,16 @@ class TiedEnds:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """Return this rank's part, which shares the memory."""
+    """Return this rank's part as a view."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 class Pipeline:
-    """One rank's stages under one of torch's schedules.
+    """The stages of one rank, run by one of torch's schedules.
 
-    ``microbatch`` and ``hidden`` are what a stage gets: tokens ``[batch, seq]`` of the first one,
-    on this rank, and the numbers between layers, both without values; ``logits`` leave the last.
+    Tensors on the meta device describe the inputs and outputs of a stage on this rank: the first
+    stage gets ``microbatch`` (tokens ``[batch, seq]``), the last one returns ``logits``, and
+    ``hidden`` are the activations between stages.
     """
 
     def __init__(
@@ -163,7 +174,7 @@ class Pipeline:
                 index,
                 last + 1,
                 device,
-                # Without them torch runs the stages once on memory that nobody has written.
+                # Without them torch runs the stages once with uninitialized memory.
                 input_args=microbatch if index == 0 else hidden,
                 output_args=logits if index == last else hidden,
                 group=mesh.group("pp"),
@@ -174,7 +185,7 @@ class Pipeline:
             self._parts if SCHEDULES[schedule] is not Schedule1F1B else self._parts[0],
             microbatches,
             loss_fn=self._loss_of,
-            scale_grads=False,  # losses are shares of one mean over all microbatches
+            scale_grads=False,  # losses are parts of one mean over all microbatches
         )
 
     def run(
@@ -185,10 +196,16 @@ class Pipeline:
         *,
         train: bool,
     ) -> Tensor:
-        """Run all microbatches; return the sum of their losses, zero but on the last stage's rank.
+        """Run all microbatches.
 
-        With ``train`` gradients are added to the parameters and reduced. ``loss`` takes logits and
-        labels. Communicates between stages what layers give and take, and what the layers do.
+        Args:
+            tokens: Tokens ``[batch, seq]`` of this rank.
+            labels: Their labels.
+            loss: Takes logits and labels of a microbatch.
+            train: Also run backward, which adds gradients to the parameters.
+
+        Returns:
+            The sum of the losses on the rank of the last stage, zero on other ranks.
         """
         self._loss = loss
         losses: list[Tensor] = []
@@ -201,7 +218,7 @@ class Pipeline:
         return torch.stack([each.detach().double() for each in losses]).sum()
 
     def set_timeout(self, mesh: ParallelMesh, seconds: float) -> None:
-        """Set how long a stage waits for another from now on. All ranks of the mesh call it.
+        """Set how long a stage waits for another one from now on. All ranks of the mesh call this.
 
         gloo's sends and receives use the timeout with which their group was created, and torch's
         schedules pass no other timeout to ``wait``, so the stages get a new group. NCCL uses the
@@ -217,7 +234,7 @@ class Pipeline:
             part.group = group
 
     def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of one microbatch, by the function of the run under way."""
+        """Return the loss of one microbatch by the function of the current `run`."""
         if self._loss is None:
-            raise RuntimeError("a schedule computes losses while Pipeline.run runs only")
+            raise RuntimeError("losses are computed only while Pipeline.run runs")
         return self._loss(logits, labels)

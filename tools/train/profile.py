@@ -1,4 +1,4 @@
-"""Traces of chosen steps, in which each collective has the name of its axis and module."""
+"""Traces of steps, in which collectives are named after their axis and module."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"
 class NamedCollectives:
     """`Collectives` whose calls are ranges such as ``all_to_all over ep in blocks.1.mlp``.
 
-    ``module`` says which module runs; where it returns None there are no ranges.
+    ``module`` returns the name of the running module, or None for no ranges.
     """
 
     def __init__(self, inner: Collectives, module: Callable[[], str | None]) -> None:
@@ -47,25 +47,25 @@ for _name in NAMES:
 
 
 class RunningModule:
-    """Which module of a model runs, forward or backward, while its hooks are there.
+    """The name of the module that runs, in forward or backward. Registers hooks.
 
-    Compiled code calls no hooks: its collectives are named after what runs outside it.
+    Compiled code calls no hooks, so its collectives are named after the module outside it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._forward: list[str] = []  # from the outermost to the innermost
         self._backward: list[str] = []  # from the first to the last that got a gradient
-        self._engine: Any = ModuleTracker()  # asked whether a backward runs, and nothing else
+        self._engine: Any = ModuleTracker()  # only for its check whether backward runs
         self._hooks = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
         ]
 
     def __str__(self) -> str:
-        """Return the path of the innermost module, or what runs outside all of them."""
+        """Return the path of the innermost module, ``the model`` or ``the step``."""
         backward = bool(self._engine.is_bw)
-        found = self._forward[-1:]  # in a backward one that is computed again
+        found = self._forward[-1:]  # in backward: a recomputed module
         if backward and not found:
             found = self._backward[-1:]
         path = "the model" if found == [""] or (backward and not found) else "".join(found)
@@ -99,7 +99,7 @@ class RunningModule:
                 tensor.register_hook(call)
 
     def _enter(self, name: str) -> None:
-        """Note that a module got a gradient: before those in it, which may return what it does."""
+        """Insert a module that got a gradient before its inner ones, which may share its output."""
         if name not in self._backward:
             inner = [name in self._parents(other) for other in self._backward]
             self._backward.insert(inner.index(True) if any(inner) else len(inner), name)
@@ -114,7 +114,7 @@ class RunningModule:
 
 
 class Profiler:
-    """Writes ``trace-<rank>.json`` of the steps of a range to a folder, by torch.profiler."""
+    """Writes ``trace-<rank>.json`` of a range of steps to a folder, by torch.profiler."""
 
     def __init__(self, steps: range, folder: Path) -> None:
         self._steps = steps

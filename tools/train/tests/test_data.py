@@ -81,7 +81,7 @@ def test_held_out_samples_are_the_last_and_are_never_trained_on(
 
 def test_a_token_that_the_model_has_not_is_named() -> None:
     data = Samples([np.array([1, 2, 300, 4], dtype=np.uint16)], 2, 0, vocab_size=256)
-    with pytest.raises(TextError, match="the token 300, and the model vocab-size=256"):
+    with pytest.raises(TextError, match="the token 300, but the model has vocab-size=256"):
         data.batch(0, 2)
 
 

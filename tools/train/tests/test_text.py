@@ -89,7 +89,7 @@ def test_a_tokenizer_encodes_documents_one_by_one(tmp_path: Path) -> None:
         (
             "a.gz",
             b"\x1f\x8b\x08\0\0",
-            "is no text .*; names of token arrays .*--tokenizer bytes takes",
+            "is no text .*; names of token arrays .*--tokenizer bytes",
         ),
     ],
 )
