@@ -151,7 +151,7 @@ def on_stages(
         config,
         schedule=schedule,
         stages_per_rank=2 if schedule == "interleaved" else 1,
-        spread=lambda stage: parallelize(stage, mesh, mesh.dims),
+        parallelize_stage=lambda stage: parallelize(stage, mesh, mesh.dims),
         dtype=torch.float64,
     )
     trainer = Trainer(parts, config, mesh=mesh, pipeline=pipeline)

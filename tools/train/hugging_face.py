@@ -65,7 +65,7 @@ def forward_alone(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor
     return _logits_of(model, model(input_ids=tokens, use_cache=False))
 
 
-def spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Shard the matrices of layers over a mesh with torch's styles, following the library's plan.
 
     Activations between layers, the embedding and the head are replicated. Norms of single heads get
@@ -77,7 +77,7 @@ def spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -
     parallelize_module(cast(Any, model).base_model, mesh, known, src_data_rank=None)
 
 
-def spread_experts(
+def distribute_experts(
     model: nn.Module, mesh: DeviceMesh, token_axes: AxisMesh, *, collectives: Collectives
 ) -> list[nn.Module]:
     """Distribute experts over a mesh; return the modules of experts.
@@ -91,7 +91,7 @@ def spread_experts(
     return [model.get_submodule(name) for name in names]
 
 
-def spread_attention(
+def shard_attention(
     model: nn.Module,
     mesh: DeviceMesh,
     layout: Layout,

@@ -235,7 +235,7 @@ def _explain(failures: list[Failure]) -> None:
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """Kill the ranks that still run, whatever signals arrive meanwhile."""
+    """Kill the ranks that still run. Signals are ignored meanwhile."""
     previous = [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS]
     for process in processes:
         process.kill()

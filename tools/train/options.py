@@ -67,7 +67,7 @@ class Option:
         choices: Legal values, if they can be listed.
         least: Smallest legal number.
         most: Largest legal number. Infinity itself is illegal.
-        positive: All numbers above 0 are legal, whatever ``least`` is.
+        positive: All numbers above 0 are legal; ``least`` is ignored.
         nargs: As in argparse.
         const: Value if the option is given without one.
         default: Value if the option is not given. None if it depends on other options.

@@ -26,7 +26,7 @@ from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
 from .config import ModelError
-from .hugging_face import forward_alone, spread_attention, spread_experts, spread_layers
+from .hugging_face import distribute_experts, forward_alone, shard_attention, shard_layers
 from .model import Attention, Forward, LanguageModel, call_built_in
 
 
@@ -71,11 +71,11 @@ def parallelize(
     else:
         if dims.tp > 1:
             plan = cast(Any, model).config.base_model_tp_plan
-            spread_layers(model, mesh["tp"], plan)
-        experts = spread_experts(model, mesh["ep"], mesh["loss"], collectives=carrier)
+            shard_layers(model, mesh["tp"], plan)
+        experts = distribute_experts(model, mesh["ep"], mesh["loss"], collectives=carrier)
         forward = forward_alone
         if dims.cp > 1:
-            forward = spread_attention(
+            forward = shard_attention(
                 model,
                 sequence_mesh(mesh, dims),
                 sequence_layout(mesh),
@@ -134,9 +134,8 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
     # All ranks have the same values already, so nothing is sent.
     tied = model.config.tie_word_embeddings
     parallelize_module(model, tp, plan, src_data_rank=None)
-    if (
-        tied and model.head is not None and model.embedding is not None
-    ):  # they were sharded separately
+    # Embedding and head were sharded separately.
+    if tied and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight
 
 

@@ -47,7 +47,7 @@ def build_pipeline(
     *,
     schedule: str,
     stages_per_rank: int,
-    spread: Callable[[LanguageModel], object],
+    parallelize_stage: Callable[[LanguageModel], object],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> "tuple[LanguageModel, Pipeline]":
@@ -59,7 +59,7 @@ def build_pipeline(
         train: Batch and sequence sizes.
         schedule: A key of `SCHEDULES`.
         stages_per_rank: Number of stages on each rank.
-        spread: Parallelizes one stage in place.
+        parallelize_stage: Parallelizes one stage in place.
         dtype: dtype of activations between layers.
         device: Device of the stages.
 
@@ -73,7 +73,7 @@ def build_pipeline(
     positions = position_ids(mesh["cp"], layout, train.seq_len, device=torch.device(device))
     for stage in stages.values():
         stage.position_ids = positions
-        spread(stage)
+        parallelize_stage(stage)
     rows = train.batch_size // (mesh["batch"].size() * train.accumulate)
     columns = len(positions)
     with torch.device("meta"):

@@ -109,8 +109,8 @@ class RunningModule:
             self._backward.remove(name)
 
     def _parents(self, name: str) -> list[str]:
-        words = name.split(".")
-        return ["", *(".".join(words[:count]) for count in range(1, len(words)))]
+        parts = name.split(".")
+        return ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
 
 
 class Profiler:

@@ -18,7 +18,7 @@ from .options import NO_COMPILER, FinishedError, Options, counted, how_to_resume
 from .run_folder import OptionsError
 from .text import TextError
 
-LOCK_FILE = ".lock"  # in the folder of a run, while it goes on
+LOCK_FILE = ".lock"  # in the folder of a run in progress
 
 
 def main(argv: Sequence[str]) -> int:

@@ -291,7 +291,7 @@ def _parallel_trainer(
     """Return the trainer of the model that is distributed over the mesh."""
     model, pipeline = _build(options, device), None
     kept, computed = _dtypes(options)
-    spread = partial(
+    distribute = partial(
         parallelize,
         mesh=mesh,
         dims=options.dims,
@@ -308,12 +308,12 @@ def _parallel_trainer(
             options.train,
             schedule=options.pp_schedule,
             stages_per_rank=options.stages_per_rank,
-            spread=spread,
+            parallelize_stage=distribute,
             dtype=computed or kept,
             device=device,
         )
     else:
-        forward = spread(model)
+        forward = distribute(model)
     return Trainer(
         model,
         options.train,
