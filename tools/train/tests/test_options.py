@@ -1,6 +1,7 @@
 """The command line: defaults, and what is refused before anything starts."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -658,6 +659,27 @@ def test_dropout_is_refused_where_it_cannot_be_that_of_one_process(tmp_path: Pat
     path.write_text(json.dumps({**fields, "model_type": "mixtral", "router_jitter_noise": 0.5}))
     with pytest.raises(OptionsError, match=r"--compare with router_jitter_noise=0\.5: "):
         parse([*words, "--compare"])
+
+
+@pytest.mark.parametrize("name", [n for n, each in TABLE.items() if each.type in (int, float)])
+def test_numbers_out_of_range_name_the_option_and_the_legal_values(name: str) -> None:
+    option = TABLE[name]
+    illegal: list[float] = [0 if option.positive else option.least - 1]
+    illegal += [option.most + 1] if option.most < math.inf else []
+    for value in map(option.type, map(str, illegal)):
+        with pytest.raises(OptionsError) as raised:
+            parse([f"--{option.flag}={value}"])
+        assert str(raised.value).startswith(f"{option.flag}={value} is out of range; use ")
+
+
+def test_the_help_text_has_each_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in TABLE.values():
+        assert f" --{option.flag}" in shown
+        default = option.type is not bool and option.default is not None
+        assert f"{option.help} (default {option.default})" in shown or not default
 
 
 # Options that are fields of a checkpoint by themselves: a run that goes on takes them too.
