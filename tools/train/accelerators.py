@@ -22,7 +22,7 @@ def peak_flops(dtype: str) -> float | None:
     """Return the peak of this process's GPU, or None if it or the dtype's peak is not known.
 
     Args:
-        dtype: What the model computes in; only ``bfloat16`` has a known peak.
+        dtype: dtype of the computation; only ``bfloat16`` has a known peak.
 
     Returns:
         Operations per second, of which a multiplication with an addition is two.

@@ -24,7 +24,7 @@ def store_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelt
         timeout: How long to wait for the other ranks.
 
     Raises:
-        RuntimeError: A rank did not come before the timeout.
+        RuntimeError: A rank did not join before the timeout.
     """
     if rank:
         own = uuid.uuid4().hex

@@ -178,7 +178,7 @@ AnyModelConfig = ModelConfig | TransformersConfig
 def read_model(name: str | None) -> AnyModelConfig:
     """Return the configuration in a JSON file or in the catalogue, or the default one.
 
-    A file whose ``model_type`` is `BUILT_IN` has fields of `ModelConfig`. Others are configurations
+    A file with the ``model_type`` `BUILT_IN` has fields of `ModelConfig`. Others are configurations
     of transformers, which must be installed.
 
     Raises:

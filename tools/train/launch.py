@@ -63,7 +63,7 @@ def launch(program: Program, world_size: int) -> int:
     The ranks find each other through a file store and get ``RANK``, ``LOCAL_RANK`` and
     ``WORLD_SIZE``. They also end if this process ends (`watch_parent`).
 
-    - Standard error of the ranks is shown if one fails: first that of the rank that failed first.
+    - Standard error of the ranks is shown if one fails, in the order of their failures.
       Equal messages, and the message of ranks that all refuse to run, are shown once.
     - SIGTERM to this process or to a rank lets all ranks save and end. The status is then that of
       the signal. SIGTERM again changes nothing.

@@ -61,7 +61,7 @@ class Trainer:
         model: The model, after `parallelize` if there is a mesh. With a pipeline, the parts of all
             stages of this rank.
         config: Batch and optimizer.
-        mesh: All ranks get the same batches, and each takes its part. None for one process.
+        mesh: All ranks get the same batches, and each takes its part. Without one: one process.
         device: Device of the model.
         collectives: Collectives of the sums over ranks.
         forward: Calls the model with tokens and positions, returns logits.

@@ -1,6 +1,6 @@
 """A decoder-only mixture-of-experts language model without parallelism.
 
-Its parts are those of LLaMA (arXiv 2302.13971, section 2.2): RMSNorm (arXiv 1910.07467), rotary
+It has the parts of LLaMA (arXiv 2302.13971, section 2.2): RMSNorm (arXiv 1910.07467), rotary
 positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query attention
 (arXiv 2305.13245).
 """

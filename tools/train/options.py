@@ -163,8 +163,8 @@ _RUN = (
     ),
     Option(
         "resume",
-        "start from the last checkpoint in the folder DIR of a run, or from the checkpoint DIR, "
-        f"and write to a new folder; {AUTO}: continue in --out if it has a checkpoint",
+        "resume from the last checkpoint of the run in DIR, or from the checkpoint DIR, and write "
+        f"to a new folder; {AUTO}: continue in --out if it has a checkpoint, else start there",
         Path,
         on_resume="new",
     ),
@@ -180,7 +180,7 @@ _RUN = (
         default=COMM_TIMEOUT,
         per_rank=True,
     ),
-    Option("profile", "write a torch.profiler trace of steps A to B", str, "A:B", on_resume="new"),
+    Option("profile", "write torch.profiler traces of steps A to B", str, "A:B", on_resume="new"),
     Option("reference", "train on one process, without parallelism", bool, on_resume="new"),
     Option(
         "compare",
@@ -192,7 +192,7 @@ _RUN = (
         on_resume="new",
         per_rank=True,
     ),
-    Option("eval_every", "compute the loss of held-out text every N steps, and at the end"),
+    Option("eval_every", "compute the loss of held-out text every N steps (default: never)"),
 )
 _DATA = (
     Option(
@@ -271,7 +271,7 @@ class Options:
     out: Path
     out_given: bool
     resume: Path | None  # checkpoint folder
-    done: int  # steps before the run, those of the checkpoint
+    done: int  # steps of the checkpoint
     reference: bool
     compare: int  # number of first steps that one process repeats
     checkpoint_activations: bool
@@ -292,9 +292,9 @@ class Options:
 
     @property
     def run_fields(self) -> dict[str, Any]:
-        """Return what a checkpoint stores about its run. A resumed run must have the same values.
+        """Return the fields that a checkpoint stores about its run.
 
-        Only ``options`` may differ.
+        A resumed run must have the same values, except ``options``.
         """
         return {
             "world_size": self.world_size,
@@ -355,7 +355,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     done = 0 if saved is None else saved.step
     processes = _world_size(given, world_size, saved)
     if saved is not None and processes != saved.fields["world_size"]:
-        # Degrees may be illegal for another number of processes: compare them as they were given.
+        # Compare the given degrees, which may be illegal for this number of processes.
         inherit = [option.name for option in TABLE.values() if option.on_resume == "inherit"]
         kept = {name: value for name, value in asked.items() if name not in inherit}
         _check_same({"world_size": processes, **kept}, saved)

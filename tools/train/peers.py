@@ -1,4 +1,4 @@
-"""One message for a run in which a rank does not answer: which rank, and where others waited."""
+"""One message if a rank does not answer: its number, and where the others waited."""
 
 import re
 import traceback
@@ -50,7 +50,7 @@ class Peers:
         own = f"rank {self._rank} waited {_where(error)}: {_reason(error)}"
         if (store := self._store) is None:
             return own
-        # A store whose process is stopped answers nothing, and has no timeout of its own.
+        # If the process of the store is stopped, requests wait without a timeout.
         answers: list[str] = []
         asking = Thread(
             target=lambda: answers.append(self._ask(store, own, timed_out)), daemon=True
@@ -118,7 +118,7 @@ def set_timeout(mesh: ParallelMesh, seconds: float) -> None:
 
 
 def _wait(store: Store, keys: list[str], longest: timedelta) -> None:
-    """Wait for keys; return too if they do not come."""
+    """Wait for keys, at most for some time."""
     if not longest:
         return
     try:
@@ -131,8 +131,8 @@ def _wait(store: Store, keys: list[str], longest: timedelta) -> None:
 def _where(error: BaseException) -> str:
     """Return the collective, the step and the module in which an error was raised.
 
-    The frames of the traceback tell them: naming modules while they run would take time in each
-    step. Backward has no frames of modules.
+    They are taken from the frames of the traceback, since naming modules while they run would take
+    time in each step. Backward has no frames of modules.
     """
     place = "before the first step"
     modules: list[nn.Module] = []

@@ -136,7 +136,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been traced."""
+        """Stop tracing and write the trace."""
         if self._running is None:
             return
         trace, module = self._running

@@ -83,7 +83,7 @@ def _with_option_names(message: str, joins: bool) -> str:
 
 
 def _import_for_ranks(options: Options) -> None:
-    """Import what all ranks need once, before the fork. It takes most of the time of a start."""
+    """Import the modules of all ranks once, which takes most of the time of a start."""
     os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked safely
     import torch._dynamo  # noqa: F401 - what the first step of an optimizer imports
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes: progress lines, log, summary and loss curves."""
+"""The output of a run: progress lines, log, summary and loss curves."""
 
 import contextlib
 import datetime
@@ -37,8 +37,8 @@ STEPS_OF_PACE = 100  # latest steps from which the remaining time is estimated
 class Report:
     """The report of a run on rank 0. Writes the log step by step, all other files at `finish`.
 
-    A run that continues in its folder appends to the log. Bytes and calls are those of this rank:
-    the payload that it has received through the collectives of the packages.
+    A run that continues in its folder appends to the log. Bytes and calls are counted on
+    this rank: the payload that it has received through the collectives of the packages.
 
     Args:
         options: The run. Files are written to ``options.out``.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Part = NDArray[np.unsignedinteger[Any]]
 
 TEXT_BYTES = 4 * 2**20  # enough for 2048 default steps in one pass, read in some 50 ms
-BYTES = "bytes"  # the tokenizer whose tokens are bytes
+BYTES = "bytes"  # tokenizer: each byte is a token
 TOKEN_DTYPES = ("uint16", "uint32")
 ARRAYS, LINES = (".bin", ".npy"), (".jsonl", ".ndjson")
 _OTHER_KINDS = (
