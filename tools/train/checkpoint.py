@@ -236,7 +236,7 @@ class CheckpointError(ValueError):
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Load a checkpoint that was written with the same degrees into ``trainer``, in place.
+    """Load a checkpoint into ``trainer``, in place. It may have been written with other degrees.
 
     Raises:
         CheckpointError: A file is damaged. The message, equal on all ranks, has its name and the

@@ -294,7 +294,8 @@ class Options:
     def run_fields(self) -> dict[str, Any]:
         """Return the fields that a checkpoint stores about its run.
 
-        A resumed run must have the same values, except ``options``.
+        A resumed run must have the same values, except ``options``, the number of ranks and
+        their degrees.
         """
         return {
             "world_size": self.world_size,
@@ -354,11 +355,6 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         saved = find_run_in(given.out, every) if auto else find_run(given.resume)
     done = 0 if saved is None else saved.step
     processes = _world_size(given, world_size, saved)
-    if saved is not None and processes != saved.fields["world_size"]:
-        # Compare the given degrees, which may be illegal for this number of processes.
-        inherit = [option.name for option in TABLE.values() if option.on_resume == "inherit"]
-        kept = {name: value for name, value in asked.items() if name not in inherit}
-        _check_same({"world_size": processes, **kept}, saved)
     given.compare = _compared(given, asked, done)
     _check_used(given, asked)
     if saved is not None:
@@ -398,8 +394,12 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         unit=corpus.unit,
         digest=corpus.digest,
         train=train,
-        # The size of the vocabulary, too: its default depends on the degrees.
-        inherited={**inherited, "vocab_size": model.vocab_size},
+        # Their defaults depend on the degrees, and a resumed run may have other degrees.
+        inherited={
+            **inherited,
+            "vocab_size": model.vocab_size,
+            "accumulate": train.accumulate,
+        },
     )
     if saved is not None:
         _check_same(options.run_fields, saved)
@@ -492,6 +492,8 @@ def _take_from_checkpoint(given: argparse.Namespace, saved: SavedRun) -> None:
             stored = saved.fields["options"] if inherits else saved.fields
             setattr(given, name, stored.get(name))
             option.check(getattr(given, name))
+    if given.accumulate is None:  # saved by an older version, whose default was its pp
+        given.accumulate = saved.fields["dims"]["pp"]
 
 
 def _inherited(given: argparse.Namespace) -> dict[str, Any]:
@@ -534,7 +536,8 @@ def _world_size(given: argparse.Namespace, cluster: int | None, saved: SavedRun 
 def _dims(given: argparse.Namespace, processes: int, saved: SavedRun | None) -> ParallelDims:
     """Return the degrees.
 
-    If one is given, the others are 1, and dp_shard takes the remaining ranks.
+    If one is given, the others are 1, and dp_shard takes the remaining ranks. If none is given, a
+    resumed run has those of the checkpoint.
     """
     for name in (*DEGREES, "ulysses_degree"):
         degree = getattr(given, name)
@@ -547,6 +550,8 @@ def _dims(given: argparse.Namespace, processes: int, saved: SavedRun | None) -> 
     if all(getattr(given, name) is None for name in DEGREES):
         if saved is not None:
             defaults = saved.fields["dims"]
+            if processes != saved.fields["world_size"]:  # dp_shard takes more or fewer ranks
+                defaults = {**defaults, "dp_shard": -1}
         elif processes == DEFAULT_PROCESSES:
             defaults = DEFAULT_DEGREES
     asked = {name: value for name, value in vars(given).items() if value is not None}
@@ -792,8 +797,7 @@ def _check_same(run_fields: Mapping[str, Any], saved: SavedRun) -> None:
         )
         reasons.append(
             f"the checkpoint in {saved.folder} has {had}, this run {has}; a resumed run has the "
-            "same number of processes, degrees, order, seed, dtype, model and samples: leave them "
-            "out"
+            "same seed, dtype, model and samples: leave them out"
         )
     if "text" in differing:
         other = "the library text of another Python version; resume with the Python that saved it"
@@ -805,11 +809,10 @@ def _check_same(run_fields: Mapping[str, Any], saved: SavedRun) -> None:
 
 
 def _flat(run_fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a run as text, with the degrees, and the numbers of the model."""
-    found = {**run_fields, **run_fields.get("dims", {})}
-    found |= {f"model.{name}": x for name, x in run_fields.get("model_fields", {}).items()}
-    for nested in ("dims", "options", "model_fields"):
-        found.pop(nested, None)
+    """Return the fields that a resumed run must have as text, with the numbers of the model."""
+    model = {f"model.{name}": x for name, x in run_fields.get("model_fields", {}).items()}
+    others = ("world_size", "dims", "options", "model_fields")
+    found = {name: x for name, x in run_fields.items() if name not in others} | model
     return {
         name: ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         for name, value in found.items()
