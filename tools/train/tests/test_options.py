@@ -141,24 +141,66 @@ def test_a_checkpoint_brings_its_own_options(tmp_path: Path) -> None:
         assert parse(["--resume", str(folder), "--tp", "2", "--steps", "6"]).steps == 6
 
 
-@pytest.mark.parametrize("words", ["--cp 2", "--procs 4", "--seed 8", "--dtype float32"])
+@pytest.mark.parametrize(
+    ("words", "degrees"),
+    [
+        ("--cp 2", {"cp": 2, "world_size": 2}),
+        ("--procs 4", {"dp_shard": 2, "tp": 2, "world_size": 4}),
+        ("--procs 4 --tp 4", {"tp": 4, "world_size": 4}),
+        ("--procs 1 --tp 1", {}),
+        ("--procs 2 --pp 2", {"pp": 2, "world_size": 2}),
+    ],
+)
+def test_a_resumed_run_may_have_other_degrees(
+    tmp_path: Path, words: str, degrees: dict[str, int]
+) -> None:
+    _checkpoint(tmp_path, parse(["--tp", "2", "--procs", "2", "--accumulate", "2"]))
+    options = parse(["--resume", str(tmp_path), *words.split()])
+    assert _degrees(options) == degrees
+    assert options.train.accumulate == 2
+
+
+def test_defaults_that_depend_on_degrees_stay_those_of_the_checkpoint(tmp_path: Path) -> None:
+    before = parse(
+        ["--pp", "2", "--tp", "3", "--procs", "6", "--model", _thirds(tmp_path), "--seq-len", "96"]
+    )
+    _checkpoint(tmp_path, before)
+    after = parse(["--resume", str(tmp_path), "--procs", "2", "--dp-shard", "2"])
+    assert (before.train.accumulate, after.train.accumulate) == (2, 2)
+    assert before.model.vocab_size == after.model.vocab_size == 384
+    with pytest.raises(OptionsError, match="accumulate=2 is not a multiple of pp=4"):
+        parse(["--resume", str(tmp_path), "--procs", "4", "--pp", "4"])
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_refused(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse(["--procs", "2", "--tp", "2", "--vocab-size", "258"]))
+    with pytest.raises(ParallelDimsError, match="tp=4 does not divide vocab_size=258"):
+        parse(["--resume", str(tmp_path), "--procs", "4", "--tp", "4"])
+
+
+def _thirds(folder: Path) -> str:
+    """Return the path of a model whose numbers 3 divides."""
+    path = folder / "thirds.json"
+    fields = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    sizes = {"intermediate_size": 48, "moe_intermediate_size": 24}
+    path.write_text(json.dumps({"model_type": "built-in", **fields, **sizes}))
+    return str(path)
+
+
+@pytest.mark.parametrize("words", ["--seed 8", "--dtype float32"])
 def test_a_checkpoint_goes_on_as_it_was_only(tmp_path: Path, words: str) -> None:
     _checkpoint(tmp_path, parse(["--tp", "2", "--procs", "2", "--seed", "7"]))
-    with pytest.raises(OptionsError, match="same number of processes, degrees, order, seed, dtype"):
+    with pytest.raises(OptionsError, match="has the same seed, dtype, model and samples"):
         parse(["--resume", str(tmp_path), *words.split()])
 
 
 @pytest.mark.parametrize(
     ("words", "had", "has"),
     [
-        (
-            "--order cp,tp,pp,dp_replicate,dp_shard",
-            "order=pp,dp_replicate,dp_shard,ep,cp,tp",
-            "order=cp,tp,pp,dp_replicate,dp_shard",
-        ),
+        ("--seed 8", "seed=7", "seed=8"),
         ("--seed 8 --dtype float32", "seed=7 dtype=float64", "seed=8 dtype=float32"),
-        ("--cp 2 --seed 8", "cp=1 tp=2 seed=7", "cp=2 tp=1 seed=8"),
-        ("--procs 4 --tp 4 --seed 8", "tp=2 world_size=2 seed=7", "tp=4 world_size=4 seed=8"),
+        ("--cp 2 --seed 8", "seed=7", "seed=8"),
+        ("--procs 4 --tp 4 --dtype float32", "dtype=float64", "dtype=float32"),
     ],
 )
 def test_all_that_differs_from_the_checkpoint_is_named(
