@@ -1,17 +1,91 @@
-"""A reader of distributed checkpoints that verifies their checksums."""
+"""For checkpoints: a reader that verifies checksums, and the boxes of a tensor on this rank."""
 
 import io
 import zipfile
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
 
-__all__ = ["ChecksumError", "ChecksumReader"]
+from ._boxes import Box
+from ._convert import dense_spec
+from ._errors import LayoutError
+from ._execute import LocalView
+from ._placements import Replicate
+from ._torch import local_part, shard_order_of, spec_of
+from .ragged._tensor import RaggedTensor
+
+__all__ = ["ChecksumError", "ChecksumReader", "LocalBoxes", "local_boxes"]
 
 
 class ChecksumError(ValueError):
     """Raised if an item of a checkpoint does not match its checksum, or has no checksum."""
+
+
+class LocalBoxes(NamedTuple):
+    """The elements of a tensor that this rank stores.
+
+    Attributes:
+        boxes: Pairs of a box and its elements. A box is one half-open range ``(start, stop)`` of
+            global indices for each dim. The elements are a view of the local tensor with the
+            lengths of the box. No box is empty.
+        is_first_replica: Whether this rank is the first one with these elements in the mesh of the
+            tensor. If each rank with True writes its boxes, each element is written once. True for
+            a plain tensor.
+    """
+
+    boxes: tuple[tuple[Box, Tensor], ...]
+    is_first_replica: bool
+
+
+def local_boxes(tensor: Tensor) -> LocalBoxes:
+    """Return the elements of a tensor that this rank stores, with their global indices.
+
+    Communicates nothing.
+
+    Args:
+        tensor: A DTensor with any placements but `Partial`, a `RaggedTensor`, or a plain tensor,
+            which this rank stores whole.
+
+    Returns:
+        The boxes. There are none if this rank is not in the mesh of the tensor.
+
+    Raises:
+        LayoutError: The tensor has a `Partial` placement.
+
+    Examples:
+        >>> local_boxes(torch.ones(2, 3)).boxes[0][0]
+        ((0, 2), (0, 3))
+    """
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, RaggedTensor):
+        layout, mesh, local = tensor._spec.layout, tensor.device_mesh, tensor._local
+    elif isinstance(tensor, DTensor):
+        spec = spec_of(tensor)
+        order = shard_order_of(spec)
+        layout = dense_spec(spec.mesh, spec.placements, spec.tensor_meta, order).layout
+        mesh, local = spec.mesh, local_part(tensor)
+    else:
+        everything = (tuple((0, length) for length in shape), tensor)
+        return LocalBoxes((everything,) if tensor.numel() else (), True)
+    if layout.has_partial:
+        raise LayoutError(
+            f"a tensor with placements {layout} has no final values; redistribute its Partial() "
+            "axes to Replicate() or Shard(dim) first"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalBoxes((), False)
+    view = LocalView(layout, shape, coordinate)
+    boxes = [box for box in layout.boxes_at(shape, coordinate) if all(lo < hi for lo, hi in box)]
+    first = all(
+        coordinate[axis] == 0
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Replicate)
+    )
+    return LocalBoxes(tuple((box, view.view(box)(local)) for box in boxes), first)
 
 
 class ChecksumReader(FileSystemReader):
