@@ -7,8 +7,8 @@ ranges, any box of the parameter can be read or written without the rest. The mo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ._boxes import Box
@@ -23,6 +23,8 @@ __all__ = [
     "Reorder",
     "Slice",
     "Source",
+    "SourcePlan",
+    "SourceRule",
     "Stack",
     "Stored",
     "Transpose",
@@ -385,6 +387,28 @@ class Reorder(Source):
             for piece in self.source.pieces(inner, stored):
                 yield _moved(piece, self.dim, start - first)
             start = end
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """Where each parameter of a model is in the files of a checkpoint.
+
+    Attributes:
+        parameters: The source of each parameter and buffer, by its name in the model.
+        stored: Shape of each stored tensor, by its name in the files.
+        ignored: Names in the files that the model does not need.
+    """
+
+    parameters: Mapping[str, Source]
+    stored: Shapes
+    ignored: frozenset[str] = field(default_factory=frozenset)
+
+
+SourceRule: TypeAlias = Callable[[Shapes | None], SourcePlan]
+"""Makes the plan of a checkpoint from the shapes of its tensors, by name.
+
+With None, to save: the rule chooses the names and the shapes itself.
+"""
 
 
 def _check_dim(source: Source, dim: int, ndim: int) -> None:

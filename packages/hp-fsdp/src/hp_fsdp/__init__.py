@@ -10,6 +10,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from ._buffers import Resize as Resize
 from ._buffers import Ring as Ring
+from ._errors import CheckpointError as CheckpointError
 from ._errors import DisagreementError as DisagreementError
 from ._errors import MeshError as MeshError
 from ._errors import ModuleError as ModuleError
@@ -27,10 +28,13 @@ from ._module import UnshardHandle as UnshardHandle
 from ._module import register_fsdp_forward_method as register_fsdp_forward_method
 from ._module import share_comm_ctx as share_comm_ctx
 from ._optimizer import sharded_optimizer as sharded_optimizer
+from .weights import load_safetensors as load_safetensors
+from .weights import save_safetensors as save_safetensors
 
 __version__ = "0.2.0"
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointError",
     "DataParallelMeshDims",
     "DisagreementError",
     "FSDPModule",
@@ -50,7 +54,9 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "fully_shard",
+    "load_safetensors",
     "register_fsdp_forward_method",
+    "save_safetensors",
     "sharded_optimizer",
     "share_comm_ctx",
 ]

@@ -26,6 +26,10 @@ class ModuleError(ShardingError):
     """Raised if a module cannot be sharded, is sharded already, or is not sharded when required."""
 
 
+class CheckpointError(ShardingError):
+    """Raised on all ranks if files of weights are damaged or do not fit the model or the folder."""
+
+
 class StateError(ShardingError, RuntimeError):
     """Raised if a call is not allowed at this point of the training step."""
 

@@ -51,6 +51,23 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Replace parameters and buffers on the meta device by uninitialised ones on ``device``.
+
+    Unlike ``Module.to_empty``, keeps all other tensors, and keeps tied plain parameters tied.
+    ``Module._apply`` is what ``to_empty`` calls.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in parameters_of(module).items():
+            if type(parameter) is nn.Parameter and parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                made.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+                parameters_of(module)[name] = made[id(parameter)]
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return the placement of a shard that later axes have split in ``split_factor`` before."""
     return _StridedShard(dim, split_factor=split_factor)

@@ -1,0 +1,342 @@
+"""`load_safetensors`: the catalogue of a folder, the check against the model, the reading."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import LayoutError, RaggedTensor
+from hp_dtensor.checkpoint import local_boxes
+from hp_dtensor.sources import Piece, Source, SourcePlan, SourceRule, Stored
+
+from .._errors import CheckpointError
+from .._torch import give_memory
+from ._common import (
+    DTYPES,
+    INDEX,
+    LISTED,
+    Target,
+    gather,
+    library,
+    listed,
+    on_all_ranks,
+    on_first_rank,
+    plain_name,
+    slices,
+    targets_of,
+)
+
+
+class StoredTensor(NamedTuple):
+    """One entry of a file's header."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Read(NamedTuple):
+    """One piece to read: where its elements go, or with which elements it is compared."""
+
+    piece: Piece
+    view: Tensor
+    compared_with: str | None
+
+
+def load_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    sources: Mapping[str, Source] | SourceRule | None = None,
+    device: torch.device | str | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Load weights from safetensors files into a model that may be sharded, in place.
+
+    Each rank reads only the elements that it stores, straight into its shards. This works for
+    parameters under `fully_shard`, tensor parallelism and expert parallelism, for ragged and for
+    plain parameters, and for persistent buffers. Values are converted to the dtype of the
+    parameter. All ranks of ``group`` must call this function.
+
+    The folder has either one file ``model.safetensors``, or several files and
+    ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them.
+
+    Args:
+        model: The model. Parameters on the meta device get memory.
+        folder: Folder with the files. All ranks must see it.
+        sources: For parameters that the files store in other pieces: a `hp_dtensor.sources.Source`
+            by parameter name, or a function that makes them, such as
+            ``hp_ep.transformers.checkpoint_sources(model)``. Parameters without an entry have the
+            same name in the files. Defaults to None: all names are equal.
+        device: Device of parameters that are on the meta device now. Defaults to None: the device
+            type of the DTensors' mesh, the CPU without any.
+        group: Process group of the ranks that call this function. Defaults to the world.
+
+    Raises:
+        CheckpointError: Raised on all ranks, before the model is changed, if
+
+            - a file or the index is missing, damaged, or does not fit the other files;
+            - names of the model are missing, or names in the files are not in the model;
+            - shapes differ, or stored values are quantized;
+            - a buffer on the meta device is not in the files, so that nothing would give it values.
+
+            Raised after the model is changed if reading fails, or if two stored tensors differ of
+            which the model has one tied parameter.
+        ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
+
+    Examples:
+        >>> with accelerate.init_empty_weights(include_buffers=False):
+        ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        >>> for layer in [*model.model.layers, model]:
+        ...     fully_shard(layer, mesh)
+        >>> load_safetensors(model, folder)
+
+    Note:
+        A rank needs no memory beyond its shards: slices of files are mapped, not read into memory.
+        One file at a time is mapped, which counts in a limit of the address space.
+    """
+    opened = library()
+    path = Path(folder)
+    found = on_first_rank(group, lambda: _read_catalogue(path, opened))
+    targets = targets_of(model)
+    plan = on_all_ranks(
+        group, lambda: _plan(sources, {n: t.shape for n, t in found.items()}, targets)
+    )
+    problems = _problems(targets, plan, found)
+    problems.wrong.extend(_without_values(model, targets))
+    _raise_on_all(group, path, problems, unused=set(found) - plan.ignored)
+    memory = torch.device(device) if device is not None else _device_of(targets)
+    give_memory(model, memory)
+    on_all_ranks(group, lambda: _read(targets_of(model), plan, found, path, opened))
+
+
+def _read_catalogue(folder: Path, opened: Any) -> dict[str, StoredTensor]:
+    """Return all tensors of a folder by name, from the headers of its files."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give one with safetensors files")
+    index = folder / INDEX
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index.exists():
+        located = _read_index(index)
+        files = sorted(set(located.values()))
+    elif len(files) != 1:
+        raise CheckpointError(
+            f"{folder} has {len(files)} safetensors files ({listed(files) or 'none'}) and no "
+            f"{INDEX}; it must have one file, or several files and the index"
+        )
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, stored in _read_header(folder / file, opened):
+            if name in found:
+                raise CheckpointError(f"{name} is in {found[name].file} and in {file} of {folder}")
+            found[name] = stored
+    if index.exists():
+        wrong = sorted(n for n, file in located.items() if n not in found or found[n].file != file)
+        if wrong:
+            raise CheckpointError(
+                f"{index} names files that lack these tensors: {listed(wrong)}; the folder is "
+                "incomplete or its index is damaged"
+            )
+        extra = sorted(set(found) - set(located))
+        if extra:
+            raise CheckpointError(f"{index} lacks tensors that its files have: {listed(extra)}")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        located = json.loads(path.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    fits = isinstance(located, dict) and located
+    names = [*located.values()] if fits else [None]
+    if not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+        raise CheckpointError(
+            f"{path} has no weight_map from tensor names to names of files in its folder"
+        )
+    return dict(located)
+
+
+def _read_header(path: Path, opened: Any) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with opened(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                part = file.get_slice(name)
+                yield name, StoredTensor(path.name, tuple(part.get_shape()), part.get_dtype())
+    except Exception as error:
+        missing = "is missing" if not path.exists() else f"is damaged ({error})"
+        raise CheckpointError(f"{path} {missing}") from error
+
+
+def _plan(
+    sources: Mapping[str, Source] | SourceRule | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    targets: Sequence[Target],
+) -> SourcePlan:
+    """Return the sources of all names: the given ones, and stored tensors of the same names."""
+    given = SourcePlan({}, shapes)
+    if isinstance(sources, Mapping):
+        own = {name for target in targets for name in target.names}
+        unknown = sorted(set(sources) - own)
+        if unknown:
+            raise CheckpointError(
+                f"sources has names that the model does not have: {listed(unknown)}"
+            )
+        given = SourcePlan(sources, shapes)
+    elif sources is not None:
+        given = sources(shapes)
+    used = {name for source in given.parameters.values() for name in source.names}
+    same = {
+        name: Stored(name)
+        for target in targets
+        for name in target.names
+        if name in shapes and name not in used and name not in given.parameters
+    }
+    return SourcePlan({**same, **given.parameters}, shapes, given.ignored)
+
+
+class Problems(NamedTuple):
+    """The problems of one rank, for one error of all ranks."""
+
+    missing: list[str]
+    wrong: list[str]
+    used: list[str]
+
+
+def _problems(
+    targets: Sequence[Target], plan: SourcePlan, found: Mapping[str, StoredTensor]
+) -> Problems:
+    """Return missing names, other problems, and the stored names that this rank's model uses."""
+    missing: list[str] = []
+    wrong: list[str] = []
+    used: list[str] = []
+    for target in targets:
+        sources = {n: plan.parameters[n] for n in target.names if n in plan.parameters}
+        absent = {n: [s for s in source.names if s not in found] for n, source in sources.items()}
+        if not sources or any(absent.values()):
+            lacking = [name for names in absent.values() for name in names]
+            made = f" (made of {listed(lacking)})" if lacking else ""
+            missing.append(target.names[0] + made)
+            continue
+        for name, source in sources.items():
+            used += source.names
+            wrong += _mismatches(name, target.tensor, source, plan, found)
+    return Problems(missing, wrong, used)
+
+
+def _without_values(model: nn.Module, targets: Sequence[Target]) -> Iterator[str]:
+    """Describe the buffers without memory that no file would fill."""
+    filled = {name for target in targets for name in target.names}
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and plain_name(name) not in filled:
+            yield (
+                f"the buffer {name} is on the meta device and is not in files (persistent=False); "
+                "build the model so that only parameters are on the meta device, for example with "
+                "accelerate.init_empty_weights(include_buffers=False)"
+            )
+
+
+def _mismatches(
+    name: str,
+    tensor: Tensor,
+    source: Source,
+    plan: SourcePlan,
+    found: Mapping[str, StoredTensor],
+) -> Iterator[str]:
+    for stored in source.names:
+        kind, dtype = found[stored].dtype, DTYPES.get(found[stored].dtype)
+        if dtype is None or (tensor.is_floating_point() and not dtype.is_floating_point):
+            yield (
+                f"{stored} is stored as {kind} for {name} of {tensor.dtype}: quantized weights "
+                "cannot be loaded; dequantize the checkpoint first"
+            )
+        elif dtype != tensor.dtype and not tensor.is_floating_point():
+            yield f"{stored} is stored as {kind} for {name} of {tensor.dtype}"
+    try:
+        shape = source.shape(plan.stored)
+    except LayoutError as error:
+        yield f"{name}: {error}"
+        return
+    if shape != tuple(tensor.shape):
+        yield f"{name} has shape {tuple(tensor.shape)}, and {shape} in the files"
+
+
+def _raise_on_all(
+    group: ProcessGroup | None, folder: Path, own: Problems, unused: set[str]
+) -> None:
+    """Raise one error that lists the problems of all ranks, on all of them."""
+    every = gather(group, own)
+    missing = sorted({name for each in every for name in each.missing})
+    wrong = list(dict.fromkeys(text for each in every for text in each.wrong))
+    # Ranks of a pipeline have different parts of the model.
+    unexpected = sorted(unused.difference(*(each.used for each in every)))
+    parts = [f"missing in the files: {listed(missing)}"] if missing else []
+    parts += [f"not in the model: {listed(unexpected)}"] if unexpected else []
+    parts += [f"{'; '.join(wrong[:LISTED])}"] if wrong else []
+    if parts:
+        raise CheckpointError(
+            f"the weights in {folder} do not fit the model: {'; '.join(parts)}"
+            + ("; sources= maps names that differ" if missing or unexpected else "")
+        )
+
+
+def _device_of(targets: Sequence[Target]) -> torch.device:
+    for target in targets:
+        if isinstance(target.tensor, DTensor | RaggedTensor):
+            kind = target.tensor.device_mesh.device_type
+            if kind == "cpu":
+                break
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device("cpu")
+
+
+@torch.no_grad()
+def _read(
+    targets: Sequence[Target],
+    plan: SourcePlan,
+    found: Mapping[str, StoredTensor],
+    folder: Path,
+    opened: Any,
+) -> None:
+    """Copy this rank's elements from the files, one file at a time."""
+    by_file: dict[str, list[Read]] = {}
+    for target in targets:
+        first, *others = [name for name in target.names if name in plan.parameters]
+        for name in (first, *others):
+            for box, view in local_boxes(target.tensor).boxes:
+                for piece in plan.parameters[name].pieces(box, plan.stored):
+                    part = view[slices(piece.target, box)]
+                    read = Read(piece, part, None if name == first else f"{first} and {name}")
+                    by_file.setdefault(found[piece.name].file, []).append(read)
+    # Tied parameters are compared after they were read.
+    for compared in (False, True):
+        for name, reads in sorted(by_file.items()):
+            chosen = [read for read in reads if (read.compared_with is not None) == compared]
+            if chosen:
+                _read_file(folder / name, chosen, opened)
+
+
+def _read_file(path: Path, reads: Sequence[Read], opened: Any) -> None:
+    try:
+        with opened(path, framework="pt") as file:
+            for piece, view, compared_with in reads:
+                stored = file.get_slice(piece.name)[slices(piece.stored)]
+                values = piece.as_target(stored)
+                if compared_with is None:
+                    view.copy_(values)
+                elif not torch.equal(view, values.to(view)):
+                    raise CheckpointError(
+                        f"{compared_with} are one tied parameter of the model, but {path} has "
+                        "other values for the second name; untie the parameters, or ignore a name "
+                        "with sources="
+                    )
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
