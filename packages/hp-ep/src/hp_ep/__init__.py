@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ._permutation import scatter_rows as scatter_rows
     from ._permutation import unpermute as unpermute
     from ._router import TopKRouter as TopKRouter
+    from ._sources import expert_sources as expert_sources
     from ._styles import BaseExpertParallel as BaseExpertParallel
     from ._styles import ExpertParallel as ExpertParallel
     from ._styles import ExpertTensorParallel as ExpertTensorParallel
@@ -66,6 +67,7 @@ _NEED_TORCH = {
     "TokenDispatcher": ".dispatch._interface",
     "TopKRouter": "._router",
     "collect_loads": "._balance",
+    "expert_sources": "._sources",
     "gather_rows": "._permutation",
     "migrate_experts": ".placement._migrate",
     "order_by_expert": ".placement._migrate",
@@ -99,6 +101,7 @@ __all__ = [
     "choose_capacity",
     "choose_dispatcher",
     "collect_loads",
+    "expert_sources",
     "migrate_experts",
     "order_by_expert",
     "order_by_slot",

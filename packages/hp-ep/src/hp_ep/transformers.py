@@ -1,4 +1,4 @@
-"""Expert parallelism for models of Hugging Face transformers: `parallelize_experts`.
+"""Models of Hugging Face transformers: `parallelize_experts` and `checkpoint_sources`.
 
 The experts run through the registry of experts functions of transformers. Models need transformers
 5.23 or later, which is imported on the first call.
@@ -23,6 +23,7 @@ from ._balance import COUNTED, balance_shares
 from ._errors import ExpertConfigError
 from ._experts import feed_forward
 from ._inputs import check_different_tokens
+from ._library import transformers_library
 from ._losses import attach
 from ._moe import run_chunks, run_here
 from ._parameters import (
@@ -35,6 +36,7 @@ from ._parameters import (
 from ._products import blocks_of
 from ._router import as_axes
 from ._sizes import check_factors
+from ._sources import checkpoint_sources as checkpoint_sources
 from ._styles import Split, check_dispatcher, given_or_best
 from ._torch import as_autocast, fenced
 from .dispatch._checks import KEYWORDS, Keywords, or_torch
@@ -43,7 +45,6 @@ from .dispatch._local import Local, count_ids
 
 _NAME = __name__  # in the library's registry of experts functions
 _ATTRIBUTE = "_expert_dispatch"  # of experts' modules
-_OLDEST = (5, 23)  # that this was tried with
 _LOSS = "load_balancing_loss_func"  # what the library's models compute their auxiliary loss by
 _IGNORED = -100  # the label that the library's losses leave out
 # What the library's decorator of experts says of a module.
@@ -196,7 +197,7 @@ def parallelize_experts(
           share a config object raise an error when called, until they are passed to this function
           too.
     """
-    library, registry = _library()
+    library, registry = transformers_library()
     axis = _checked_axis(mesh)
     check_dispatcher(dispatcher)
     check_factors({"bias_rate": bias_rate})
@@ -255,25 +256,6 @@ def parallelize_experts(
     # Bound to the model it is called on, also of a deep copy.
     model.save_pretrained = MethodType(_save_pretrained, model)
     return list(layers)
-
-
-def _library() -> tuple[Any, Any]:
-    """Return transformers and its registry of experts functions."""
-    try:
-        library = import_module("transformers")
-        version = tuple(int(number) for number in library.__version__.split(".")[:2])
-        if version >= _OLDEST:
-            return library, import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
-        found = f"this is {library.__version__}"
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        found = "it is not installed"
-    oldest = ".".join(map(str, _OLDEST))
-    raise ImportError(
-        f"experts of transformers need transformers {oldest} or later, and {found}; "
-        f"pip install 'transformers>={oldest}'"
-    )
 
 
 def _checked_axis(mesh: DeviceMesh) -> Axis:
@@ -669,4 +651,4 @@ def _balance_share(
     return balance_shares(sums, counts, pairs, axes, collectives)[0]
 
 
-__all__ = ["parallelize_experts"]
+__all__ = ["checkpoint_sources", "parallelize_experts"]

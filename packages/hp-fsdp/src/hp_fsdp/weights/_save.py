@@ -145,20 +145,19 @@ def _saving_plan(sources: SourceRule | None, union: Union, targets: Sequence[Tar
     if sources is None:
         return SourcePlan({name: Stored(name) for name in shapes}, shapes)
     plan = sources(None)
-    alias = {name: target.names[0] for target in targets for name in target.names}
-    parameters: dict[str, Source] = {}
+    first = {name: target.names[0] for target in targets for name in target.names}
+    chosen: dict[str, Source] = {}
     for name, source in plan.parameters.items():
-        parameters.setdefault(alias.get(name, name), source)
-    wrong = [
-        f"{name} of shape {shape}"
-        for name, shape in shapes.items()
-        if name not in parameters or parameters[name].shape(plan.stored) != shape
-    ]
+        if first.get(name, name) in shapes:  # other ranks may have names that this one lacks
+            chosen.setdefault(first.get(name, name), source)
+    same = {name: shape for name, shape in shapes.items() if name not in chosen}
+    stored = {**{name: tuple(shape) for name, shape in plan.stored.items()}, **same}
+    wrong = [name for name in chosen if chosen[name].shape(stored) != shapes[name]]
     if wrong:
-        raise CheckpointError(f"sources makes no tensors of {listed(wrong)}")
-    chosen = {name: parameters[name] for name in shapes}
-    used = {stored for source in chosen.values() for stored in source.names}
-    return SourcePlan(chosen, {name: plan.stored[name] for name in plan.stored if name in used})
+        raise CheckpointError(f"sources makes tensors of other shapes than {listed(wrong)}")
+    parameters = {name: chosen.get(name, Stored(name)) for name in shapes}
+    used = {name for source in parameters.values() for name in source.names}
+    return SourcePlan(parameters, {name: shape for name, shape in stored.items() if name in used})
 
 
 class Position(NamedTuple):
