@@ -179,7 +179,7 @@ def checkpoint_sources(model: nn.Module) -> SourceRule:
             f"model must be a PreTrainedModel of transformers, got a {type(model).__name__}; other "
             "models need no sources, or a mapping from parameter names to hp_dtensor.sources"
         )
-    unsharded = _without_memory(model)
+    unsharded = _without_memory(model, library.PreTrainedModel)
 
     def rule(shapes: Shapes | None) -> SourcePlan:
         chosen = _published(unsharded) if shapes is None else shapes
@@ -190,12 +190,13 @@ def checkpoint_sources(model: nn.Module) -> SourceRule:
     return rule
 
 
-def _without_memory(model: Any) -> Any:
+def _without_memory(model: Any, base: type) -> Any:
     """Return an unsharded copy of a model on the meta device.
 
     transformers finds conversions by the name of the class, which `fully_shard` changes.
     """
-    kind = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    classes = [cls for cls in type(model).__mro__ if issubclass(cls, base)]
+    kind: Any = next(cls for cls in classes if not issubclass(cls, FSDPModule))
     if getattr(model.config, "quantization_config", None) is not None:
         raise ExpertConfigError(
             f"this {kind.__name__} has a quantization_config; load an unquantized checkpoint, or "
@@ -204,7 +205,7 @@ def _without_memory(model: Any) -> Any:
     config = copy.deepcopy(model.config)
     config.dtype = model.dtype  # save_pretrained leaves a string there
     with torch.device("meta"):
-        return cast(Any, kind)(config)
+        return kind(config)
 
 
 def _published(model: Any) -> dict[str, tuple[int, ...]]:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Placement
 # A shard of a dimension that later axes of the mesh shard already. No public name; without it the
 # order of shards cannot be said in placements.
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.profiler import record_function
 from torch.utils import _pytree
 
@@ -40,6 +41,8 @@ from ._errors import ModuleStateError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+# Last part of the name that ``nn.Module.get_extra_state`` has in a state dict.
+EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

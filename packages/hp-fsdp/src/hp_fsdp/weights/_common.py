@@ -1,6 +1,6 @@
 """The tensors of a model by name, and errors that all ranks raise together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from .._errors import CheckpointError
+from .._torch import EXTRA_STATE
 
 T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]
@@ -68,6 +69,27 @@ def targets_of(model: nn.Module) -> list[Target]:
         if isinstance(tensor, nn.Parameter) or plain in saved:
             by_tensor.setdefault(id(tensor), (tensor, []))[1].append(plain)
     return [Target(tuple(names), tensor) for tensor, names in by_tensor.values()]
+
+
+def check_states(model: nn.Module, given: Collection[str]) -> None:
+    """Raise `CheckpointError` for modules whose state is more than tensors.
+
+    Such a state can say how to read the parameters, as the order of experts in hp-ep does. The
+    files cannot have it, so sources must be ``given`` for the parameters of the module.
+    """
+    for key in model.state_dict(keep_vars=True):
+        prefix, _, name = plain_name(key).rpartition(".")
+        if name != EXTRA_STATE:
+            continue
+        module = model.get_submodule(key.rpartition(".")[0])
+        own = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()]
+        lacking = [name for name in own if name not in given]
+        if lacking:
+            raise CheckpointError(
+                f"the state of {prefix or 'the model'}, a {type(module).__name__}, has more than "
+                f"tensors ({EXTRA_STATE}), which the files cannot have; pass sources= for "
+                f"{listed(lacking)}, as hp_ep.expert_sources(model) makes them"
+            )
 
 
 def plain_name(name: str) -> str:

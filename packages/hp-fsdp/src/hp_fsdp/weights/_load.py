@@ -22,6 +22,7 @@ from ._common import (
     INDEX,
     LISTED,
     Target,
+    check_states,
     gather,
     library,
     listed,
@@ -105,12 +106,12 @@ def load_safetensors(
     path = Path(folder)
     found = on_first_rank(group, lambda: _read_catalogue(path, opened))
     targets = targets_of(model)
-    plan = on_all_ranks(
-        group, lambda: _plan(sources, {n: t.shape for n, t in found.items()}, targets)
-    )
+    shapes = {name: stored.shape for name, stored in found.items()}
+    plan = on_all_ranks(group, lambda: _plan(model, sources, shapes, targets))
     problems = _problems(targets, plan, found)
     problems.wrong.extend(_without_values(model, targets))
-    _raise_on_all(group, path, problems, unused=set(found) - plan.ignored)
+    ties = hasattr(model, "tie_weights")
+    _raise_on_all(group, path, problems, set(found) - plan.ignored, ties)
     memory = torch.device(device) if device is not None else _device_of(targets)
     give_memory(model, memory)
     on_all_ranks(group, lambda: _read(targets_of(model), plan, found, path, opened))
@@ -175,6 +176,7 @@ def _read_header(path: Path, opened: Any) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _plan(
+    model: nn.Module,
     sources: Mapping[str, Source] | SourceRule | None,
     shapes: Mapping[str, tuple[int, ...]],
     targets: Sequence[Target],
@@ -191,6 +193,7 @@ def _plan(
         given = SourcePlan(sources, shapes)
     elif sources is not None:
         given = sources(shapes)
+    check_states(model, given.parameters)
     used = {name for source in given.parameters.values() for name in source.names}
     same = {
         name: Stored(name)
@@ -268,7 +271,7 @@ def _mismatches(
 
 
 def _raise_on_all(
-    group: ProcessGroup | None, folder: Path, own: Problems, unused: set[str]
+    group: ProcessGroup | None, folder: Path, own: Problems, unused: set[str], ties: bool
 ) -> None:
     """Raise one error that lists the problems of all ranks, on all of them."""
     every = gather(group, own)
@@ -283,6 +286,7 @@ def _raise_on_all(
         raise CheckpointError(
             f"the weights in {folder} do not fit the model: {'; '.join(parts)}"
             + ("; sources= maps names that differ" if missing or unexpected else "")
+            + ("; call tie_weights() if missing parameters are tied" if missing and ties else "")
         )
 
 

@@ -26,6 +26,7 @@ from ._common import (
     INDEX,
     SINGLE,
     Target,
+    check_states,
     gather,
     library,
     listed,
@@ -80,7 +81,7 @@ def save_safetensors(
     targets = targets_of(model)
     held = on_all_ranks(group, lambda: _held(targets, dtype))
     union = _union(group, held)
-    plan = on_all_ranks(group, lambda: _saving_plan(sources, union, targets))
+    plan = on_all_ranks(group, lambda: _saving_plan(model, sources, union, targets))
     files = _files(plan, union, max_file_bytes)
     token = on_first_rank(group, lambda: _begin(path, files))
     try:
@@ -140,11 +141,15 @@ def _union(group: ProcessGroup | None, own: Mapping[str, Held]) -> Union:
     return union
 
 
-def _saving_plan(sources: SourceRule | None, union: Union, targets: Sequence[Target]) -> SourcePlan:
+def _saving_plan(
+    model: nn.Module, sources: SourceRule | None, union: Union, targets: Sequence[Target]
+) -> SourcePlan:
     shapes = {name: held.shape for name, held in union.tensors.items()}
     if sources is None:
+        check_states(model, ())
         return SourcePlan({name: Stored(name) for name in shapes}, shapes)
     plan = sources(None)
+    check_states(model, plan.parameters)
     first = {name: target.names[0] for target in targets for name in target.names}
     chosen: dict[str, Source] = {}
     for name, source in plan.parameters.items():
