@@ -19,9 +19,14 @@ from hp_cp.transformers import context_parallel, shard_batch
 from hp_ep import ExpertParallel, MoE, Placement, expert_sources
 from hp_ep import parallelize_experts as parallelize_layers
 from hp_ep.transformers import checkpoint_sources, parallelize_experts
-from hp_fsdp import CheckpointError, fully_shard, load_safetensors, save_safetensors
+from hp_fsdp import (
+    CheckpointError,
+    fully_shard,
+    load_safetensors,
+    parameters_on_meta,
+    save_safetensors,
+)
 
-accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 64
@@ -89,9 +94,8 @@ def mesh_of(**axes: int) -> DeviceMesh:
 
 def parallel(name: str, how: str) -> tuple[Any, Any]:
     """Return a parallel model without values, and its mesh of context parallelism."""
-    with accelerate.init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(config_of(name)).double()
-    model.tie_weights()
     cp = None
     layout: Any = "ragged" if "ragged" in how else "exact"
     if how == "ep x cp":
@@ -127,7 +131,8 @@ def round_trip(rank: int, name: str, how: str, source: str, target: str) -> Tens
         context_parallel(model, cp)
         with torch.no_grad():
             logits = model(**shard_batch({"input_ids": batch()}, cp)).logits
-            return unshard_sequence(logits, cp, None, seq_dim=1)
+            result: Tensor = unshard_sequence(logits, cp, None, seq_dim=1)
+            return result
     with torch.no_grad():
         return model(batch()).logits  # type: ignore[no-any-return]
 

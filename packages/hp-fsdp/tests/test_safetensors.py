@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,13 @@ from hp_dtensor.sources import (
     Stored,
     Transpose,
 )
-from hp_fsdp import CheckpointError, fully_shard, load_safetensors, save_safetensors
+from hp_fsdp import (
+    CheckpointError,
+    fully_shard,
+    load_safetensors,
+    parameters_on_meta,
+    save_safetensors,
+)
 
 from .models import Net, loss_of, make, mesh_of, tokens
 
@@ -118,13 +125,11 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def built(kind: Callable[[], nn.Module], how: str, ranks: int, meta: bool) -> Any:
     """Build a model with other values, or without any."""
     torch.manual_seed(1)
-    model: Any = kind().double()
-    if meta:
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(parameter.to("meta")))
-        if isinstance(model, Tied):
-            model.head.weight = model.embedding.weight
+    with parameters_on_meta() if meta else nullcontext():
+        model: Any = kind()
+    model.to(torch.float64)
+    assert all(parameter.is_meta == meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
     return spread(model, how, ranks)
 
 
@@ -455,7 +460,7 @@ def test_buffers_that_nothing_fills(ranks: Ranks, tmp_path: Path) -> None:
     folder = str(stored(tmp_path, weights()))
     message = one_message(ranks(2).run(all_on_meta, folder))
     assert "the buffer table is on the meta device" in message
-    assert "include_buffers=False" in message
+    assert "parameters_on_meta" in message
 
 
 def all_on_meta(rank: int, folder: str) -> str:

@@ -29,6 +29,7 @@ from ._module import register_fsdp_forward_method as register_fsdp_forward_metho
 from ._module import share_comm_ctx as share_comm_ctx
 from ._optimizer import sharded_optimizer as sharded_optimizer
 from .weights import load_safetensors as load_safetensors
+from .weights import parameters_on_meta as parameters_on_meta
 from .weights import save_safetensors as save_safetensors
 
 __version__ = "0.2.0"
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "fully_shard",
     "load_safetensors",
+    "parameters_on_meta",
     "register_fsdp_forward_method",
     "save_safetensors",
     "sharded_optimizer",

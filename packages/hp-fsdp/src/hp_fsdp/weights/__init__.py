@@ -6,4 +6,5 @@ that it stores, and write them to their place, without gathering a parameter any
 """
 
 from ._load import load_safetensors as load_safetensors
+from ._meta import parameters_on_meta as parameters_on_meta
 from ._save import save_safetensors as save_safetensors

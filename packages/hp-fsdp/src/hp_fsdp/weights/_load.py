@@ -92,7 +92,7 @@ def load_safetensors(
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
     Examples:
-        >>> with accelerate.init_empty_weights(include_buffers=False):
+        >>> with parameters_on_meta():
         ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         >>> for layer in [*model.model.layers, model]:
         ...     fully_shard(layer, mesh)
@@ -240,8 +240,7 @@ def _without_values(model: nn.Module, targets: Sequence[Target]) -> Iterator[str
         if buffer.is_meta and plain_name(name) not in filled:
             yield (
                 f"the buffer {name} is on the meta device and is not in files (persistent=False); "
-                "build the model so that only parameters are on the meta device, for example with "
-                "accelerate.init_empty_weights(include_buffers=False)"
+                "build the model in hp_fsdp.parameters_on_meta(), which leaves buffers alone"
             )
 
 
