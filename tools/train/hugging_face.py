@@ -20,7 +20,7 @@ from hp_dtensor import AxisMesh, Collectives
 from hp_ep.transformers import parallelize_experts
 
 from .config import TP_STYLES, ModelError, TransformersConfig
-from .model import Forward, normal
+from .model import Forward, built_on_meta, normal
 
 
 def build_transformers(
@@ -29,12 +29,15 @@ def build_transformers(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     parts: int = 1,
+    *,
+    values: bool = True,
 ) -> nn.Module:
     """Return the model. Initial values depend only on the seed and each parameter's name.
 
     Parameters that the library initializes with one value, such as norms and biases, keep it. All
     others are normal with the deviation ``initializer_range`` of the configuration. The weight of
     the auxiliary loss is divided by ``parts``, the number of microbatches, each of which adds it.
+    Without ``values``, parameters are on the meta device.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,8 +45,12 @@ def build_transformers(
     factory: Any = AutoModelForCausalLM
     # Other implementations use torch's grouped matmul, which does not support float64.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+
+    def build() -> Any:
+        return factory.from_config(library, dtype=torch.float32, **eager)
+
     try:
-        made: Any = factory.from_config(library, dtype=torch.float32, **eager)
+        made = build().to(device, dtype) if values else built_on_meta(build, dtype, device)
     except Exception as error:
         raise ModelError(
             f"transformers makes no causal language model of this {config.fields['model_type']}: "
@@ -51,7 +58,9 @@ def build_transformers(
         ) from error
     if hasattr(made, "router_aux_loss_coef"):
         made.router_aux_loss_coef /= parts
-    model: nn.Module = made.to(device, dtype).train()
+    model: nn.Module = made.train()
+    if not values:
+        return model
     deviation = getattr(library.get_text_config(), "initializer_range", 0.02)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,13 +8,14 @@ positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query a
 import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_ep import MoE
+from hp_fsdp import parameters_on_meta
 
 from .config import ModelConfig
 
@@ -171,12 +172,17 @@ def build_model(
     seed: int,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
+    *,
+    values: bool = True,
 ) -> LanguageModel:
     """Return the model. Initial values depend only on the seed and each parameter's name.
 
     Norms start at one. Matrices are normal with a deviation of one over the root of their width,
     divided by ``sqrt(2 * layers)`` if they write to the residual stream (GPT-2, section 2.3).
+    Without ``values``, parameters are on the meta device.
     """
+    if not values:
+        return built_on_meta(lambda: LanguageModel(config), dtype, device)
     model = LanguageModel(config).to(device, dtype)
     depth = (2 * config.num_hidden_layers) ** -0.5
     with torch.no_grad():
@@ -188,6 +194,20 @@ def build_model(
             if name.rpartition(".weight")[0].endswith("wo") or ".w2" in name or "down_proj" in name:
                 deviation *= depth
             parameter.copy_(normal(f"{seed}/{name}", parameter.shape) * deviation)
+    return model
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def built_on_meta(build: Callable[[], M], dtype: torch.dtype, device: torch.device | str) -> M:
+    """Return a module with parameters on the meta device and buffers on ``device``."""
+    with parameters_on_meta():
+        model = build()
+    model.to(dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     return model
 
 

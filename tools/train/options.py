@@ -168,6 +168,20 @@ _RUN = (
         Path,
         on_resume="new",
     ),
+    Option(
+        "init_from",
+        "load the initial weights from a folder, as save_pretrained of transformers or --export "
+        "write it; its config.json is the model",
+        Path,
+        on_resume="new",
+    ),
+    Option(
+        "export",
+        "at the end, write the weights to a new folder, for from_pretrained of transformers or "
+        "--init-from; with --resume and without --steps, export the checkpoint and end",
+        Path,
+        on_resume="new",
+    ),
     Option("checkpoint_every", "save a checkpoint every N steps in the background, and at the end"),
     Option("keep", "number of latest checkpoints to keep", default=1, per_rank=True),
     Option(
@@ -271,6 +285,8 @@ class Options:
     out: Path
     out_given: bool
     resume: Path | None  # checkpoint folder
+    init_from: Path | None
+    export: Path | None
     done: int  # steps of the checkpoint
     reference: bool
     compare: int  # number of first steps that one process repeats
@@ -357,6 +373,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     processes = _world_size(given, world_size, saved)
     given.compare = _compared(given, asked, done)
     _check_used(given, asked)
+    _check_weights(given, saved)
     if saved is not None:
         _check_comparable(given, asked, saved)
         _take_from_checkpoint(given, saved)
@@ -373,7 +390,11 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     )
     corpus = read_corpus(source)
     _check_samples(corpus, train, given.eval_every is not None)
-    model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size, dims.tp)
+    model = read_model(given.model)
+    size = given.vocab_size
+    if size is None and given.init_from is not None:  # the weights have this size
+        size = model.vocab_size
+    model = _with_vocabulary(model, corpus, size, dims.tp)
     _check_degrees(dims, model, train)
     _check_dropout(dims, model, given.compare)
     given.model = model
@@ -482,6 +503,28 @@ def _check_used(given: argparse.Namespace, asked: Mapping[str, Any]) -> None:
     for name in ("compile", "checkpoint_activations") if given.reference else ():
         if asked.get(name, False) not in (False, NO_COMPILER):
             raise OptionsError(f"{TABLE[name].flag} with --reference has no effect; leave one out")
+
+
+def _check_weights(given: argparse.Namespace, saved: SavedRun | None) -> None:
+    """Take model and tokenizer from the folder of ``--init-from``; check that of ``--export``."""
+    if given.export is not None and any(given.export.glob("*.safetensors")):
+        raise OptionsError(f"export={given.export} has weights already; give a new folder")
+    folder = given.init_from
+    if folder is None or (saved is not None and given.resume == AUTO):
+        return  # a run that is started again has its weights in the checkpoint
+    for name in ("resume", "model"):
+        if (value := getattr(given, name)) is not None:
+            raise OptionsError(
+                f"init-from={folder} and {name}={value} both give the "
+                f"{'weights' if name == 'resume' else 'model'}; leave one out"
+            )
+    if not os.path.isfile(folder / "config.json"):
+        raise OptionsError(
+            f"init-from={folder} has no config.json; give a folder of save_pretrained or --export"
+        )
+    given.model = str(folder)
+    if given.tokenizer is None and os.path.isfile(folder / "tokenizer.json"):
+        given.tokenizer = str(folder)
 
 
 def _take_from_checkpoint(given: argparse.Namespace, saved: SavedRun) -> None:
@@ -594,6 +637,8 @@ def _check_comparable(given: argparse.Namespace, asked: Mapping[str, Any], saved
 def _steps(given: argparse.Namespace, done: int) -> int:
     """Return the last step of the run."""
     auto = given.resume == AUTO
+    if given.export is not None and done and not auto and given.steps is None:
+        return done
     steps = int(given.steps or DEFAULT_STEPS + (0 if auto else done))
     if auto and steps == done:
         if has_summary(given.out, done):

@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from hp_cp import ContextParallelError
 from hp_dtensor import Collectives, RecordingCollectives
 from hp_ep import ExpertConfigError
+from hp_fsdp import CheckpointError as WeightsError
 from hp_mesh import ParallelMesh
 
 from .attempt import store_of_attempt
@@ -48,14 +49,18 @@ from .profile import Profiler
 from .report import Counts, Report
 from .run_folder import CHECKPOINT
 from .text import TextError, read_corpus
+from .weights import export, load_weights, starts_from_weights
 
 SHARED_SECONDS = 5.0
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)  # at least, until the first step has been made
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Errors of a model, a checkpoint or options, before the first step, on every rank.
-REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
+REFUSALS = (
+    *(ModelError, TextError, CheckpointError, WeightsError),
+    *(ContextParallelError, ExpertConfigError),
+)
 # Errors that end a run between steps, on every rank, whose message suffices.
-ENDS = (WriteError, Diverged)
+ENDS = (WriteError, WeightsError, Diverged)
 
 
 class Refused(ValueError):
@@ -164,6 +169,8 @@ def _run(options: Options, peers: Peers) -> bool:
             load(trainer, options.resume)
     report = _report(options, trainer.step)
     termination = _train(trainer, options, report, collectives, profiler)
+    if not termination.stopped:
+        export(trainer.model, options)
     peak = peak_memory(device)
     peak = peak if mesh is None else largest_of_ranks(peak, mesh, device)
     del trainer
@@ -268,14 +275,17 @@ def _samples(options: Options) -> Samples:
 
 
 def _build(options: Options, device: torch.device) -> nn.Module:
-    """Return the unsharded model with its initial values."""
+    """Return the unsharded model with its initial values, or without any if they are loaded."""
     kept, _ = _dtypes(options)
     config, train = options.model, options.train
+    values = not starts_from_weights(options)
     if isinstance(config, TransformersConfig):
-        return build_transformers(config, train.seed, kept, device, train.accumulate)
+        parts = train.accumulate
+        return build_transformers(config, train.seed, kept, device, parts, values=values)
     # Each microbatch adds its own auxiliary loss; the batch has their mean.
     coefficient = config.router_aux_loss_coef / train.accumulate
-    return build_model(replace(config, router_aux_loss_coef=coefficient), train.seed, kept, device)
+    config = replace(config, router_aux_loss_coef=coefficient)
+    return build_model(config, train.seed, kept, device, values=values)
 
 
 def _dtypes(options: Options) -> tuple[torch.dtype, torch.dtype | None]:
@@ -314,6 +324,7 @@ def _parallel_trainer(
         )
     else:
         forward = distribute(model)
+    load_weights(model, options, device)
     return Trainer(
         model,
         options.train,
@@ -326,8 +337,10 @@ def _parallel_trainer(
 
 
 def _reference(options: Options, device: torch.device) -> Trainer:
+    model = _build(options, device)
+    load_weights(model, options, device)
     return Trainer(
-        _build(options, device),
+        model,
         options.train,
         device=device,
         forward=forward_alone if isinstance(options.model, TransformersConfig) else call_built_in,

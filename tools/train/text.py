@@ -81,7 +81,7 @@ def read_corpus(source: Source) -> Corpus:
 
     files = list(_files(source.paths)) if source.paths else []
     arrays = [path for path in files if path.suffix in ARRAYS]
-    tokenizer = _tokenizer(source.tokenizer)
+    tokenizer = load_tokenizer(source.tokenizer)
     vocab_size = 256 if tokenizer is None else len(tokenizer)
     has_bin = any(path.suffix == ".bin" for path in files)
     if source.token_dtype is not None and not has_bin:
@@ -258,7 +258,7 @@ def _digest_of_arrays(parts: "Sequence[Part]") -> str:
     return found.hexdigest()[:16]
 
 
-def _tokenizer(name: str | None) -> Any:
+def load_tokenizer(name: str | None) -> Any:
     """Return a tokenizer of transformers from this machine, None for bytes."""
     if name in (None, BYTES):
         return None
