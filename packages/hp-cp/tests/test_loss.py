@@ -13,6 +13,7 @@ from hp_cp import (
     InputError,
     Layout,
     MaskSpec,
+    count_labels,
     cp_loss,
     position_ids,
     shard_sequence,
@@ -189,3 +190,63 @@ def test_a_count_that_is_no_integer_is_refused(count: Any) -> None:
         return str(info.value)
 
     assert all("give the number of counted tokens" in said for said in SimulatedWorld(2).run(rank))
+
+
+def test_labels_of_all_ranks_and_microbatches_are_counted() -> None:
+    def rank(index: int, door: SimulatedCollectives) -> tuple[Tensor, dict[str, int]]:
+        labels = torch.arange(6).view(2, 3).masked_fill(torch.arange(3) < index, -100)
+        batch = {"shift_labels": labels, "input_ids": torch.zeros(2, 3, dtype=torch.int64)}
+        recorded = RecordingCollectives(door)
+        mesh = door.mesh((2, 2), ("dp", "cp"))
+        count = count_labels([batch, labels[0]], mesh, collectives=recorded)
+        return count, {name: stats.calls for name, stats in recorded.by_axis.items()}
+
+    counts, calls = zip(*SimulatedWorld(4).run(rank), strict=True)
+    # Ranks have 3, 2, 1 and 0 labels in each of 3 rows.
+    assert [count.item() for count in counts] == [18] * 4
+    assert counts[0].shape == ()
+    assert counts[0].dtype == torch.int64
+    assert list(calls) == [{"dp": 1, "cp": 1}] * 4
+
+
+def test_one_microbatch_needs_no_list_and_another_label_can_be_ignored() -> None:
+    mesh, door = _one_rank()
+    labels = torch.tensor([0, 5, 7, 0])
+    assert count_labels(labels, mesh, collectives=door).item() == 4
+    assert count_labels(labels, mesh, ignored=0, collectives=door).item() == 2
+
+
+def test_a_batch_without_labels_has_a_denominator_that_gives_no_nan() -> None:
+    mesh, door = _one_rank()
+    assert count_labels(torch.full((2, 3), -100), mesh, collectives=door).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "said"),
+    [
+        ([], "microbatches is empty; give the labels of at least one microbatch"),
+        (
+            {"labels": torch.ones(2)},
+            r"with \['labels'\] has no shift_labels; give what shard_batch",
+        ),
+        ([3], "a microbatch is 3; give an integer tensor of labels from shift_labels"),
+        (torch.ones(2), "a microbatch is a tensor of torch.float32; give an integer tensor"),
+    ],
+    ids=str,
+)
+def test_what_has_no_labels_is_refused_before_communication(microbatches: Any, said: str) -> None:
+    mesh, door = _one_rank()
+    recorded = RecordingCollectives(door)
+    with pytest.raises(InputError, match=said):
+        count_labels(microbatches, mesh, collectives=recorded)
+    assert not recorded.by_axis
+
+
+def test_a_count_needs_a_mesh() -> None:
+    with pytest.raises(InputError, match="mesh"):
+        count_labels(torch.ones(2, dtype=torch.int64), "loss")  # type: ignore[arg-type]
+
+
+def _one_rank() -> tuple[Any, SimulatedCollectives]:
+    door = SimulatedCollectives(SimulatedWorld(1), 0)
+    return door.mesh((1,), ("loss",)), door

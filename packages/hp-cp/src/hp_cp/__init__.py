@@ -24,6 +24,7 @@ from ._routes import DoubleRing as DoubleRing
 
 if TYPE_CHECKING:
     from ._attention import context_parallel_attention as context_parallel_attention
+    from ._sequence import count_labels as count_labels
     from ._sequence import cp_loss as cp_loss
     from ._sequence import position_ids as position_ids
     from ._sequence import shard_sequence as shard_sequence
@@ -40,6 +41,7 @@ _NEED_TORCH = {
     "ContextParallel": "._style",
     "ScoreOptions": ".kernels._interface",
     "context_parallel_attention": "._attention",
+    "count_labels": "._sequence",
     "cp_loss": "._sequence",
     "position_ids": "._sequence",
     "register_backend": ".kernels._choose",

@@ -1,6 +1,6 @@
 """A sequence around the attention: cut it, put it together, its positions, labels and loss."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -574,6 +574,79 @@ def cp_loss(
     for position in range(loss_mesh.ndim):
         collectives.all_reduce(Axis.of(loss_mesh, position), [count]).wait()
     return loss_sum / count.clamp_(min=1)
+
+
+def count_labels(
+    microbatches: Any,
+    loss_mesh: AxisMesh,
+    *,
+    ignored: int = IGNORED,
+    collectives: Collectives | None = None,
+) -> Tensor:
+    """Count the labels of the whole batch, over all microbatches and all ranks.
+
+    This number is the denominator of each rank's share of the mean loss: divide the sum of the
+    losses of each microbatch by it, or pass it to a model of transformers as
+    ``num_items_in_batch``. Communicates one all-reduce of one integer per axis. The host does not
+    wait for the result.
+
+    Args:
+        microbatches: Labels of this rank for one step: one microbatch, or a list or tuple of all
+            microbatches of the step. A microbatch is an integer tensor of any shape from
+            `shift_labels`, or a mapping with such a tensor as ``shift_labels``, which
+            `hp_cp.transformers.shard_batch` returns.
+        loss_mesh: Mesh of all ranks that hold different tokens: context parallel and data parallel.
+            In hp-mesh this is ``mesh["loss"]``.
+        ignored: Label that does not count. Defaults to -100, as in ``cross_entropy``.
+        collectives: Implementation of the collectives. Defaults to None: ``torch.distributed``.
+
+    Returns:
+        An int64 tensor without dims, on the device of the labels, equal on all ranks. It is at
+        least 1, so that a batch without labels has the loss 0 and not NaN.
+
+    Raises:
+        InputError: There is no microbatch; a microbatch is neither an integer tensor nor a mapping
+            with ``shift_labels``, or is a DTensor; or ``loss_mesh`` is not a mesh. Raised on this
+            rank before communication. Ranks with valid arguments wait.
+
+    Examples:
+        On 4 ranks, with two microbatches of 3 labels each:
+
+        >>> mesh, labels = init_device_mesh("cpu", (4,)), torch.tensor([1, 2, -100, 4])
+        >>> count_labels([labels, labels], mesh)
+        tensor(24)
+    """
+    check_mesh(loss_mesh)
+    given = microbatches if isinstance(microbatches, (list, tuple)) else [microbatches]
+    if not given:
+        raise InputError(
+            "microbatches is empty; give the labels of at least one microbatch, on every rank"
+        )
+    labels = [_labels_of(microbatch) for microbatch in given]
+    collectives = TorchCollectives() if collectives is None else collectives
+    count = torch.stack([(x.detach() != ignored).sum() for x in labels]).sum()
+    for position in range(loss_mesh.ndim):
+        collectives.all_reduce(Axis.of(loss_mesh, position), [count]).wait()
+    return count.clamp_(min=1)
+
+
+def _labels_of(microbatch: object) -> Tensor:
+    labels = microbatch
+    if isinstance(microbatch, Mapping):
+        labels = microbatch.get("shift_labels")
+        if labels is None:
+            raise InputError(
+                f"a microbatch with {sorted(map(str, microbatch))} has no shift_labels; give what "
+                f"shard_batch returns, or shift_labels(labels)"
+            )
+    check_local("a microbatch", labels)
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        kind = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else described(labels)
+        raise InputError(
+            f"a microbatch is {kind}; give an integer tensor of labels from shift_labels, or a "
+            f"mapping with shift_labels"
+        )
+    return labels
 
 
 def _own_count(n_tokens: int | Tensor, device: torch.device) -> Tensor:
