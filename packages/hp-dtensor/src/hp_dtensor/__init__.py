@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ._norms import clip_grad_norm_ as clip_grad_norm_
     from ._norms import mark_repeated_rows as mark_repeated_rows
     from ._redistribute import redistribute as redistribute
+    from ._replicas import check_same as check_same
     from .collectives._autograd import AutogradCollectives as AutogradCollectives
     from .collectives._c10d import TorchCollectives as TorchCollectives
     from .collectives._checked import CheckedCollectives as CheckedCollectives
@@ -51,6 +52,7 @@ _NEED_TORCH = {
     "RecordingCollectives": ".collectives._recording",
     "TorchCollectives": ".collectives._c10d",
     "Work": ".collectives._interface",
+    "check_same": "._replicas",
     "clip_grad_norm_": "._norms",
     "concatenate_meshes": "._modules",
     "distribute_module": "._modules",

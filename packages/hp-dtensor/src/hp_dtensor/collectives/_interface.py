@@ -12,7 +12,7 @@ Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
 
 
 class RankMismatchError(RuntimeError):
-    """Raised if ranks call different collectives, or if a rank fails.
+    """Raised if ranks call different collectives, hold different values, or if a rank fails.
 
     Every rank that detects the problem raises it.
     """

@@ -1,0 +1,183 @@
+"""Check that ranks which hold the same tensor, or the same shard of it, hold equal values."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
+
+from ._torch import local_part
+from .collectives._c10d import TorchCollectives
+from .collectives._interface import Axis, AxisMesh, Collectives, RankMismatchError
+from .ragged._tensor import RaggedTensor
+
+_SHOWN = 8  # names in an error
+_CHUNK = 2**20  # words of 8 bytes whose fingerprint is computed at once
+_ODD = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
+_LOW = 2**32 - 1
+
+
+@torch.no_grad()
+def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | None = None) -> None:
+    """Check that replicas of parameters and buffers have equal values, bit for bit.
+
+    Call it after the model is built or loaded. Different initial values, such as from a missing
+    seed, raise no error later: each rank trains another model.
+
+    - A plain tensor must be equal on all ranks of ``mesh``.
+    - A DTensor or a `RaggedTensor` must be equal on all ranks of ``mesh`` that hold the same shard.
+      So it is compared along the mesh dimensions on which it is replicated.
+
+    Ranks compare fingerprints of 8 bytes. Communicates two all-gathers per axis: one of 8 bytes per
+    rank, and one of 16 bytes per tensor and rank. The host waits for them.
+
+    Args:
+        model: Module with the parameters and buffers, before or after it is parallelized.
+        mesh: All ranks that hold the same model. In hp-mesh this is ``mesh["loss", "tp"]``, or
+            ``mesh["loss"]`` without tensor parallelism. Pipeline stages hold other parameters, so
+            ``pp`` is not part of the mesh.
+        collectives: Implementation of the collectives. Defaults to None: `TorchCollectives`.
+
+    Raises:
+        ValueError: A parameter or buffer has no values, as on the meta device. Raised before
+            communication, on each rank with such a tensor.
+        RankMismatchError: Values differ between replicas, or names, shapes, dtypes or placements
+            differ between ranks. Raised on all ranks. The message names the tensors and the ranks.
+
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> _ = torch.manual_seed(0)
+        >>> check_same(nn.Linear(4, 4), mesh)  # equal on all ranks
+        >>> model = nn.Linear(4, 4, bias=False)
+        >>> _ = model.weight.data.fill_(mesh.get_local_rank("dp"))
+        >>> try:
+        ...     check_same(model, mesh)
+        ... except RankMismatchError as error:
+        ...     print(str(error)[:36])
+        1 of 1 parameters and buffers differ
+    """
+    named = dict(_tensors_of(model))
+    if empty := [name for name, x in named.items() if x.is_meta or is_lazy(x)]:
+        raise ValueError(
+            f"{_listed(empty)} have no values yet; load or initialize the model before check_same"
+        )
+    carrier = TorchCollectives() if collectives is None else collectives
+    device = next((x.device for x in named.values()), torch.device("cpu"))
+    if isinstance(mesh, DeviceMesh):
+        device = torch.device(mesh.device_type)
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    structure = [[name, *_kind(x)] for name, x in named.items()]
+    hashes = _gathered(torch.tensor([_hash(structure)], device=device), mesh, carrier)[:, 0]
+    if others := [rank for rank, x in zip(ranks, hashes, strict=True) if x != hashes[0]]:
+        raise RankMismatchError(
+            f"ranks {_numbers(others)} have other names, shapes, dtypes or placements of "
+            f"parameters and buffers than rank {ranks[0]}; build the same model on all ranks of "
+            "the mesh, which must not contain pipeline stages"
+        )
+    if not named:
+        return
+    shards = torch.tensor([_hash(_shard(x)) for x in named.values()], device=device)
+    values = torch.stack([_fingerprint(_local(x)).to(device) for x in named.values()])
+    found = _gathered(torch.cat([shards, values]), mesh, carrier).unflatten(1, (2, -1))
+    differing: dict[str, list[list[int]]] = {}
+    for index, name in enumerate(named):
+        if groups := _unequal(found[:, :, index].tolist(), ranks):
+            differing[name] = groups
+    if differing:
+        shown = [
+            f"{name!r}: ranks {' and '.join(map(_numbers, groups))}"
+            for name, groups in list(differing.items())[:_SHOWN]
+        ]
+        more = f", and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise RankMismatchError(
+            f"{len(differing)} of {len(named)} parameters and buffers differ between ranks that "
+            f"must hold equal values: {'; '.join(shown)}{more}; call torch.manual_seed with the "
+            "same seed on these ranks before the model is built, or load the same checkpoint"
+        )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _kind(x: Tensor) -> list[object]:
+    placements = x.placements if isinstance(x, (DTensor, RaggedTensor)) else "plain"
+    return [tuple(x.shape), str(x.dtype), str(placements)]
+
+
+def _shard(x: Tensor) -> object:
+    """Return what identifies the shard that this rank holds: its coordinate on sharded axes."""
+    if not isinstance(x, (DTensor, RaggedTensor)):
+        return None
+    coordinate = x.device_mesh.get_coordinate()
+    if coordinate is None:
+        return "none"
+    pairs = zip(coordinate, x.placements, strict=True)
+    return [index for index, placement in pairs if not isinstance(placement, Replicate)]
+
+
+def _local(x: Tensor) -> Tensor:
+    if isinstance(x, DTensor):
+        return local_part(x)
+    return x.to_local() if isinstance(x, RaggedTensor) else x.detach()
+
+
+def _hash(value: object) -> int:
+    """Return 8 bytes of a hash that is equal in all processes."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    """Return a 64-bit hash of a tensor's bytes, on its device: a sum of mixed, weighted words."""
+    flat = x.contiguous().reshape(-1).view(torch.uint8)
+    if missing := -len(flat) % 8:
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start, words in enumerate(flat.view(torch.int64).split(_CHUNK)):
+        first = start * _CHUNK
+        places = torch.arange(first, first + len(words), device=x.device)
+        # Odd weights without a pattern: swapped words and opposite signs do not cancel.
+        total += (_mixed(words) * (_mixed(places) | 1)).sum()
+    return total
+
+
+def _mixed(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = (x ^ ((x >> 32) & _LOW)) * _ODD
+    return x ^ ((x >> 32) & _LOW)
+
+
+def _gathered(own: Tensor, mesh: AxisMesh, carrier: Collectives) -> Tensor:
+    """Return the tensors of all ranks of a mesh, on the CPU, one row per rank."""
+    rows = own[None]
+    for position in reversed(range(mesh.ndim)):
+        (rows,) = carrier.all_gather(Axis.of(mesh, position), [rows]).wait()
+    return rows.cpu()
+
+
+def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each value, if ranks with the same shard hold different values."""
+    holders: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, (shard, value) in zip(ranks, found, strict=True):
+        holders[shard][value].append(rank)
+    differing = [list(by_value.values()) for by_value in holders.values() if len(by_value) > 1]
+    return [group for groups in differing for group in groups]
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
