@@ -1,4 +1,4 @@
-"""Tools for tests: simulated ranks as threads of one process."""
+"""Tools for tests: simulated ranks as threads of one process, and a comparison with one process."""
 
 import math
 import threading
@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ._compare import Comparison as Comparison
+from ._compare import compare_with_one_process as compare_with_one_process
 from ._cost import clear_caches as clear_caches
 from .collectives._interface import (
     Axis,
@@ -24,11 +26,13 @@ from .collectives._interface import (
 )
 
 __all__ = [
+    "Comparison",
     "SimulatedCollectives",
     "SimulatedGroup",
     "SimulatedMesh",
     "SimulatedWorld",
     "clear_caches",
+    "compare_with_one_process",
 ]
 
 

@@ -1,0 +1,296 @@
+"""Compare the loss and the gradients of a parallelized model with one process."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from .collectives._c10d import TorchCollectives
+from .collectives._interface import Axis, AxisMesh
+from .ragged._tensor import RaggedTensor
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_SHOWN = 20  # lines of a report
+_FLOOR = 1e-6  # of the norm of all gradients: gradients below are rounding errors
+_LARGEST = 64  # whole factors that are recognized
+_LOSS = "the loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Result of `compare_with_one_process`.
+
+    Attributes:
+        loss: Loss of the parallel run, summed over ranks.
+        expected_loss: Loss of one process.
+        largest_error: Largest relative error of the loss and of the gradient of any parameter.
+        parameters: Number of parameters with a gradient.
+
+    Examples:
+        >>> Comparison(loss=2.5, expected_loss=2.5, largest_error=0.0, parameters=7).loss
+        2.5
+    """
+
+    loss: float
+    expected_loss: float
+    largest_error: float
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """Relative error of one value, and the factor to the expected one; None if there is none."""
+
+    name: str
+    error: float
+    factor: float | None
+    shown: str = ""
+
+
+def compare_with_one_process(
+    model: nn.Module,
+    parallelize: Callable[[nn.Module], object],
+    loss: Callable[[nn.Module], Tensor],
+    share: Callable[[nn.Module], Tensor],
+    loss_mesh: AxisMesh,
+    *,
+    dtype: torch.dtype = torch.float64,
+    rtol: float = 1e-10,
+) -> Comparison:
+    """Compare the loss and all gradients of a parallelized model with one process.
+
+    Every rank runs the model twice, as copies: alone with the whole batch, and parallelized with
+    its part of the batch. The function sums the losses of ``share`` over ``loss_mesh`` and compares
+    whole gradients. All ranks of the default process group call it.
+
+    In float64, rounding errors are about 1e-15, so any larger difference is a mistake in the
+    script. To compare models that cast to float32, casts to float32 keep float64 during the call.
+
+    Args:
+        model: Plain model with equal values on all ranks, without dropout. It is not changed.
+        parallelize: Parallelizes a copy of the model, in place, or returns the parallel module.
+        loss: Returns the loss of the whole batch, from a copy of the model in one process.
+        share: Returns this rank's share of the loss, from the parallelized model. ``loss`` and
+            ``share`` may call ``backward`` themselves, for example for each microbatch, and return
+            a detached sum. If the result requires gradients, this function calls ``backward``.
+        loss_mesh: Mesh of all ranks that hold different tokens. In hp-mesh this is
+            ``mesh["loss"]``.
+        dtype: Dtype of the copies. Defaults to float64.
+        rtol: Largest relative error of the loss, and of the gradient of each parameter. Defaults to
+            1e-10.
+
+    Returns:
+        The losses and the largest error.
+
+    Raises:
+        AssertionError: The loss or gradients differ. Raised on all ranks. The message names the
+            parameters, the factor between the gradients, and the usual cause of this factor. Also
+            raised if ranks have different losses in one process, or if names of parameters differ.
+
+        TypeError: ``loss`` or ``share`` does not return a tensor of one element.
+
+    Examples:
+        On 4 ranks:
+
+        >>> mesh, x = init_device_mesh("cpu", (4,)), torch.ones(8, 3, dtype=torch.float64)
+        >>> def sum_gradients(model):
+        ...     for p in model.parameters():
+        ...         p.register_post_accumulate_grad_hook(
+        ...             lambda p: torch.distributed.all_reduce(p.grad)
+        ...         )
+        >>> compared = compare_with_one_process(
+        ...     nn.Linear(3, 1, bias=False),
+        ...     sum_gradients,
+        ...     lambda model: model(x).square().sum() / 8,
+        ...     lambda model: model(x.chunk(4)[mesh.get_local_rank()]).square().sum() / 8,
+        ...     mesh,
+        ... )
+        >>> compared.largest_error < 1e-10
+        True
+    """
+    alone = copy.deepcopy(model).to(dtype)
+    parallel = copy.deepcopy(model).to(dtype)
+    with _keeping(dtype):
+        expected = _run(alone, loss).item()
+        _check_equal_references(expected)
+        made = parallelize(parallel)
+        parallel = made if isinstance(made, nn.Module) else parallel
+        references, parameters = dict(_named(alone)), dict(_named(parallel))
+        if others := sorted(references.keys() ^ parameters.keys()):
+            raise AssertionError(
+                f"parameters have other names than in one process: {', '.join(others[:_SHOWN])}; "
+                "parallelize must keep names, and return the whole model or nothing"
+            )
+        total = _run(parallel, share).double()
+    for position in range(loss_mesh.ndim):
+        TorchCollectives().all_reduce(Axis.of(loss_mesh, position), [total]).wait()
+    differences = [_difference(_LOSS, total, torch.tensor(expected, dtype=torch.float64), 0.0)]
+    squares = [x.grad.double().square().sum() for x in references.values() if x.grad is not None]
+    norm = torch.stack(squares).sum().sqrt().item() if squares else 0.0
+    for name, reference in references.items():
+        found, wanted = _whole(parameters[name].grad), reference.grad
+        if found is not None or wanted is not None:
+            differences.append(_difference(name, found, wanted, _FLOOR * norm))
+    worst = _worst_of_ranks(differences)
+    if wrong := [x for x in worst if not x.error <= rtol]:
+        raise AssertionError(_report(wrong, worst, dtype, rtol))
+    return Comparison(
+        loss=total.item(),
+        expected_loss=expected,
+        largest_error=max(x.error for x in worst),
+        parameters=len(differences) - 1,
+    )
+
+
+class _Float64(TorchFunctionMode):
+    """Let casts to float32 give float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func, args = Tensor.to, (args[0], torch.float64)
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {
+            name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()
+        }
+        return func(*wide, **named)
+
+
+@contextmanager
+def _keeping(dtype: torch.dtype) -> Iterator[None]:
+    if dtype is not torch.float64:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Return the detached loss, after its backward."""
+    value: object = function(model)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TypeError(
+            f"loss and share must return a tensor of one element, got {type(value).__name__}"
+        )
+    if value.requires_grad:
+        value.backward()
+    return value.detach().clone().reshape(())
+
+
+def _check_equal_references(expected: float) -> None:
+    found = _of_ranks(expected)
+    if others := [rank for rank, x in enumerate(found) if x != found[0] and not x != x]:
+        raise AssertionError(
+            f"the loss of one process is {found[0]} on rank 0 and other numbers on ranks "
+            f"{', '.join(map(str, others))}; give equal models and equal whole batches on all "
+            "ranks: call torch.manual_seed before the model and the batch are made, and turn "
+            "dropout off"
+        )
+
+
+def _of_ranks(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
+
+
+def _whole(grad: Tensor | None) -> Tensor | None:
+    return grad.full_tensor() if isinstance(grad, (DTensor, RaggedTensor)) else grad
+
+
+def _difference(
+    name: str, found: Tensor | None, wanted: Tensor | None, floor: float
+) -> _Difference:
+    one = found if wanted is None else wanted
+    assert one is not None
+    found = torch.zeros_like(one) if found is None else found
+    wanted = torch.zeros_like(one) if wanted is None else wanted
+    if found.shape != wanted.shape:
+        shown = f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+        return _Difference(name=name, error=math.inf, factor=None, shown=shown)
+    found, wanted = found.double().cpu(), wanted.double().cpu()
+    size, distance = wanted.norm().item(), (found - wanted).norm().item()
+    if not math.isfinite(distance):
+        return _Difference(name=name, error=math.inf, factor=None, shown="not finite")
+    error = distance / max(size, floor, 1e-300)
+    factor = None
+    if size > floor:
+        ratio = ((found * wanted).sum() / size**2).item()
+        if (found - ratio * wanted).norm().item() <= 1e-6 * max(found.norm().item(), 1e-6 * size):
+            factor = ratio
+    shown = f"{found.item():.6g} instead of {wanted.item():.6g}" if name == _LOSS else ""
+    return _Difference(name=name, error=error, factor=factor, shown=shown)
+
+
+def _worst_of_ranks(differences: list[_Difference]) -> list[_Difference]:
+    """Return for each value the difference of the rank with the largest error; on all ranks."""
+    by_value = zip(*_of_ranks(differences), strict=True)
+    return [max(each, key=lambda x: x.error) for each in by_value]
+
+
+def _report(
+    wrong: Sequence[_Difference], compared: Sequence[_Difference], dtype: torch.dtype, rtol: float
+) -> str:
+    gradients = [x for x in wrong if x.name != _LOSS]
+    lines = [
+        f"{len(gradients)} of {len(compared) - 1} gradients"
+        f"{' and the loss differ' if len(gradients) < len(wrong) else ' differ'} from one process "
+        f"({dtype}, rtol={rtol:g}):"
+    ]
+    for x in wrong[:_SHOWN]:
+        near = x.factor is None or abs(x.factor - 1) < 1e-5
+        kind = f"relative error {x.error:.2g}" if near else f"{x.factor:.6g} times"
+        lines.append(f"  {x.name}: {kind}{f', {x.shown}' if x.shown else ''}")
+    if len(wrong) > _SHOWN:
+        lines.append(f"  and {len(wrong) - _SHOWN} more")
+    causes = dict.fromkeys(_cause(x.factor) for x in wrong)
+    lines.extend(f"{cause}" for cause in causes if cause)
+    return "\n".join(lines)
+
+
+def _cause(factor: float | None) -> str:
+    """Return the usual cause of a factor between a gradient and that of one process."""
+    if factor is None:
+        return (
+            "no common factor: ranks compute with other data, positions, labels or initial values, "
+            "or attention does not span the ranks"
+        )
+    if abs(factor) < 1e-6:
+        return "0 times: no gradient arrives, or gradients are not reduced"
+    whole, inverse = round(factor), round(1 / factor)
+    if 2 <= whole <= _LARGEST and abs(factor - whole) < 1e-6 * whole:
+        return (
+            f"{whole} times: labels are counted for one of {whole} microbatches or ranks only, or "
+            f"{whole} ranks sum a loss that each of them computes whole"
+        )
+    if 2 <= inverse <= _LARGEST and abs(factor * inverse - 1) < 1e-6:
+        return (
+            f"1/{inverse} times: a mean over {inverse} ranks or microbatches where a sum is "
+            "needed, such as fully_shard without gradient_reduction='sum'"
+        )
+    if abs(factor - 1) < 1e-3:
+        return ""
+    return (
+        f"{factor:.4g} times: the loss is divided by another number of labels than in one process"
+    )
