@@ -11,8 +11,9 @@ from rank_pool import RankPool, cached
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor.testing import Comparison, compare_with_one_process
+from hp_dtensor.testing import Comparison, compare_with_one_process, keep_float64
 
 Pools = Callable[[int], RankPool]
 
@@ -216,3 +217,12 @@ def test_one_process_without_a_process_group_gets_a_type_error_for_a_wrong_loss(
             lambda model: torch.ones(()),
             mesh,
         )
+
+
+def test_recomputed_layers_keep_float64_too() -> None:
+    layer, x = nn.Linear(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
+    with keep_float64():
+        found = checkpoint(lambda y: layer(y).float().to(torch.float32), x, use_reentrant=False)
+        found.sum().backward()
+    assert found.dtype is torch.float64
+    assert torch.get_default_dtype() is torch.float32

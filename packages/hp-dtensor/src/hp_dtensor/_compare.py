@@ -1,9 +1,10 @@
 """Compare the loss and the gradients of a parallelized model with one process."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh
@@ -118,7 +118,7 @@ def compare_with_one_process(
     """
     alone = copy.deepcopy(model).to(dtype)
     parallel = copy.deepcopy(model).to(dtype)
-    with _keeping(dtype):
+    with keep_float64() if dtype is torch.float64 else nullcontext():
         expected = _run(alone, loss).item()
         _check_equal_references(expected)
         made = parallelize(parallel)
@@ -150,31 +150,65 @@ def compare_with_one_process(
     )
 
 
-class _Float64(TorchFunctionMode):
-    """Let casts to float32 give float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func, args = Tensor.to, (args[0], torch.float64)
-        wide = [torch.float64 if x is torch.float32 else x for x in args]
-        named = {
-            name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()
-        }
-        return func(*wide, **named)
+# Functions with a dtype that models set to float32.
+_CASTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (Tensor, ("to", "type", "softmax", "sum", "mean", "new_zeros", "new_ones", "new_full")),
+    (torch, ("arange", "empty", "full", "linspace", "ones", "softmax", "sum", "tensor", "zeros")),
+    (torch, ("empty_like", "full_like", "ones_like", "zeros_like")),
+    (nn.functional, ("log_softmax", "softmax")),
+)
 
 
 @contextmanager
-def _keeping(dtype: torch.dtype) -> Iterator[None]:
-    if dtype is not torch.float64:
-        yield
-        return
+def keep_float64() -> Iterator[None]:
+    """Compute in float64 inside the block, in models that cast to float32 as well.
+
+    New tensors are float64, and casts to float32 give float64. Models of transformers compute
+    norms and losses in float32; inside the block they can be compared to 1e-12. For tests only:
+    inside the block, functions of torch are replaced in all threads.
+
+    Yields:
+        None.
+
+    Examples:
+        >>> with keep_float64():
+        ...     print(torch.zeros(2).float().dtype)
+        torch.float64
+    """
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Float64():
+    with ExitStack() as stack:
+        for owner, names in _CASTS:
+            for name in names:
+                stack.enter_context(_replaced(owner, name, _widened(getattr(owner, name))))
+        stack.enter_context(_replaced(Tensor, "float", Tensor.double))
+        torch.set_default_dtype(torch.float64)
+        try:
             yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _widened(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        found = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {k: torch.float64 if x is torch.float32 else x for k, x in kwargs.items()}
+        return function(*found, **named)
+
+    return wide
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
     finally:
-        torch.set_default_dtype(before)
+        if own:
+            setattr(owner, name, before)
+        else:  # inherited
+            delattr(owner, name)
 
 
 def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._compare import Comparison as Comparison
 from ._compare import compare_with_one_process as compare_with_one_process
+from ._compare import keep_float64 as keep_float64
 from ._cost import clear_caches as clear_caches
 from .collectives._interface import (
     Axis,
@@ -33,6 +34,7 @@ __all__ = [
     "SimulatedWorld",
     "clear_caches",
     "compare_with_one_process",
+    "keep_float64",
 ]
 
 
