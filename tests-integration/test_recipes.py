@@ -18,6 +18,7 @@ from hp_dtensor.testing import keep_float64
 pytest.importorskip("transformers")
 
 FOLDER = Path(__file__).resolve().parents[1] / "tools" / "recipes"
+PAGE = FOLDER.parent / "docs" / "pages" / "recipes.md"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 BEGIN, END, LINE = (
     "# The parallel part begins here.",
@@ -147,6 +148,10 @@ def test_a_recipe_has_30_to_60_lines_and_at_most_15_of_them_are_parallel(recipe:
     assert 30 <= len(lines) <= 60
     assert 5 <= sum(parallel for _, parallel in lines) <= 15
     assert text.count(BEGIN) == text.count(END) > 0
+    row = next(
+        x for x in PAGE.read_text("utf-8").splitlines() if x.startswith(f"| [`{recipe}.py`]")
+    )
+    assert row.endswith(f"| {sum(parallel for _, parallel in lines)} |")
     outside = "\n".join(line for line, parallel in lines if not parallel and "import" not in line)
     for name in ("mesh", "fully_shard", "shard_batch", "count_labels", "parallelize"):
         assert name not in outside
@@ -165,3 +170,5 @@ def test_a_recipe_runs_under_torchrun(recipe: str) -> None:
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
         f"step {step}" for step in range(3)
     ]
+    if recipe == "dense":
+        assert f"```text\n{done.stdout}```" in PAGE.read_text("utf-8")

@@ -15,8 +15,8 @@ Other fences are errors. A line ``...`` in a ``text`` block matches any lines. T
 of ranks are compared in any order: a line ``...`` anywhere stands for all lines that the block does
 not show. ``python`` blocks run in an empty folder of their file.
 
-The site (tools/docs/hooks.py) replaces the marks ``<!-- results -->``, ``<!-- results: NAME -->``
-and ``<!-- changelog: PACKAGE -->``. Other comments are errors, and so is a mark without a block
+The site (tools/docs/hooks.py) replaces the marks ``<!-- results -->``, ``<!-- results: NAME -->``,
+``<!-- changelog: PACKAGE -->`` and ``<!-- recipe: NAME -->``. Other comments are errors, and so is a mark without a block
 below it.
 
 Each process is forked from a server that has imported torch once. Only the standard library is
@@ -54,8 +54,11 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([^\s`{]*)[^`]*$")
 COMMENT = re.compile(r"^ *<!-- *(.*?) *-->$")
 RANKS = re.compile(r"ranks: ([1-8])")
 NOT_RUN = re.compile(r"not run: \S.*")
-OF_THE_SITE = re.compile(r"results(: \w+)?|changelog: [\w-]+")
-MARKS = "'ranks: 1' to 8, 'not run: REASON', 'results', 'results: NAME' or 'changelog: PACKAGE'"
+OF_THE_SITE = re.compile(r"results(: \w+)?|changelog: [\w-]+|recipe: \w+")
+MARKS = (
+    "'ranks: 1' to 8, 'not run: REASON', 'results', 'results: NAME', 'changelog: PACKAGE' or "
+    "'recipe: NAME'"
+)
 SKIPPED_COMMANDS = ("pip ", "python -m pip ", "nox", "python -m nox", "git ")
 
 _server = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: navigation, changelogs, measurements, checks of references."""
+"""Hooks of the documentation site: navigation, changelogs, recipes, measurements, checks of references."""
 
 import logging
 import re
@@ -45,7 +45,7 @@ def _expand(entry: Any, pages: Path) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace the markers of a page by results and changelogs."""
+    """Replace the markers of a page by results, changelogs and recipes."""
     package = page.file.src_uri.partition("/")[0]
 
     def measured(marker: re.Match[str]) -> str:
@@ -56,6 +56,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return ""
 
     markdown = re.sub(r"^<!-- results(?:: (\w+))? -->$", measured, markdown, flags=re.MULTILINE)
+    def script(marker: re.Match[str]) -> str:
+        path = ROOT / "tools" / "recipes" / f"{marker[1]}.py"
+        if not path.exists():
+            log.warning("%s: no script %s", page.file.src_uri, path.relative_to(ROOT))
+            return ""
+        return f"```python\n{path.read_text(encoding='utf-8')}```"
+
+    markdown = re.sub(r"^<!-- recipe: (\w+) -->$", script, markdown, flags=re.MULTILINE)
     return re.sub(r"^<!-- changelog: ([\w-]+) -->$", _changelog, markdown, flags=re.MULTILINE)
 
 

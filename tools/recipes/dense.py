@@ -69,5 +69,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for step, (loss, norm) in enumerate(train()):
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss:.6f}, gradient norm {norm:.6f}")
+            print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
     dist.destroy_process_group()

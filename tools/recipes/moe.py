@@ -67,5 +67,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for step, (loss, auxiliary, norm) in enumerate(train()):
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss:.6f}, auxiliary {auxiliary:.6f}, norm {norm:.6f}")
+            print(f"step {step}: loss {loss:.4f}, auxiliary {auxiliary:.4f}, norm {norm:.4f}")
     dist.destroy_process_group()

@@ -298,9 +298,22 @@ def _report(
         lines.append(f"  {x.name}: {kind}{f', {x.shown}' if x.shown else ''}")
     if len(wrong) > _SHOWN:
         lines.append(f"  and {len(wrong) - _SHOWN} more")
-    causes = dict.fromkeys(_cause(x.factor) for x in wrong)
-    lines.extend(f"{cause}" for cause in causes if cause)
+    causes = [_cause(x.factor) for x in gradients]
+    if len(gradients) < len(wrong):
+        causes.insert(0, _cause_of_loss(wrong[0].factor))
+    lines.extend(cause for cause in dict.fromkeys(causes) if cause)
     return "\n".join(lines)
+
+
+def _cause_of_loss(factor: float | None) -> str:
+    """Return the usual cause of a loss that is nearly a whole number of times too large."""
+    whole = 0 if factor is None else round(factor)
+    if factor is None or whole < 2 or not 1e-6 < abs(factor - whole) / whole < 0.05:
+        return ""
+    return (
+        f"the loss about {whole} times: each of {whole} ranks or microbatches divides by its own "
+        "number of labels"
+    )
 
 
 def _cause(factor: float | None) -> str:
