@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rank_pool import RankError, RankPool, cached
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hp_cp import (
@@ -168,9 +170,15 @@ def test_a_mistake_has_its_symptom(ranks: Any, mistake: str) -> None:
         assert f"  {phrase}" not in head, said
 
 
+def _impatient_mesh(name: str) -> DeviceMesh:
+    """Return a mesh whose collectives wait 3 seconds for other ranks."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+
+
 def _steps(rank: int, steps: tuple[int, int]) -> str:
     """Train some steps, another number on each rank; return the error of this rank."""
-    mesh = ParallelDims(dp_shard=2).build_mesh("cpu", timeout=timedelta(seconds=3))["fsdp"]
+    mesh = _impatient_mesh("fsdp")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], mesh)
     fully_shard(model, mesh)
@@ -186,7 +194,7 @@ def _steps(rank: int, steps: tuple[int, int]) -> str:
 def test_a_rank_without_a_batch_lets_the_others_wait(steps: tuple[int, int]) -> None:
     pool = RankPool(2)
     try:
-        first, second = pool.run(_steps, steps)
+        first, second = pool.run(_steps, steps, timeout=60)
     finally:
         pool.close()
     assert re.search("[Tt]imed out|timeout|Timeout", first), first
@@ -194,7 +202,7 @@ def test_a_rank_without_a_batch_lets_the_others_wait(steps: tuple[int, int]) -> 
 
 
 def _other_documents(rank: int) -> None:
-    mesh = ParallelDims(cp=2).build_mesh("cpu", timeout=timedelta(seconds=5))["cp"]
+    mesh = _impatient_mesh("cp")
     mask = MaskSpec(causal=True, cu_seqlens=(0, 4, 16) if rank else (0, 12, 16))
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     q, k, v = shard_sequence([q, q, q], mesh, Zigzag(), seq_dim=2)
