@@ -275,7 +275,7 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run packages together on several processes, the trainer among them."""
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers", DOCSTRINGS))
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers", "peft", DOCSTRINGS))
     session.run("pytest", "tools/train/tests", "tests-integration", *session.posargs)
 
 
@@ -289,7 +289,9 @@ def docs(session: nox.Session) -> None:
     if unknown := set(session.posargs) - {"serve"}:
         session.error(f"{' '.join(sorted(unknown))}: use nothing or serve")
     needed = ("-r", "tools/docs/requirements.txt")
-    install(session, *PACKAGES, extras=(*needed, *TEST_TOOLS, *TRAINER, "transformers"))
+    install(
+        session, *PACKAGES, extras=(*needed, *TEST_TOOLS, *TRAINER, "transformers", "accelerate")
+    )
     mkdocs = ("--config-file", "tools/docs/mkdocs.yml")
     env = {"NO_MKDOCS_2_WARNING": "1"}  # the requirements exclude mkdocs 2
     if session.posargs:

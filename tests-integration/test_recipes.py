@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hp_dtensor.testing import keep_float64
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 FOLDER = Path(__file__).resolve().parents[1] / "tools" / "recipes"
 PAGE = FOLDER.parent / "docs" / "pages" / "recipes.md"
