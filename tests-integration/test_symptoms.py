@@ -190,6 +190,8 @@ def _steps(rank: int, steps: tuple[int, int]) -> str:
     return ""
 
 
+# gloo looks for 10 seconds what the other rank waits for.
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [(1, 0), (2, 1)])
 def test_a_rank_without_a_batch_lets_the_others_wait(steps: tuple[int, int]) -> None:
     pool = RankPool(2)
@@ -199,21 +201,39 @@ def test_a_rank_without_a_batch_lets_the_others_wait(steps: tuple[int, int]) -> 
         pool.close()
     assert re.search("[Tt]imed out|timeout|Timeout", first), first
     assert second == ""
+    assert "(root)" in first  # the message names the unit
 
 
-def _other_documents(rank: int) -> None:
+def _other_documents(rank: int, ends: tuple[tuple[int, ...], ...]) -> None:
     mesh = _impatient_mesh("cp")
-    mask = MaskSpec(causal=True, cu_seqlens=(0, 4, 16) if rank else (0, 12, 16))
+    mask = MaskSpec(causal=True, cu_seqlens=ends[rank])
     q = torch.randn(1, 2, 16, 8, requires_grad=True)
     q, k, v = shard_sequence([q, q, q], mesh, Zigzag(), seq_dim=2)
     context_parallel_attention(q, k, v, mesh, mask=mask, layout=Zigzag(), seq_len=16)
 
 
-def test_ranks_with_other_documents_end_in_gloo() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (((0, 12, 16), (0, 4, 16)), "Timed out waiting .* over axis 'cp'"),
+        (((0, 16), (0, 10, 16)), "the process died|data size|Timed out"),
+        (((0, 16), (0, 6, 16)), "the process died|data size|Timed out"),
+    ],
+)
+def test_ranks_with_other_documents_wait_or_end(
+    ends: tuple[tuple[int, ...], ...], said: str
+) -> None:
     pool = RankPool(2)
     try:
         with pytest.raises(RankError) as error:
-            pool.run(_other_documents, timeout=60)
+            pool.run(_other_documents, ends, timeout=60)
     finally:
         pool.close()
     print(error.value)
+    assert re.search(said, str(error.value), re.DOTALL), error.value
+
+
+def test_the_page_has_a_row_for_each_mistake() -> None:
+    rows = re.findall(r"^\|.*\| `([^`]+)` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(MISTAKES.keys() - {"none"})
