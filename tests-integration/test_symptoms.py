@@ -3,7 +3,7 @@
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from hp_fsdp import FSDPModule, fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
 PAGE = Path(__file__).resolve().parents[1] / "tools" / "docs" / "pages" / "symptoms.md"
+Reduction = Literal["mean", "sum"]
 ROWS, LENGTH, VOCAB, WIDTH, MICROBATCHES = 8, 16, 24, 16, 2
 
 
@@ -81,14 +82,14 @@ def _loss(model: nn.Module) -> Tensor:
 
 def _parallelize(model: Model, mistake: str) -> None:
     mesh = _mesh()
-    dense = "mean" if mistake in ("mean", "mean of dense") else "sum"
-    experts = "mean" if mistake in ("mean", "mean of experts") else "sum"
+    dense: Reduction = "mean" if mistake in ("mean", "mean of dense") else "sum"
+    experts: Reduction = "mean" if mistake in ("mean", "mean of experts") else "sum"
     parallelize_experts(model, mesh["ep"], ExpertParallel(token_axes=mesh["loss"]))
     if mistake != "no context parallel":
         style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, layout=Zigzag())
         parallelize_module(model.core, mesh["cp"], style)
-    fully_shard(model.moe.experts, mesh["efsdp"], gradient_reduction=experts)  # type: ignore[arg-type]
-    fully_shard(model, mesh["fsdp"], gradient_reduction=dense)  # type: ignore[arg-type]
+    fully_shard(model.moe.experts, mesh["efsdp"], gradient_reduction=experts)
+    fully_shard(model, mesh["fsdp"], gradient_reduction=dense)
 
 
 def _share(model: nn.Module, mistake: str) -> Tensor:
@@ -199,9 +200,8 @@ def test_a_rank_without_a_batch_lets_the_others_wait(steps: tuple[int, int]) -> 
         first, second = pool.run(_steps, steps, timeout=60)
     finally:
         pool.close()
-    assert re.search("[Tt]imed out|timeout|Timeout", first), first
+    assert re.search("Timed out waiting|Application timeout caused pair closure", first), first
     assert second == ""
-    assert "(root)" in first  # the message names the unit
 
 
 def _other_documents(rank: int, ends: tuple[tuple[int, ...], ...]) -> None:
@@ -213,27 +213,25 @@ def _other_documents(rank: int, ends: tuple[tuple[int, ...], ...]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("ends", "said"),
-    [
-        (((0, 12, 16), (0, 4, 16)), "Timed out waiting .* over axis 'cp'"),
-        (((0, 16), (0, 10, 16)), "the process died|data size|Timed out"),
-        (((0, 16), (0, 6, 16)), "the process died|data size|Timed out"),
-    ],
-)
-def test_ranks_with_other_documents_wait_or_end(
-    ends: tuple[tuple[int, ...], ...], said: str
-) -> None:
+def test_ranks_with_other_documents_wait_if_they_send_other_blocks() -> None:
     pool = RankPool(2)
     try:
-        with pytest.raises(RankError) as error:
-            pool.run(_other_documents, ends, timeout=60)
+        with pytest.raises(RankError, match="Timed out waiting") as error:
+            pool.run(_other_documents, ((0, 12, 16), (0, 4, 16)), timeout=60)
     finally:
         pool.close()
-    print(error.value)
-    assert re.search(said, str(error.value), re.DOTALL), error.value
+    assert "over axis 'cp' (ranks 0, 1)" in str(error.value)
+
+
+def test_ranks_with_other_documents_that_send_equal_blocks_raise_no_error() -> None:
+    pool = RankPool(2)
+    try:
+        pool.run(_other_documents, ((0, 16), (0, 10, 16)), timeout=60)
+    finally:
+        pool.close()
 
 
 def test_the_page_has_a_row_for_each_mistake() -> None:
-    rows = re.findall(r"^\|.*\| `([^`]+)` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    table, _, _ = PAGE.read_text("utf-8").partition("## A run hangs or ends")
+    rows = re.findall(r"^\|.*\| `([^`]+)` \|$", table, re.MULTILINE)
     assert sorted(rows) == sorted(MISTAKES.keys() - {"none"})

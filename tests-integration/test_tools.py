@@ -182,8 +182,8 @@ def test_lines_of_ranks_are_compared_in_any_order_and_dots_stand_for_the_others(
 
 
 def test_marks_of_the_site_are_no_marks_of_blocks(tmp_path: Path) -> None:
-    marks = ("<!-- results -->", "<!-- results: gpu -->", "<!-- changelog: hp-cp -->")
-    marks += ("<!-- recipe: dense -->",)
+    marks = ["<!-- results -->", "<!-- results: gpu -->", "<!-- changelog: hp-cp -->"]
+    marks += ["<!-- recipe: dense -->"]
     page = page_of(tmp_path, *marks, fence("python", "x = 1"))
     assert [block.run for block in examples.blocks_of(page)] == [True]
 
