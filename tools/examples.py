@@ -16,8 +16,8 @@ of ranks are compared in any order: a line ``...`` anywhere stands for all lines
 not show. ``python`` blocks run in an empty folder of their file.
 
 The site (tools/docs/hooks.py) replaces the marks ``<!-- results -->``, ``<!-- results: NAME -->``,
-``<!-- changelog: PACKAGE -->`` and ``<!-- recipe: NAME -->``. Other comments are errors, and so is a mark without a block
-below it.
+``<!-- changelog: PACKAGE -->`` and ``<!-- recipe: NAME -->``. Other comments are errors, and so is
+a mark without a block below it.
 
 Each process is forked from a server that has imported torch once. Only the standard library is
 needed, and torch for blocks that use it.

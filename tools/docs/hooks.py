@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: navigation, changelogs, recipes, measurements, checks of references."""
+"""Hooks of the documentation site: navigation, changelogs, recipes, results, references."""
 
 import logging
 import re
@@ -56,6 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return ""
 
     markdown = re.sub(r"^<!-- results(?:: (\w+))? -->$", measured, markdown, flags=re.MULTILINE)
+
     def script(marker: re.Match[str]) -> str:
         path = ROOT / "tools" / "recipes" / f"{marker[1]}.py"
         if not path.exists():

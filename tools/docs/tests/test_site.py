@@ -107,6 +107,11 @@ def test_a_changelog_is_below_the_heading_of_its_package(tmp_path: Path) -> None
     assert page.count("<h1") == 1
 
 
+def test_a_recipe_is_shown_from_its_file(tmp_path: Path) -> None:
+    site = built({"index.md": "# Recipes\n\n<!-- recipe: dense -->\n"}, tmp_path)
+    assert "load_microbatch" in (site / "index.html").read_text(encoding="utf-8")
+
+
 def package(sources: Path, module: str) -> None:
     """Write a package ``hp_new`` in which one module defines all."""
     folder = sources / "hp-new" / "src" / "hp_new"

@@ -225,7 +225,7 @@ def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:
 
 def _check_equal_references(expected: float) -> None:
     found = _of_ranks(expected)
-    if others := [rank for rank, x in enumerate(found) if x != found[0] and not x != x]:
+    if others := [rank for rank, x in enumerate(found) if repr(x) != repr(found[0])]:
         raise AssertionError(
             f"the loss of one process is {found[0]} on rank 0 and other numbers on ranks "
             f"{', '.join(map(str, others))}; give equal models and equal whole batches on all "
