@@ -34,6 +34,10 @@ class LocalBoxes(NamedTuple):
         is_first_replica: Whether this rank is the first one with these elements in the mesh of the
             tensor. If each rank with True writes its boxes, each element is written once. True for
             a plain tensor.
+
+    Examples:
+        >>> local_boxes(torch.ones(2, 3)).is_first_replica
+        True
     """
 
     boxes: tuple[tuple[Box, Tensor], ...]

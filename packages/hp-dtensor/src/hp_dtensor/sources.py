@@ -45,6 +45,12 @@ class Piece:
         target: Box of the parameter.
         dims: For each dim of the parameter, the dim of the stored tensor that it is. None for a dim
             that the stored tensor lacks, along which it is stacked.
+
+    Examples:
+        >>> source = Stack([Stored("a"), Stored("b")])
+        >>> (piece,) = source.pieces(((1, 2), (0, 3)), {"a": (3,), "b": (3,)})
+        >>> piece.name, piece.stored, piece.dims
+        ('b', ((0, 3),), (None, 0))
     """
 
     name: str
@@ -132,6 +138,10 @@ class Stored(Source):
 
     Args:
         name: Name of the tensor in the file.
+
+    Examples:
+        >>> Stored("head.weight").shape({"head.weight": (50, 8)})
+        (50, 8)
     """
 
     name: str
@@ -176,6 +186,10 @@ class Stack(_Several):
 
     Raises:
         LayoutError: There are no parts.
+
+    Examples:
+        >>> Stack([Stored("a"), Stored("b")]).shape({"a": (3, 5), "b": (3, 5)})
+        (2, 3, 5)
     """
 
     parts: Sequence[Source]
@@ -219,6 +233,10 @@ class Concatenate(_Several):
 
     Raises:
         LayoutError: There are no parts.
+
+    Examples:
+        >>> Concatenate([Stored("gate"), Stored("up")]).shape({"gate": (4, 8), "up": (4, 8)})
+        (8, 8)
     """
 
     parts: Sequence[Source]
@@ -262,6 +280,10 @@ class Slice(Source):
         dim: The dim.
         start: First index.
         stop: Index after the last one.
+
+    Examples:
+        >>> Slice(Stored("qkv"), dim=0, start=8, stop=12).shape({"qkv": (16, 8)})
+        (4, 8)
     """
 
     source: Source
@@ -301,6 +323,10 @@ class Transpose(Source):
         source: The source.
         dim0: One dim. Defaults to 0.
         dim1: The other dim. Defaults to 1.
+
+    Examples:
+        >>> Transpose(Stored("weight")).shape({"weight": (3, 5)})
+        (5, 3)
     """
 
     source: Source
@@ -397,6 +423,11 @@ class SourcePlan:
         parameters: The source of each parameter and buffer, by its name in the model.
         stored: Shape of each stored tensor, by its name in the files.
         ignored: Names in the files that the model does not need.
+
+    Examples:
+        >>> plan = SourcePlan({"head": Stored("lm_head")}, {"lm_head": (50, 8)})
+        >>> plan.parameters["head"].shape(plan.stored)
+        (50, 8)
     """
 
     parameters: Mapping[str, Source]
