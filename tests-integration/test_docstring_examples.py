@@ -115,7 +115,7 @@ def failures_of(example: Example, folder: str) -> str:
     names |= {name: getattr(module, name) for name in module.__all__}
     names |= {"torch": torch, "nn": torch.nn, "init_device_mesh": init_device_mesh}
     names |= {"folder": folder, "my_backend": MY_BACKEND}
-    if "with a model of transformers" in example.text:
+    if "with a model of transformers" in example.text.lower():
         names["model"] = small_model()
     parser = doctest.DocTestParser()
     test = parser.get_doctest(example.text, names, example.name, example.file, example.line)

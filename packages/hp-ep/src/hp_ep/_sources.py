@@ -52,8 +52,17 @@ def expert_sources(model: nn.Module) -> SourceRule:
         ``save_safetensors``.
 
     Examples:
-        >>> hp_fsdp.save_safetensors(model, folder, sources=expert_sources(model))
-        >>> hp_fsdp.load_safetensors(other, folder, sources=expert_sources(other))
+        On 2 ranks:
+
+        >>> mesh, layer = init_device_mesh("cpu", (2,)), MoE(16, 32, num_experts=4, top_k=2)
+        >>> placement = Placement(num_ranks=2, num_experts=4, experts=(3, 1, 2, 0))
+        >>> style = ExpertParallel(token_axes=mesh, placement=placement)
+        >>> names = parallelize_experts(layer, mesh, style)
+        >>> expert_sources(layer)(None).parameters["experts.down_proj"].indices
+        (3, 1, 2, 0)
+
+    Note:
+        To save: ``hp_fsdp.save_safetensors(model, folder, sources=expert_sources(model))``.
     """
 
     def rule(shapes: Shapes | None) -> SourcePlan:
@@ -171,7 +180,15 @@ def checkpoint_sources(model: nn.Module) -> SourceRule:
         ExpertConfigError: The model is not a ``PreTrainedModel``.
 
     Examples:
-        >>> hp_fsdp.load_safetensors(model, folder, sources=checkpoint_sources(model))
+        With a model of transformers:
+
+        >>> plan = checkpoint_sources(model)(None)
+        >>> plan.parameters["model.layers.0.mlp.experts.down_proj"].names[:2]
+        ('model.layers.0.block_sparse_moe.experts.0.w2.weight',
+         'model.layers.0.block_sparse_moe.experts.1.w2.weight')
+
+    Note:
+        To load: ``hp_fsdp.load_safetensors(model, folder, sources=checkpoint_sources(model))``.
     """
     library, _ = transformers_library()
     if not isinstance(model, library.PreTrainedModel):

@@ -92,11 +92,16 @@ def load_safetensors(
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
     Examples:
+        On 2 ranks:
+
+        >>> mesh, linear = init_device_mesh("cpu", (2,)), nn.Linear(8, 6)
+        >>> save_safetensors(linear, folder + "/linear")
         >>> with parameters_on_meta():
-        ...     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        >>> for layer in [*model.model.layers, model]:
-        ...     fully_shard(layer, mesh)
-        >>> load_safetensors(model, folder)
+        ...     model = nn.Linear(8, 6)
+        >>> model = fully_shard(model, mesh)
+        >>> load_safetensors(model, folder + "/linear")
+        >>> torch.equal(model.weight.full_tensor(), linear.weight)
+        True
 
     Note:
         A rank needs no memory beyond its shards: slices of files are mapped, not read into memory.

@@ -74,7 +74,10 @@ def save_safetensors(
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
     Examples:
-        >>> save_safetensors(model, "exported", dtype=torch.bfloat16)
+        On 2 ranks:
+
+        >>> model = fully_shard(nn.Linear(8, 6), init_device_mesh("cpu", (2,)))
+        >>> save_safetensors(model, folder + "/exported", dtype=torch.bfloat16)
     """
     library()
     path = Path(folder)
