@@ -104,6 +104,7 @@ def test_from_published_weights_to_exported_ones(
     assert {tensor.dtype for tensor in found.values()} == {torch.float64}  # as it was trained
 
 
+@pytest.mark.long
 def test_the_built_in_model_starts_from_its_export(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["--seq-len", SEQ_LEN, "--steps", 1, "--procs", 2]
