@@ -67,13 +67,16 @@ def test_the_default_run_learns_and_equals_one_process_at_every_step(
     assert "checkpoint" in printed
 
 
-def test_other_degrees_on_resume_are_refused(tmp_path: Path) -> None:
-    made = ["--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(tmp_path)]
+def test_a_run_resumes_under_other_degrees(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    made = ["--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(first)]
     assert run_program(TRAIN[1], made).status == 0
-    done = run_program(TRAIN[1], ["--resume", str(tmp_path), "--procs", "2", "--tp", "2"])
-    assert (done.status, done.stdout) == (2, "")
-    assert "degrees" in done.stderr
-    assert "tp=2" in done.stderr
+    words = ["--resume", str(first), "--procs", "2", "--tp", "2", "--steps", "2", "--compare", "2"]
+    done = run_program(TRAIN[1], [*words, "--out", str(second)])
+    assert done.status == 0, done.stderr
+    summary = json.loads((second / "summary.json").read_text())
+    assert summary["dims"]["tp"] == 2
+    assert summary["reference_max_rel_diff"] <= 1e-12
 
 
 def refused(*words: str, environment: dict[str, str]) -> str:
