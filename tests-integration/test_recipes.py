@@ -5,12 +5,15 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hp_dtensor.testing import keep_float64
@@ -126,6 +129,102 @@ def test_losses_and_norms_are_those_of_one_process(
         )
 
 
+# The recipe that starts from a published checkpoint.
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """Write a model as `save_pretrained` does, in bfloat16 and in several files."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=128, num_experts=8, num_experts_per_tok=2, **sizes, **heads)
+    folder = tmp_path / "published"
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="40KB")
+    assert len([*folder.glob("*.safetensors")]) > 1
+    return folder
+
+
+def pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a folder with transformers. Call it outside `keep_float64`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if dtype == torch.float64:
+        loaded = model
+        with keep_float64():  # frequencies of rotary embeddings, too
+            model = AutoModelForCausalLM.from_config(loaded.config, dtype=dtype)
+        model.load_state_dict(loaded.state_dict())
+    model.set_experts_implementation("eager")  # the default one computes in float32 at most
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(5))
+
+
+def tuned(
+    rank: int, folder: Path, out: Path, ep: int, steps: int, dtypes: Any
+) -> tuple[list[Step], Tensor]:
+    """Run the recipe; return its steps, and the logits of the sharded model."""
+    with keep_float64() if torch.float64 in dtypes else nullcontext():
+        run, found = names_of("finetune")["train"](folder, out, ep, steps, *dtypes), []
+        while True:
+            try:
+                found.append(next(run))
+            except StopIteration as end:
+                with torch.no_grad():
+                    return found, end.value.eval()(tokens()).logits
+
+
+@pytest.mark.parametrize(("ranks_after", "ep_after"), [(2, 1), (2, 2)])
+def test_fine_tuning_resumes_on_other_degrees_and_exports(
+    ranks: Any, published: Path, tmp_path: Path, ranks_after: int, ep_after: int
+) -> None:
+    double = (torch.float64, torch.float64)
+    out, load_batch = tmp_path / "out", names_of("finetune")["load_batch"]
+    model, steps = pretrained(published, torch.float64).train(), count()
+    with keep_float64():
+        expected = updates(model, 1e-3, lambda: (model(**load_batch(next(steps), 128)).loss,))
+    assert expected[2][0] < expected[0][0]  # of the same rows
+    parts = [(4, 2, 1), (ranks_after, ep_after, 3)]  # ranks, ep, last step
+    found: list[Step] = []
+    for size, ep, last in parts:
+        results = ranks(size).run(tuned, published, out, ep, last, double)
+        assert all(result[0] == results[0][0] for result in results)
+        found += results[0][0]
+        exported = pretrained(out / f"export-{last}", torch.float64).eval()
+        with keep_float64(), torch.no_grad():
+            logits = exported(tokens()).logits
+        for _, sharded in results:
+            torch.testing.assert_close(sharded, logits, rtol=1e-12, atol=1e-12)
+    assert [step for step, *_ in found] == [0, 1, 2]
+    torch.testing.assert_close(
+        torch.tensor([row[1:] for row in found], dtype=torch.float64),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=0,
+    )
+
+
+def test_fine_tuning_exports_the_dtype_of_computation(
+    ranks: Any, published: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    results = ranks(4).run(tuned, published, tmp_path / "out", 2, 1, ())
+    export = tmp_path / "out" / "export-1"
+    assert AutoConfig.from_pretrained(export).dtype == torch.bfloat16
+    for path in export.glob("*.safetensors"):
+        assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
+    with torch.no_grad():
+        logits = pretrained(export, torch.bfloat16)(tokens()).logits
+    for _, sharded in results:
+        torch.testing.assert_close(sharded, logits, rtol=0.02, atol=0.02)
+
+
 def code_lines(text: str) -> Iterator[tuple[str, bool]]:
     """Return the lines with code, and whether they are in the parallel part."""
     docstrings: set[int] = set()
@@ -160,16 +259,30 @@ def test_a_recipe_has_30_to_60_lines_and_at_most_15_of_them_are_parallel(recipe:
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_under_torchrun(recipe: str) -> None:
+def test_a_recipe_runs_under_torchrun(recipe: str, published: Path, tmp_path: Path) -> None:
     path = FOLDER / f"{recipe}.py"
     text = path.read_text("utf-8")
-    words = text.partition("torchrun ")[2].split("\n")[0].split()
-    assert words[-1] == f"tools/recipes/{recipe}.py"
-    command = [sys.executable, "-m", "torch.distributed.run", *words[:-1], str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
-        f"step {step}" for step in range(3)
+    places = {
+        f"tools/recipes/{recipe}.py": path,
+        "MODEL": published,
+        "OUT": tmp_path / "out",
+    }
+    commands = [line.split()[1:] for line in text.splitlines() if line.startswith("torchrun ")]
+    printed = ""
+    for words in commands:
+        assert f"tools/recipes/{recipe}.py" in words
+        command = [str(places.get(word, word)) for word in words]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *command],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    assert [line.partition(":")[0] for line in printed.splitlines()] == [
+        f"step {step}" for step in range(3 * len(commands))
     ]
     if recipe == "dense":
-        assert f"```text\n{done.stdout}```" in PAGE.read_text("utf-8")
+        assert f"```text\n{printed}```" in PAGE.read_text("utf-8")
