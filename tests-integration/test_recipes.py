@@ -138,8 +138,8 @@ def published(tmp_path: Path) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: Any = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = Qwen3MoeConfig(vocab_size=128, num_experts=8, num_experts_per_tok=2, **sizes, **heads)
     folder = tmp_path / "published"
     Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="40KB")
@@ -149,13 +149,14 @@ def published(tmp_path: Path) -> Path:
 
 def pretrained(folder: Path, dtype: torch.dtype) -> Any:
     """Load a folder with transformers. Call it outside `keep_float64`."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    library: Any = transformers.AutoModelForCausalLM
+    model = library.from_pretrained(folder, dtype=dtype)
     if dtype == torch.float64:
         loaded = model
         with keep_float64():  # frequencies of rotary embeddings, too
-            model = AutoModelForCausalLM.from_config(loaded.config, dtype=dtype)
+            model = library.from_config(loaded.config, dtype=dtype)
         model.load_state_dict(loaded.state_dict())
     model.set_experts_implementation("eager")  # the default one computes in float32 at most
     return model
