@@ -1,5 +1,7 @@
 """The comparison with one process names what differs, and the usual cause of each factor."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -226,3 +228,20 @@ def test_recomputed_layers_keep_float64_too() -> None:
         found.sum().backward()
     assert found.dtype is torch.float64
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_devices_of_new_tensors_are_kept_in_and_after_the_block() -> None:
+    """In a new process, because torch memoizes its functions at the first use of a device."""
+    program = (
+        "import torch\n"
+        "from hp_dtensor.testing import keep_float64\n"
+        "def kind():\n"
+        "    with torch.device('meta'):\n"
+        "        return torch.arange(3.0).device.type\n"
+        "with keep_float64():\n"
+        "    inside = kind()\n"
+        "print(inside, kind())\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["meta", "meta"]

@@ -176,6 +176,9 @@ def keep_float64() -> Iterator[None]:
         torch.float64
     """
     before = torch.get_default_dtype()
+    # torch memoizes the functions that `torch.device` acts on, which must not be the replaced ones.
+    with torch.device("cpu"):
+        torch.empty(0)
     with ExitStack() as stack:
         for owner, names in _CASTS:
             for name in names:
