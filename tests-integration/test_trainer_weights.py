@@ -95,8 +95,9 @@ def test_from_published_weights_to_exported_ones(
     assert losses(other)[3] == pytest.approx(loss_of(export, 3), rel=1e-12)
     # The checkpoint has the same weights, and its export trains nothing.
     again = tmp_path / "again"
-    train("--resume", run, "--export", again, "--out", tmp_path / "none")
-    assert not losses(tmp_path / "none")
+    printed = train("--resume", run, "--export", again, "--out", tmp_path / "none")
+    assert f"exported the weights to {again}" in printed
+    assert not (tmp_path / "none").exists()
     found, expected = tensors(again), tensors(export)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

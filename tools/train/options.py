@@ -336,6 +336,11 @@ class Options:
         return found | {name: getattr(self, name) for name in shared if name not in found}
 
     @property
+    def only_exports(self) -> bool:
+        """Return whether the run trains nothing, and exports a checkpoint."""
+        return self.export is not None and self.steps == self.done and not self.resumes_in_place
+
+    @property
     def resumes_in_place(self) -> bool:
         """Return whether the run continues in the folder of its checkpoint."""
         own = (self.out / CHECKPOINT, self.out / PREVIOUS)
@@ -598,7 +603,15 @@ def _dims(given: argparse.Namespace, processes: int, saved: SavedRun | None) -> 
         elif processes == DEFAULT_PROCESSES:
             defaults = DEFAULT_DEGREES
     asked = {name: value for name, value in vars(given).items() if value is not None}
-    return ParallelDims.from_args(argparse.Namespace(**{**defaults, **asked}), processes)
+    try:
+        return ParallelDims.from_args(argparse.Namespace(**{**defaults, **asked}), processes)
+    except ParallelDimsError as error:
+        if defaults.get("dp_shard") != -1:
+            raise
+        raise OptionsError(
+            f"the degrees of the checkpoint do not fit procs={processes} ({error}); give degrees, "
+            f"for example --dp-shard {processes}"
+        ) from error
 
 
 def _compared(given: argparse.Namespace, asked: Mapping[str, Any], done: int) -> int:

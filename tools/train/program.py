@@ -46,7 +46,8 @@ def _main(argv: Sequence[str], stack: contextlib.ExitStack) -> int:
             _check_compiler(options.compile)
         # The launcher has made and locked the folder. Ranks of a cluster agree on a default one
         # when they have joined.
-        if leads and not launched and (options.out_given or not joins):
+        writes = not options.only_exports and (options.out_given or not joins)
+        if leads and not launched and writes:
             stack.enter_context(_make_folder(options.out))
     except FinishedError as finished:
         if leads:

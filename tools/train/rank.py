@@ -157,7 +157,7 @@ def _run(options: Options, peers: Peers) -> bool:
         if not options.out_given:  # all ranks must write to the same folder
             started = largest_of_ranks(int(time.time()), mesh, device)
             options = replace(options, out=default_out(started))
-        check_shared(options.out)
+        check_shared((options.only_exports and options.export) or options.out)
     profiler = Profiler(options.profile, options.out)
     collectives = RecordingCollectives(profiler.collectives)
     with _refusals():
@@ -167,9 +167,12 @@ def _run(options: Options, peers: Peers) -> bool:
             trainer = _parallel_trainer(options, mesh, device, collectives)
         if options.resume is not None:
             load(trainer, options.resume)
-    report = _report(options, trainer.step)
-    termination = _train(trainer, options, report, collectives, profiler)
-    if not termination.stopped:
+    report = stopped = None
+    if not options.only_exports:
+        report = _report(options, trainer.step)
+        termination = _train(trainer, options, report, collectives, profiler)
+        stopped = termination.stopped
+    if not stopped:
         export(trainer.model, options)
     peak = peak_memory(device)
     peak = peak if mesh is None else largest_of_ranks(peak, mesh, device)
@@ -184,10 +187,10 @@ def _run(options: Options, peers: Peers) -> bool:
         dist.destroy_process_group()
     if report is not None:
         report.totals(peak, collectives.by_axis)
-        if options.compare and not termination.stopped:
+        if options.compare and not stopped:
             _repeat_on_one_process(options, report, termination)
         report.finish()
-    return termination.stopped
+    return bool(stopped)
 
 
 def _share_processors() -> None:

@@ -25,8 +25,9 @@ def load_weights(model: nn.Module, options: Options, device: torch.device) -> No
     Each rank reads only its own elements.
 
     Raises:
-        hp_fsdp.CheckpointError: The weights are damaged or do not fit the model, on all ranks.
-        hp_ep.ExpertConfigError: They need a conversion that cannot be read in slices.
+        hp_fsdp.CheckpointError: The weights are damaged, do not fit the model, or need a conversion
+            that cannot be read in slices. Raised on all ranks.
+        hp_ep.ExpertConfigError: The configuration says that the weights are quantized.
     """
     if starts_from_weights(options):
         assert options.init_from is not None
@@ -60,6 +61,7 @@ def export(model: nn.Module, options: Options) -> None:
     for name in KEPT_FILES:
         if options.init_from is not None and (options.init_from / name).exists():
             shutil.copyfile(options.init_from / name, options.export / name)
+    print(f"exported the weights to {options.export}", flush=True)
 
 
 def starts_from_weights(options: Options) -> bool:

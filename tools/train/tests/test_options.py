@@ -172,6 +172,13 @@ def test_defaults_that_depend_on_degrees_stay_those_of_the_checkpoint(tmp_path: 
         parse(["--resume", str(tmp_path), "--procs", "4", "--pp", "4"])
 
 
+def test_degrees_that_do_not_fit_another_number_of_processes(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse(["--procs", "4", "--dp-shard", "2", "--cp", "2"]))
+    assert _degrees(parse(["--resume", str(tmp_path), "--procs", "8"]))["dp_shard"] == 4
+    with pytest.raises(OptionsError, match=r"do not fit procs=1 .*for example --dp-shard 1"):
+        parse(["--resume", str(tmp_path), "--procs", "1"])
+
+
 def test_a_vocabulary_that_tp_does_not_divide_is_refused(tmp_path: Path) -> None:
     _checkpoint(tmp_path, parse(["--procs", "2", "--tp", "2", "--vocab-size", "258"]))
     with pytest.raises(ParallelDimsError, match="tp=4 does not divide vocab_size=258"):
