@@ -3,8 +3,9 @@
 import copy
 import json
 import pickle
+import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, make_dataclass, replace
 from math import prod
 from pathlib import Path
@@ -114,6 +115,55 @@ def test_a_file_whose_table_or_keys_are_others_is_refused(tmp_path: Path) -> Non
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     assert ParallelDims.from_yaml(empty) == ParallelDims()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.toml", b"tp = = 2"),
+        ("a.toml", b"tp = '\xff'"),
+        ("a.toml", b"a = " + b"[" * 5000 + b"]" * 5000),
+        ("a.yaml", b"tp: [1"),
+        ("a.yaml", b"\xff\xfe\xff"),
+        ("folder", None),
+        ("absent.toml", None),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_with_its_name(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name == "folder":
+        path.mkdir()
+    read = ParallelDims.from_yaml if name.endswith("yaml") else ParallelDims.from_toml
+    message = f"^cannot read {re.escape(str(path))}: .+"
+    with pytest.raises(ParallelDimsError, match=message) as error:
+        read(path)
+    assert error.value.violations[0].rule == "file"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        None,
+        "x",
+        ["tp"],
+        Namespace(steps=3),
+        Namespace(tensor_model_parallel_size=4),
+        Namespace(tp=None, tensor_model_parallel_size=4),
+        Namespace(dp=4, tp="2"),
+    ],
+)
+def test_options_of_another_command_line_are_refused(args: Any) -> None:
+    with pytest.raises(ParallelDimsError, match=r"^args.*from_config$"):
+        ParallelDims.from_args(args, 16)
+
+
+def test_a_configuration_without_a_world_says_what_to_pass() -> None:
+    with pytest.raises(ParallelDimsError, match="pass world_size to from_config"):
+        ParallelDims.from_config({"tp": 2})
 
 
 def test_without_pyyaml_yaml_files_say_what_to_install(

@@ -476,6 +476,24 @@ def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> Paralle
     )
 
 
+def arguments_from_args(args: object) -> dict[str, Any]:
+    """Read the arguments of `ParallelDims` from the result of ``parse_args``.
+
+    Raises:
+        ParallelDimsError: ``args`` has no option of `ParallelDims.add_arguments`, or a degree under
+            another name.
+    """
+    given = {name: read_field(args, name) for name in OPTIONS if has_field(args, name)}
+    others = [name for name in NAMES if name not in OPTIONS]
+    found = {n: value for n in others if _is_above_one(value := read_field(args, n))}
+    if found or not given:
+        texts = join_words((f"{name}={show(value)}" for name, value in found.items()), "and")
+        reason = f"args has {texts}, which add_arguments does not add"
+        reason = reason if found else f"args={show(args)} has no option of add_arguments"
+        raise refusal("fields", f"{reason}; read other configurations with from_config", found)
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:
     """Read the arguments of `ParallelDims` from the result of `ParallelDims.to_dict`.
 

@@ -123,7 +123,6 @@ def resolve_fields(
     given: Mapping[str, Any],
     found: Iterable[Violation] = (),
     *,
-    needs_world: bool = False,
     etp_is_tp: bool = False,
 ) -> dict[str, Any]:
     """Convert and check all fields of `ParallelDims`, and infer the degree that is -1.
@@ -132,7 +131,6 @@ def resolve_fields(
         given: A key is a field of `ParallelDims`, and the value is the user's value, of any type.
             Every field has an entry.
         found: Violations to report with the violations that this function finds.
-        needs_world: If True, ``world_size`` must not be None.
         etp_is_tp: If True and the world size is known, ``etp`` is set to the value of ``tp``.
 
     Returns:
@@ -146,7 +144,7 @@ def resolve_fields(
     """
     violations = list(found)
     fields: dict[str, Any] = {}
-    for name, parse in _parsers(world_axes(given["ep_mode"]), needs_world).items():
+    for name, parse in _parsers(world_axes(given["ep_mode"])).items():
         try:
             fields[name] = parse(given[name])
         except ParallelDimsError as error:
@@ -171,10 +169,9 @@ def resolve_fields(
     return fields if fields["world_size"] is None else fields | degrees
 
 
-def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[Any], Any]]:
-    optional = OPTIONAL_FIELDS[:-1] if needs_world else OPTIONAL_FIELDS
+def _parsers(axes: tuple[str, ...]) -> dict[str, Callable[[Any], Any]]:
     parsers: dict[str, Callable[[Any], Any]] = {
-        name: partial(as_degree, name, inferable=name in axes, optional=name in optional)
+        name: partial(as_degree, name, inferable=name in axes, optional=name in OPTIONAL_FIELDS)
         for name in (*DEGREES, *OPTIONAL_FIELDS)
     }
     parsers |= {name: partial(as_flag, name) for name in ("fsdp_folds_cp", "free_etp")}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._config import (
     OPTIONS,
+    arguments_from_args,
     arguments_from_config,
     arguments_from_dict,
     is_of_framework,
     name_source_of_dp_shard,
-    read_field,
     read_toml,
     read_yaml,
 )
@@ -26,6 +26,7 @@ from ._errors import (
     Report,
     as_degree,
     as_flag,
+    broken,
     join_words,
     raise_errors,
     refusal,
@@ -228,8 +229,12 @@ class ParallelDims(_EtpSource):
     ) -> "ParallelDims":
         arguments, found, etp_is_tp = arguments_from_config(config, world_size)
         given = {**_DEFAULTS, "world_size": world_size, **arguments}
+        if needs_world and given["world_size"] is None:
+            reason = "world_size=None is not a degree; pass world_size to from_config, "
+            reason += "a positive integer"
+            found.append(broken("value", reason, {"world_size": None}))
         try:
-            dims = cls(**resolve_fields(given, found, needs_world=needs_world, etp_is_tp=etp_is_tp))
+            dims = cls(**resolve_fields(given, found, etp_is_tp=etp_is_tp))
         except ParallelDimsError as error:
             raise name_source_of_dp_shard(error, config) from None
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
@@ -358,11 +363,11 @@ class ParallelDims(_EtpSource):
             An instance with the degrees of the command line.
 
         Raises:
-            ParallelDimsError: A value is not a degree, or the degrees break a rule.
+            ParallelDimsError: A value is not a degree, the degrees break a rule, or ``args`` has
+                none of the options. It is also raised if ``args`` has a degree above 1 under
+                another name, such as ``tensor_model_parallel_size``: use `from_config`.
         """
-        given = {name: read_field(args, name) for name in OPTIONS}
-        given = {name: value for name, value in given.items() if value is not None}
-        return cls(**given, world_size=world_size)
+        return cls(**arguments_from_args(args), world_size=world_size)
 
     def check(
         self,
