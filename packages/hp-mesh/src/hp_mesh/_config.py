@@ -582,10 +582,14 @@ def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
         import yaml
     except ImportError as error:
         raise ImportError("reading YAML needs PyYAML: pip install pyyaml") from error
-    try:
-        return _read_table(path, table, yaml.safe_load)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+
+    def parse(file: BinaryIO) -> Any:
+        try:
+            return yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from None
+
+    return _read_table(path, table, parse)
 
 
 def _read_json(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
@@ -609,22 +613,18 @@ def read_file(path: str, table: str | None = None) -> Mapping[str, Any]:
         The entries of the file or of the table.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The suffix is unknown, the file is not valid in its format, or its values are
-            nested in more than 64 levels.
-        ParallelDimsError: The table does not exist.
+        ParallelDimsError: The file cannot be read, its suffix is unknown, it is not valid in its
+            format, its values are nested in more than 64 levels, or the table does not exist.
+        ImportError: The file is a YAML file, and PyYAML is not installed.
     """
     reader = READERS.get(splitext(path)[1].lower())
     if reader is None:
-        raise ValueError(f"its name must end in {join_words(READERS)}")
-    try:
-        content = reader(path, table)
-        deep = _is_deep(content)
-    except RecursionError:
-        deep = True
-    if deep:
-        raise ValueError(f"its values are nested in more than {MAX_LEVELS} levels")
-    return content
+        raise _unreadable(path, f"its name must end in {join_words(READERS)}")
+    return reader(path, table)
+
+
+def _unreadable(path: str | PathLike[str], reason: str) -> ParallelDimsError:
+    return refusal("file", f"cannot read {fspath(path)}: {reason}", {"path": fspath(path)})
 
 
 def _is_deep(content: object) -> bool:
@@ -645,8 +645,18 @@ def _inner_values(content: object) -> Iterable[object]:
 def _read_table(
     path: str | PathLike[str], table: str | None, parse: Callable[[BinaryIO], Any]
 ) -> Mapping[str, Any]:
-    with open(path, "rb") as file:
-        content = parse(file)
+    deep = f"its values are nested in more than {MAX_LEVELS} levels"
+    try:
+        with open(path, "rb") as file:
+            content = parse(file)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+    except RecursionError:
+        raise _unreadable(path, deep) from None
+    except ValueError as error:  # the file is not text, or not in the format of its suffix
+        raise _unreadable(path, " ".join(str(error).split())) from None
+    if _is_deep(content):
+        raise _unreadable(path, deep)
     here = fspath(path)
     for name in table.split(".") if table else ():
         names = [*content] if isinstance(content, Mapping) else []

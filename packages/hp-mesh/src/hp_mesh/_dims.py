@@ -290,8 +290,8 @@ class ParallelDims(_EtpSource):
             An instance with the degrees of the table.
 
         Raises:
-            ParallelDimsError: The table does not exist, a value is invalid, or the degrees break a
-                rule.
+            ParallelDimsError: The file cannot be read or is no TOML, the table does not exist, a
+                value is invalid, or the degrees break a rule.
         """
         return cls._from_table(read_toml(path, table), world_size)
 
@@ -322,8 +322,8 @@ class ParallelDims(_EtpSource):
             An instance with the degrees of the mapping.
 
         Raises:
-            ParallelDimsError: The mapping does not exist, a value is invalid, or the degrees break
-                a rule.
+            ParallelDimsError: The file cannot be read or is no YAML, the mapping does not exist, a
+                value is invalid, or the degrees break a rule.
         """
         return cls._from_table(read_yaml(path, table), world_size)
 

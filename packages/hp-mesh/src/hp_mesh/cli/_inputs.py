@@ -467,12 +467,6 @@ def read_table(place: str) -> Mapping[str, Any]:
 def _read_file(path: str, table: str) -> Mapping[str, Any]:
     try:
         return read_file(path, table or None)
-    except OSError as error:
-        reason = error.strerror or str(error)
     except ImportError:
-        reason = "YAML needs the package pyyaml; use TOML or JSON"
-    except ParallelDimsError:
-        raise
-    except ValueError as error:  # the file is not text, or not in the format of its suffix
-        reason = " ".join(str(error).split())
-    raise refusal("file", f"cannot read {path}: {reason}", {"path": path})
+        reason = f"cannot read {path}: YAML needs the package pyyaml; use TOML or JSON"
+        raise refusal("file", reason, {"path": path}) from None
