@@ -1,5 +1,6 @@
 """Shapes of models, read from the configurations that describe them."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -426,10 +427,64 @@ def test_layers_without_experts_are_counted_by_the_words_of_each_layer() -> None
         ({"decoder_sparse_step": 2, "mlp_only_layers": [0]}, 2),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 1]}, 3),
         ({"decoder_sparse_step": 1, "mlp_only_layers": [2, 3]}, 2),
-        ({"mlp_only_layers": [0, 7]}, 1),
+        ({"mlp_only_layers": [0, 3]}, 2),
         ({"first_k_dense_replace": 1, "mlp_only_layers": [0, 3]}, 2),
     ],
 )
 def test_a_layer_without_experts_is_counted_once(fields: dict[str, Any], dense: int) -> None:
     config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     assert ModelShape.from_config({**config, **fields}).dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("fields", "legal"),
+    [
+        ({"tie_word_embeddings": "yes"}, "True or False"),
+        ({"tie_word_embeddings": "false"}, "True or False"),
+        ({"tie_word_embeddings": 1}, "True or False"),
+        ({"mlp_only_layers": "x"}, "a list of integers from 0 to 3"),
+        ({"mlp_only_layers": ["a"]}, "a list of integers from 0 to 3"),
+        ({"mlp_only_layers": [100]}, "a list of integers from 0 to 3"),
+        ({"mlp_only_layers": [0, 7]}, "a list of integers from 0 to 3"),
+        ({"mlp_only_layers": 3}, "a list of integers from 0 to 3"),
+        ({"decoder_sparse_step": 0}, "a positive integer"),
+        ({"mlp_layer_types": 5}, "a list of 4 types"),
+        ({"layer_types": 5}, "a list of 4 types"),
+        ({"layer_types": ["full_attention"] * 3}, "a list of 4 types"),
+    ],
+)
+def test_a_field_that_is_no_number_has_its_type_and_length(
+    fields: dict[str, Any], legal: str
+) -> None:
+    config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    ((name, value),) = fields.items()
+    message = f"^{name}={re.escape(repr(value))} given; use {legal}"
+    with pytest.raises(ParallelDimsError, match=message):
+        ModelShape.from_config({**config, **fields})
+    if name in ("mlp_only_layers", "decoder_sparse_step", "mlp_layer_types"):
+        dense = ModelShape.from_config(DENSE)  # a model without experts does not read the field
+        assert ModelShape.from_config({**DENSE, **fields}) == dense
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "architectures"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "architectures"),
+        ({"model_type": "vit", "vocab_size": None}, "model_type"),
+        ({"model_type": "x", "architectures": ["XForImageClassification"]}, "architectures"),
+        ({"model_type": "distilbert"}, "model_type"),
+    ],
+)
+def test_an_encoder_is_refused_by_its_classes_or_its_family(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ParallelDimsError, match="an encoder, which the estimates") as caught:
+        ModelShape.from_config({**DENSE, **fields})
+    assert [*caught.value.violations[0].values] == [named]
+
+
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
+def test_a_decoder_of_a_family_of_encoders_is_read(name: str) -> None:
+    config = {**DENSE, "model_type": "bert", "architectures": [name]}
+    assert ModelShape.from_config(config).layers == 4

@@ -68,6 +68,7 @@ def test_parameters_are_dense_ones_and_experts_and_a_token_uses_no_more(model: M
         ({"top_k": 2, "shared_ffn": 8}, ["top_k", "shared_ffn"]),
         ({"glu": "x", "tied": 2}, ["glu", "tied"]),
         ({"layers": 2**32 + 1, "hidden": 10**5000}, ["layers", "hidden"]),
+        ({"layers": 100_001}, ["layers"]),
     ],
 )
 def test_all_wrong_numbers_of_a_shape_are_named(change: dict[str, Any], names: list[str]) -> None:

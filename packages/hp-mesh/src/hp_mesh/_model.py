@@ -86,6 +86,7 @@ WORDS = _table(
     dense_list="mlp_only_layers",
     mlp_types="mlp_layer_types",
     gpt2_width="n_embd",
+    layer_types="layer_types",
 )
 # A model with one of these names has layers that the planner cannot estimate. `OTHER_LAYERS` is
 # ignored if the configuration lists the type of every layer and all types are attention.
@@ -124,6 +125,23 @@ OTHER_FAMILIES: Mapping[str, str] = {
     "longcat_flash": "two attentions in a layer, and experts without parameters",
     "moshi": "a second decoder",
 }
+# Families of encoders. The families of `DECODERS_TOO` have decoder classes too.
+ENCODERS, DECODERS_TOO = _table(
+    encoders=(
+        "albert beit clip clip_text_model convbert data2vec-audio data2vec-vision deberta "
+        "deberta-v2 deit dinov2 distilbert esm esmc eurobert gte hubert ibert jina_embeddings_v3 "
+        "layoutlm layoutlmv2 layoutlmv3 longformer luke mobilebert modernbert mpnet mra nomic_bert "
+        "nystromformer siglip siglip_text_model splinter squeezebert tapas vit vit_mae wav2vec2 "
+        "wavlm yoso"
+    ),
+    decoders_too=(
+        "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
+    ),
+).values()
+# Ends of names in the field ``architectures``.
+ENCODER_CLASSES = ("ForMaskedLM", "ForPreTraining", "ForImageClassification", "ForCTC")
+DECODER_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Fields that list the type of each layer.
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 # Types of layers with softmax attention.
@@ -224,7 +242,23 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
     family = read("model_type")
     if isinstance(family, str) and family in OTHER_FAMILIES and not found:
         found[OTHER_FAMILIES[family]] = {"model_type": family}
-    return found
+    return found or _read_encoder(family, read("architectures"))
+
+
+def _read_encoder(family: object, classes: object) -> dict[str, dict[str, Any]]:
+    """Return the evidence that a model is an encoder, as `read_other_layers` does.
+
+    Args:
+        family: Value of ``model_type``.
+        classes: Value of ``architectures``: a list with the names of the model's classes.
+    """
+    names = [str(name) for name in classes] if isinstance(classes, list | tuple) else []
+    is_decoder = any(name.endswith(DECODER_CLASSES) for name in names)
+    if any(name.endswith(ENCODER_CLASSES) for name in names) or (
+        family in DECODERS_TOO and names and not is_decoder
+    ):
+        return {"an encoder": {"architectures": names}}
+    return {"an encoder": {"model_type": family}} if family in ENCODERS else {}
 
 
 def _read(source: object, name: str) -> Any:

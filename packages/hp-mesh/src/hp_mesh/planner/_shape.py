@@ -9,6 +9,7 @@ from .._errors import (
     ParallelDimsError,
     Violation,
     as_integer,
+    flag_violations,
     integer_violations,
     join_words,
     number_violation,
@@ -19,6 +20,7 @@ from .._model import COUNTS, RULED, SIZES, read_model_fields, read_other_layers
 from .._rules import RULES
 from ._fields import check_fields
 
+MOST_LAYERS = 100_000  # `plan` takes time in proportion to the number of layers
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
 # Fields of `RULES` that are settings of the training run, not sizes of the model.
@@ -314,6 +316,8 @@ _CONFIG_NAMES = _config_names()
 
 
 def _violations(shape: ModelShape) -> Iterator[Violation]:
+    if shape.layers > MOST_LAYERS:
+        yield number_violation("layers", shape.layers, f"1 to {MOST_LAYERS}")
     if shape.head_dim is None and shape.hidden % shape.heads:
         yield number_violation(
             "head_dim", None, f"a width: heads={shape.heads} does not divide hidden={shape.hidden}"
@@ -355,6 +359,7 @@ def _read_shape(config: object) -> dict[str, Any]:
     numbers = [f for f in (*RULED, *SIZES, *COUNTS) if f in given and f != "tied"]
     raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
     raise_errors(_missing(field) for field in REQUIRED if field not in given)
+    raise_errors(_list_violations(found))
     shape = {field: given[field] for field in (*RULED, *SIZES) if field in given}
     shape["name"] = str(given.get("name", ""))
     shape["glu"] = bool(given.get("glu", given.get("family", "") not in UNGATED))
@@ -366,6 +371,36 @@ def _read_shape(config: object) -> dict[str, Any]:
     if given.get("shared_experts"):
         shape["shared_ffn"] = given["shared_experts"] * (given.get("expert_ffn") or given["ffn"])
     return shape
+
+
+def _list_violations(found: Mapping[str, tuple[str, Any]]) -> Iterator[Violation]:
+    """Yield the violations of the fields that are read but are not numbers.
+
+    Args:
+        found: Dictionary from fields to pairs of the name in the configuration and the value.
+    """
+    layers = found["layers"][1]
+    if "tied" in found:
+        yield from flag_violations(dict([found["tied"]]))
+    if "layer_types" in found:
+        yield from _type_violations(*found["layer_types"], layers)
+    if not found.get("experts", ("", 0))[1]:
+        return
+    if "mlp_types" in found:
+        yield from _type_violations(*found["mlp_types"], layers)
+        return
+    name, step = found.get("expert_step", ("", 1))
+    if step == 0:
+        yield number_violation(name, step, "a positive integer")
+    name, listed = found.get("dense_list", ("", []))
+    indices = map(as_integer, listed) if isinstance(listed, list | tuple) else [None]
+    if not all(isinstance(index, int) and 0 <= index < layers for index in indices):
+        yield number_violation(name, listed, f"a list of integers from 0 to {layers - 1}")
+
+
+def _type_violations(name: str, types: object, layers: int) -> Iterator[Violation]:
+    if not isinstance(types, list | tuple) or len(types) != layers:
+        yield number_violation(name, types, f"a list of {layers} types, one for each layer")
 
 
 def _unsupported_layers(config: object) -> Iterator[Violation]:
