@@ -39,11 +39,17 @@ def shapes(draw: st.DrawFn, *, experts: bool | None = None) -> ModelShape:
 @st.composite
 def clusters(draw: st.DrawFn, *, worlds: st.SearchStrategy[int] | None = None) -> Cluster:
     """Give a cluster of up to 24 devices, some nodes of which have fewer than eight."""
+    world = draw(worlds or st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24]))
     return Cluster(
-        world_size=draw(worlds or st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24])),
+        world_size=world,
         accelerator=draw(st.sampled_from(["A100-80", "H100", "B200"])),
-        ranks_per_node=draw(st.sampled_from([1, 4, 8])),
+        ranks_per_node=draw(st.sampled_from([1, 4, 8]).filter(lambda n: n in nodes(world))),
     )
+
+
+def nodes(world: int) -> list[int]:
+    """Give the sizes of nodes up to 12 that a cluster may have; 8 need not divide its devices."""
+    return [n for n in range(1, 13) if world % n == 0 or n > world or n == 8]
 
 
 def with_bandwidths(cluster: Cluster) -> Cluster:

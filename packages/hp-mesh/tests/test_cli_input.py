@@ -159,7 +159,8 @@ def test_plan_refuses_nodes_that_the_ranks_do_not_fill() -> None:
     argv += ["--global-batch", "12"]
     message = refused(*argv, "--ranks-per-node", "5")
     assert "ranks_per_node=5 does not divide world_size=12; use 1, 2, 3, 4, 6 or 12" in message
-    unfilled = "12 ranks do not fill nodes of 8"
+    assert message.count("ranks_per_node=5") == 1
+    unfilled = "note: 12 ranks do not fill nodes of 8, so the last node has 4; --ranks-per-node N"
     code, out, _ = run(*argv)
     assert (code, unfilled in out) == (0, True)
     code, out, _ = run(*argv, "--ranks-per-node", "4")
@@ -215,12 +216,28 @@ def test_the_name_of_a_picture_is_checked_before_a_search(tmp_path: Path) -> Non
     assert "'h7'" in message
 
 
+def test_a_folder_in_the_place_of_a_picture_is_refused_before_a_search(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    path.mkdir()
+    argv = ["plan", "--model", "llama3-8b", "--gpus", "8", "--picture", str(path)]
+    message = refused(*argv, "--seq-len", "4096", "--global-batch", "64")
+    assert message == f"hp-mesh plan: cannot write {path}: it is a folder\n"
+
+
+def test_a_plan_without_a_configuration_writes_no_picture(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    argv = ["plan", "--model", "gpt-22b", "--gpus", "7919", "--picture", str(path), "--json"]
+    code, _, err = run(*argv, "--seq-len", "8191", "--global-batch", "3")
+    assert (code, path.exists()) == (1, False)
+    assert err == "hp-mesh plan: no picture: no configuration keeps all rules\n"
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_an_answer_is_printed_even_if_its_picture_cannot_be_written(
     form: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "x.svg"
-    path.mkdir()
+    path.symlink_to("/dev/full")
     code, out, err = run("show", "tp=2", *form, "--picture", str(path))
     assert (code, out) == (2, run("show", "tp=2", *form)[1])
     assert err.startswith(f"hp-mesh show: cannot write {path}: ")

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,19 @@ def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+def test_a_reader_that_goes_away_leaves_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.svg"
+    argv = ["show", "tp=2", "--world", "4096", "--json", "--picture", str(path)]
+    command = [sys.executable, "-m", PACKAGE, *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read().decode() == f"wrote {path}\n"
+        assert process.wait(60) == 141
+    assert path.read_bytes().startswith(b"<?xml")
 
 
 @pytest.mark.parametrize(

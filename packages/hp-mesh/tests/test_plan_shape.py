@@ -201,3 +201,12 @@ def test_sizes_of_axes_are_those_of_the_layout() -> None:
     for name, axis in {"dp": "dp", "fsdp": "fsdp", "efsdp": "efsdp", "ring": "cp_outer"}.items():
         assert getattr(degrees, name) == layout.size(axis)
     assert degrees.world == layout.world_size
+
+
+def test_nodes_that_the_devices_do_not_fill_are_refused() -> None:
+    message = "^ranks_per_node=7 does not divide world_size=64; use 1, 2, 4, 8, 16, 32 or 64$"
+    with pytest.raises(ParallelDimsError, match=message):
+        Cluster(world_size=64, accelerator="h100", ranks_per_node=7)
+    for world, node in (64, 4), (4, 16), (8, 8):
+        Cluster(world_size=world, accelerator="h100", ranks_per_node=node)
+    Cluster(world_size=60, accelerator="h100")  # the last node has four devices

@@ -23,7 +23,7 @@ from hp_mesh.planner import (
 )
 from hp_mesh.planner._cluster import Links, expert_groups_of, groups_of
 
-from .plan_strategies import clusters, runs, shapes, with_bandwidths
+from .plan_strategies import clusters, nodes, runs, shapes, with_bandwidths
 
 DEFAULT_AXES = ["pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"]
 LLAMA = MODELS["llama3-8b"]
@@ -130,14 +130,22 @@ def test_a_group_that_leaves_its_node_communicates_longer() -> None:
     tp=st.integers(1, 6),
     pp=st.integers(1, 3),
     ep=st.integers(1, 6),
-    node=st.integers(1, 12),
     order=st.permutations(DEFAULT_AXES),
     peer=st.booleans(),
+    data=st.data(),
 )
 def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
-    shard: int, cp: int, tp: int, pp: int, ep: int, node: int, order: list[str], peer: bool
+    shard: int,
+    cp: int,
+    tp: int,
+    pp: int,
+    ep: int,
+    order: list[str],
+    peer: bool,
+    data: st.DataObject,
 ) -> None:
     cluster_size = shard * cp * tp * pp * (ep if peer else 1)
+    node = data.draw(st.sampled_from(nodes(cluster_size)))
     assume(peer or (shard * cp * tp) % ep == 0)
     order = order if peer else DEFAULT_AXES
     dims = ParallelDims(
@@ -168,12 +176,11 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
         {"dp_shard": st.integers(1, 6), "cp": st.integers(1, 4), "tp": st.integers(1, 6)}
     ),
     pp=st.integers(1, 3),
-    node=st.integers(1, 12),
     order=st.permutations(DEFAULT_AXES),
     data=st.data(),
 )
 def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
-    degrees: dict[str, Any], pp: int, node: int, order: list[str], data: st.DataObject
+    degrees: dict[str, Any], pp: int, order: list[str], data: st.DataObject
 ) -> None:
     etp = data.draw(st.sampled_from([1, degrees["tp"]]))
     block = prod(degrees.values()) // etp
@@ -181,6 +188,7 @@ def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
     dims = ParallelDims(**degrees, pp=pp, ep=ep, etp=etp, order=tuple(order)).resolve(
         pp * block * etp
     )
+    node = data.draw(st.sampled_from(nodes(pp * block * etp)))
     cluster = Cluster(world_size=pp * block * etp, accelerator="H100", ranks_per_node=node)
     links, layout = Links(cluster, 0.8), dims.layout()
     groups = groups_of(dims.layout()) | expert_groups_of(dims.layout())

@@ -31,8 +31,8 @@ from .._errors import (
 from .._model import read_numbers
 from .._rules import Subject, Topology, check_rules, topology_violations
 from ..planner import MODELS, Accelerator, Cluster, ModelShape, TrainSpec
+from ..planner._cluster import NODE
 
-NODE = 8  # default number of ranks per node
 MOST_RANKS = 2**18  # largest world size; to list more ranks would take too long
 MOST_DIGITS = 4000  # digits of an integer that are read; Python reads at most 4300
 Value = TypeVar("Value")
@@ -395,8 +395,10 @@ def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, A
     model = reader(read_shape, args.model)
     chip = reader(read_chip, args.gpu)
     given = read_fields(args, Cluster)
+    before = len(reader.violations)
     node = _read_node(args, reader, world)
-    given |= {"ranks_per_node": node} if args.ranks_per_node else {}
+    if args.ranks_per_node and len(reader.violations) == before:
+        given["ranks_per_node"] = node
     # If the world size is wrong, the other values are checked with a world size of 1.
     cluster = chip and reader(Cluster, **{"world_size": world or 1, **chip, **given})
     return model, cluster, reader(TrainSpec, **read_fields(args, TrainSpec))

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 from .._errors import ParallelDimsError, join_words, refusal
 from ..planner import ACCELERATORS, MODELS, Cluster, Plan, TrainSpec
+from ..planner._cluster import NODE
 from ._answers import (
     STYLES,
     Answer,
     Block,
     Line,
+    RankMap,
     answer_check,
     answer_explain,
     answer_groups,
@@ -24,7 +26,7 @@ from ._answers import (
     violation_json,
 )
 from ._code import as_code
-from ._inputs import NODE, Option, Reader, add_options, field_options, option
+from ._inputs import Option, Reader, add_options, field_options, option
 from ._plans import NOTHING, answer_estimate, answer_plan
 
 REFUSED = 2  # exit code for wrong input
@@ -246,23 +248,37 @@ def _run(argv: Sequence[str] | None) -> int:
             _print_json({"violations": [violation_json(each) for each in error.violations]})
         print(f"{place}: {error}", file=sys.stderr)
         return REFUSED
+    # The picture is first, because the reader of a pipe can close it after a few lines.
+    written = True
+    if args.picture and answer.data is not None:
+        written = _write_picture(answer.data, args.picture, place)
     if args.json:
         _print_json(answer.json())
     elif args.as_code and isinstance(answer.data, Plan):  # only `plan` has this option
         _print_code(answer.data)
     else:
         _print_blocks(answer.blocks)
-    if args.picture and answer.data is not None:
-        from ._pictures import draw, save
+    return answer.exit_code if written else REFUSED
 
-        try:
-            save(draw(answer.data), args.picture)
-        except OSError as error:
-            reason = error.strerror or error
-            print(f"{place}: cannot write {args.picture}: {reason}", file=sys.stderr)
-            return REFUSED
-        print(f"wrote {args.picture}", file=sys.stderr)
-    return answer.exit_code
+
+def _write_picture(data: RankMap | Plan, path: str, place: str) -> bool:
+    """Draw ``data`` and write the picture to ``path``.
+
+    Returns False after an error message, which begins with ``place``. A plan without candidates has
+    no picture.
+    """
+    from ._pictures import draw, save
+
+    if isinstance(data, Plan) and not data.candidates:
+        print(f"{place}: no picture: {NOTHING}", file=sys.stderr)
+        return True
+    try:
+        save(draw(data), path)
+    except OSError as error:
+        print(f"{place}: cannot write {path}: {error.strerror or error}", file=sys.stderr)
+        return False
+    print(f"wrote {path}", file=sys.stderr)
+    return True
 
 
 def _parse(argv: Sequence[str] | None) -> Namespace:
@@ -309,6 +325,8 @@ def _check_picture(path: str) -> None:
     reason = ""
     if Path(path).suffix.lower() not in SUFFIXES:
         reason = f"its name must end in {join_words(SUFFIXES)}"
+    elif Path(path).is_dir():
+        reason = "it is a folder"
     elif not Path(path).parent.is_dir():
         reason = f"there is no folder {Path(path).parent}"
     if reason:

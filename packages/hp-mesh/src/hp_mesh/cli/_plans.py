@@ -130,7 +130,8 @@ def _plan_blocks(found: Plan, top: int, smallest: int | None, hint: Hint | None)
     best, world, node = found.best, found.cluster.world_size, found.cluster.ranks_per_node
     yield from _plan_title_blocks(found)
     if world > node and world % node:
-        yield Line(f"{world} ranks do not fill nodes of {node}; give --ranks-per-node N", "warn")
+        text = f"note: {world} ranks do not fill nodes of {node}, so the last node has "
+        yield Line(f"{text}{world % node}; --ranks-per-node N sets another size", "warn")
     if best is None:
         yield Line(NOTHING, "bad")
     else:

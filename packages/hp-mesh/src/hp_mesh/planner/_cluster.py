@@ -11,7 +11,10 @@ from typing import cast
 
 from .._errors import Violation, join_words, number_violation, raise_errors
 from .._layout import AxisGroup, RankLayout
+from .._rules import division_violations
 from ._fields import check_fields, optional
+
+NODE = 8  # default number of devices per node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,8 @@ class Cluster:
         accelerator: An `Accelerator`, or a key of `ACCELERATORS` in upper or lower case. ``"A100"``
             means A100-80.
         ranks_per_node: Number of devices that the fast links connect: 8 for an HGX board, 72 for an
-            NVL72 rack.
+            NVL72 rack. It must divide ``world_size``, or be at least as large. With the default,
+            the last node may have fewer devices.
         intra_gbs: Bandwidth of each device in one direction inside a node, in GB/s. Defaults to the
             usual bandwidth of the accelerator. Required if the accelerator is not in
             `ACCELERATORS`.
@@ -141,7 +145,7 @@ class Cluster:
 
     world_size: int
     accelerator: Accelerator | str
-    ranks_per_node: int = 8
+    ranks_per_node: int = NODE
     intra_gbs: float | None = optional(
         None, "bandwidth per device and direction inside a node (default: data sheet)", unit="GB/s"
     )
@@ -161,6 +165,11 @@ class Cluster:
             chip = _NAMED.get(self.accelerator.upper(), self.accelerator)
             object.__setattr__(self, "accelerator", chip)
         raise_errors([*check_fields(self), *_device_violations(self)])
+        world, node = self.world_size, self.ranks_per_node
+        if node < world and node != NODE:
+            raise_errors(
+                division_violations("topology", "world_size", world, {"ranks_per_node": node})
+            )
 
     @property
     def device(self) -> Accelerator:
