@@ -266,7 +266,7 @@ def test_a_size_that_is_no_number_is_named_wherever_it_is_used(name: str, value:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
     config = {**SMALL, **experts, "intermediate_size": 96, "v_head_dim": 16}
     assert ModelShape.from_config(config).experts == 4
-    with pytest.raises(ParallelDimsError, match=r"given; use an integer of at least 0"):
+    with pytest.raises(ParallelDimsError, match=r"given; use an integer of at least [01]"):
         ModelShape.from_config({**config, name: value})
 
 
@@ -488,3 +488,14 @@ def test_an_encoder_is_refused_by_its_classes_or_its_family(
 def test_a_decoder_of_a_family_of_encoders_is_read(name: str) -> None:
     config = {**DENSE, "model_type": "bert", "architectures": [name]}
     assert ModelShape.from_config(config).layers == 4
+
+
+def test_messages_have_the_names_and_the_least_values_of_the_file() -> None:
+    with pytest.raises(ParallelDimsError, match=r"num_attention_heads=-32 .* of at least 1$"):
+        ModelShape.from_config({**DENSE, "num_attention_heads": -32})
+    config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 1, 2, 3]}
+    message = r"^dense_layers=4 given; use 0 to 3 \(dense_layers is read from mlp_only_layers\)$"
+    with pytest.raises(ParallelDimsError, match=message):
+        ModelShape.from_config(config)
+    with pytest.raises(ParallelDimsError, match=r"kv_heads is read from num_key_value_heads\)$"):
+        ModelShape.from_config({**DENSE, "num_key_value_heads": 3})

@@ -1,7 +1,7 @@
 """Sizes of decoder models, read from a configuration or from a table of published models."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -137,7 +137,11 @@ class ModelShape:
             >>> ModelShape.from_config(config | {"model_type": "gpt2"}).ffn
             256
         """
-        return cls(**_read_shape(config))
+        shape = _read_shape(config)
+        try:
+            return cls(**shape)
+        except ParallelDimsError as error:
+            raise _name_sources(error, config) from None
 
     def to_config(self) -> Mapping[str, int]:
         """Convert to the argument ``model`` of `ParallelDims.check`.
@@ -356,8 +360,13 @@ def _read_shape(config: object) -> dict[str, Any]:
     if given.get("experts") and "top_k" not in given:
         raise ParallelDimsError([_missing("top_k")])
     raise_errors(_unsupported_layers(config))
-    numbers = [f for f in (*RULED, *SIZES, *COUNTS) if f in given and f != "tied"]
-    raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
+    wrong: list[Violation] = []
+    for field in (*RULED, *SIZES, *COUNTS):
+        if field in given and field != "tied":
+            own = ModelShape.__dataclass_fields__.get(field)
+            least = 1 if own and own.default != 0 else 0
+            wrong += integer_violations(dict([found[field]]), minimum=least)
+    raise_errors(wrong)
     raise_errors(_missing(field) for field in REQUIRED if field not in given)
     raise_errors(_list_violations(found))
     shape = {field: given[field] for field in (*RULED, *SIZES) if field in given}
@@ -371,6 +380,21 @@ def _read_shape(config: object) -> dict[str, Any]:
     if given.get("shared_experts"):
         shape["shared_ffn"] = given["shared_experts"] * (given.get("expert_ffn") or given["ffn"])
     return shape
+
+
+def _name_sources(error: ParallelDimsError, config: object) -> ParallelDimsError:
+    """Add the names in ``config`` to the messages, which have the names of `ModelShape`."""
+    names = {field: name for field, (name, _) in read_model_fields(config).items()}
+    derived = ("mlp_types", "expert_step", "dense_list")
+    sources = [names[field] for field in derived if field in names]
+    if names.get("dense_layers") == "dense_layers" and sources:
+        names["dense_layers"] = join_words(sources, "and")
+    violations = []
+    for each in error.violations:
+        given = [field for field in each.values if names.get(field, field) != field]
+        texts = "; ".join(f"{field} is read from {names[field]}" for field in given)
+        violations.append(replace(each, reason=f"{each.reason} ({texts})") if texts else each)
+    return ParallelDimsError(violations)
 
 
 def _list_violations(found: Mapping[str, tuple[str, Any]]) -> Iterator[Violation]:
