@@ -167,6 +167,14 @@ def test_plan_refuses_nodes_that_the_ranks_do_not_fill() -> None:
     assert (code, unfilled in out) == (0, False)
 
 
+def test_groups_say_that_the_axis_comes_first() -> None:
+    message = refused("groups", "tp=2", "tp=4", "--world", "8")
+    assert "'tp=2' is not an axis; AXIS comes first: hp-mesh groups tp tp=8" in message
+    code, _, err = run("groups")
+    assert code == 2
+    assert err.endswith("the following arguments are required: AXIS\n")
+
+
 def test_an_unknown_axis_and_rank_are_refused() -> None:
     assert "no axis 'tensor'; use" in refused("groups", "tensor", "tp=2")
     assert "no axis 'tensor'; use" in refused("show", "tp=2", "--axis", "tensor")
@@ -387,3 +395,14 @@ def test_a_world_that_cannot_be_read_makes_no_other_errors() -> None:
     assert message.count("\n") == 2
     assert "--world 'many'" in message
     assert "--ranks-per-node '0'" in message
+
+
+def test_a_degree_that_a_file_leaves_out_is_named_as_from_config_does(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"tensor_model_parallel_size": 2}))
+    expected = ParallelDims.from_config(json.loads(path.read_text()), 8).summary()
+    assert expected.endswith("etp=2 (from tp) world=8")
+    argv = ["check", "--config", str(path), "--world", "8"]
+    assert run(*argv)[1].splitlines()[0] == expected
+    assert "etp=4 (from tp)" in run(*argv, "tp=4")[1]
+    assert "etp=2 world=8" in run(*argv, "etp=2")[1]

@@ -12,6 +12,8 @@ from hp_mesh import ParallelDims
 from hp_mesh.cli import _plans
 from hp_mesh.cli._plans import (
     GIB,
+    format_count,
+    format_seconds,
     rejections_by_rule,
     why_it_loses,
 )
@@ -237,6 +239,7 @@ def test_fix_restricts_the_search_as_the_python_argument_does() -> None:
         (["tp=0"], "tp=0 is not a positive integer"),
         (["tp=many"], "tp='many' is not a positive integer"),
         (["tensor=8"], "'tensor' is not a field"),
+        (["dp=8"], "use pp, dp_replicate, dp_shard, cp, tp, ep or etp\n"),
         (["order=tp"], "no degree 'order'; use pp, dp_replicate"),
         (["tp8"], "'tp8' is not NAME=VALUE"),
         (["tp=2", "tp=4"], "tp is given twice"),
@@ -293,3 +296,20 @@ def test_a_wrong_number_of_devices_is_told_by_both_names_of_its_option() -> None
     code, _, err = run(*argv)
     assert code == 2
     assert "--gpus/--world '0' is not a positive integer" in err
+
+
+def test_numbers_and_names_of_a_plan_stay_short(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 100, "hidden_size": 2**15, "num_attention_heads": 256}
+    sizes |= {"intermediate_size": 2**17, "vocab_size": 2**10}
+    path.write_text(json.dumps({**sizes, "_name_or_path": "large\nmodel" + "x" * 5000}))
+    argv = ["plan", "--model", str(path), "--gpus", "1", "--seq-len", "1", "--global-batch", "1"]
+    _, out, _ = run(*argv)
+    title, count = out.splitlines()[:2]
+    assert title.startswith("large modelx")
+    assert len(title) < 200
+    assert title.endswith("; 1 sequence of 1 token per step")
+    assert count == "1.72T parameters"
+    assert format_seconds(117109035539.3) == "1.17e+11"
+    assert format_count(1.25e12) == "1.25T"
+    assert format_count(999.9e9) == "1T"

@@ -28,6 +28,12 @@ def join_words(words: Iterable[object], last: str = "or") -> str:
     return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number and a noun as text, such as ``"1 rank"`` or ``"2 ranks"``."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"
+
+
 def show(value: object) -> str:
     """Return ``repr(value)``, shortened in the middle if it has more than 80 characters."""
     try:

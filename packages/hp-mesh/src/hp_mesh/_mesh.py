@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
+from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, plural, raise_errors
 from ._groups import create_meshes, destroy_groups, report_invalid_arguments
 from ._layout import RankLayout
 from ._rules import Topology, topology_violations
@@ -72,7 +72,7 @@ class ParallelMesh:
         view = self.layout.views["base"]
         axes = ", ".join(f"{axis}={size}" for axis, size in zip(view.axes, view.shape, strict=True))
         where = "closed" if self._closed else f"on {self.device_type}"
-        return f"ParallelMesh({axes}; {self.layout.world_size} ranks, {where})"
+        return f"ParallelMesh({axes}; {plural(self.layout.world_size, 'rank')}, {where})"
 
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the device mesh of one axis, or of several axes of one view.

@@ -22,6 +22,7 @@ from ._errors import (
     as_degree,
     broken,
     divisors,
+    plural,
     refusal,
     show,
 )
@@ -625,7 +626,7 @@ def _judge_nodes(
         reason = f"topology={show(topology)} is not a Topology; use Topology(ranks_per_node=8)"
         raise refusal("topology", reason, {"topology": topology})
     node, world = topology.ranks_per_node, layout.world_size
-    nodes = f"nodes of {node} ranks"
+    nodes = f"nodes of {plural(node, 'rank')}"
     uneven = world > node and world % node != 0
     for axis in ("world_size", *NODE_AXES):
         size = world if axis == "world_size" else layout.size(axis)
@@ -635,7 +636,7 @@ def _judge_nodes(
             text = f"ranks_per_node={node} does not divide {axis}={size}"
             violation = broken(rule, text, values, {"ranks_per_node": divisors(size)})
         elif axis == "world_size":
-            fills = f"fits one node of {node} ranks" if size < node else f"fills {nodes}"
+            fills = f"fits one node of {plural(node, 'rank')}" if size < node else f"fills {nodes}"
             text = f"{axis}={size} {fills}"
         elif uneven:
             text = f"{axis}={size}, but the ranks do not fill {nodes}"

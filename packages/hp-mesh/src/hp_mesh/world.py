@@ -30,6 +30,7 @@ from ._errors import (
     as_degree,
     divisors,
     join_words,
+    plural,
     refusal,
 )
 from ._groups import report_invalid_arguments
@@ -717,7 +718,7 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
         whole = _slice(source, names)
         inside = "" if names == present else f"; ep={source['ep'].size()} on the same ranks"
     axes = ", ".join(_equations(dict(zip(names, whole.shape, strict=True))))
-    return f"mesh of {whole.size()} ranks on {whole.device_type}: {axes}{inside}"
+    return f"mesh of {plural(whole.size(), 'rank')} on {whole.device_type}: {axes}{inside}"
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 from .._dims import ParallelDims
-from .._errors import Report, Violation
+from .._errors import Report, Violation, plural, refusal
 from .._layout import RankLayout
 from ..planner import Plan
 from ._inputs import Reader, read_check, read_count, read_ranks
@@ -326,6 +326,9 @@ def _rank_cells(found: RankMap, node: int, ranks: range) -> Iterator[object]:
 
 def answer_groups(args: Namespace, reader: Reader) -> Answer:
     """Answer the command ``groups``: all groups of an axis or alias, or the group of one rank."""
+    if "=" in args.name:
+        reason = f"{args.name!r} is not an axis; AXIS comes first: hp-mesh groups tp tp=8"
+        raise refusal("word", reason, {"axis": args.name})
     dims, node = read_ranks(args, reader)
     rank = reader(read_count, "--rank", args.rank, least=0)
     reader(dims.layout().size, args.name)
@@ -413,9 +416,3 @@ def rank_list(ranks: Sequence[int], most: int = 12) -> str:
         return f"{ranks[0]}-{ranks[-1]}"
     shown = with_gap(len(ranks), most)
     return " ".join("..." if i is None else str(ranks[i]) for i in shown)
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a number and a noun as text, such as ``"1 rank"`` or ``"2 ranks"``."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{ending}"

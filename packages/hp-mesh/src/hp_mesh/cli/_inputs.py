@@ -202,25 +202,26 @@ def _integer(text: str) -> int | None:
     return int(text[:MOST_DIGITS])
 
 
-def read_words(words: list[str]) -> dict[str, Any]:
+def read_words(words: list[str], listed: Sequence[str] = FIELDS) -> dict[str, Any]:
     """Convert words such as ``"tp=8"`` to a dictionary such as ``{"tp": 8}``.
 
     The keys are names of fields of `ParallelDims`. A value that is not an integer remains text.
-    Raises one `ParallelDimsError` that lists all wrong words.
+    Raises one `ParallelDimsError` that lists all wrong words. For an unknown name, the error lists
+    the names ``listed``.
     """
     reader, found = Reader(), dict[str, Any]()
     for word in words:
-        reader(_read_word, word, found)
+        reader(_read_word, word, listed, found)
     reader.finish()
     return found
 
 
-def _read_word(word: str, found: dict[str, Any]) -> None:
+def _read_word(word: str, listed: Sequence[str], found: dict[str, Any]) -> None:
     name, equals, text = word.partition("=")
     if not (name and equals and text):
         raise refusal("word", f"{word!r} is not NAME=VALUE; write e.g. tp=8", {})
     if name not in FIELDS:
-        reason = f"{name!r} is not a field; use {join_words(FIELDS)}"
+        reason = f"{name!r} is not a field; use {join_words(listed)}"
         raise refusal("field", reason, {name: text})
     if name in found:
         raise refusal("word", f"{name} is given twice; give it once", {name: text})
@@ -238,19 +239,19 @@ def read_dims(args: Namespace, reader: Reader) -> tuple[dict[str, Any], Parallel
     """
     before = len(reader.violations)
     words = reader(read_words, args.words) or {}
-    given = reader(_merge_table, args.config, words) or words
+    given, etp_is_tp = reader(_merge_table, args.config, words) or (words, False)
     reader(_check_sizes, given)
     world = reader(read_count, "--world", args.world, most=MOST_RANKS)
     if len(reader.violations) > before:
         return given, None
-    return given, reader(_resolve, given, world)
+    return given, reader(_resolve, given, world, etp_is_tp)
 
 
-def _merge_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
+def _merge_table(place: str | None, words: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Merge the fields of a configuration file and the fields of the command line.
 
-    Returns a dictionary from names of `ParallelDims` fields to values. If both sources have a
-    field, the command line wins.
+    Returns a dictionary from names of `ParallelDims` fields to values, and True if its ``etp`` has
+    the value of ``tp`` by default. If both sources have a field, the command line wins.
 
     Args:
         place: File and table, as in `read_table`. If None, there is no file. The file may use the
@@ -259,15 +260,17 @@ def _merge_table(place: str | None, words: dict[str, Any]) -> dict[str, Any]:
     """
     table = read_table(place) if place else {}
     if not is_of_framework(table):
-        return {**table, **words}
+        return {**table, **words}, False
     arguments, found, etp_is_tp = arguments_from_config(table, None)
     raise_errors(found)
     given = {**arguments, **words}
-    return {"etp": given["tp"], **given} if etp_is_tp and "tp" in given else given
+    etp_is_tp = etp_is_tp and "tp" in given and "etp" not in given
+    return ({**given, "etp": given["tp"]} if etp_is_tp else given), etp_is_tp
 
 
-def _resolve(given: Mapping[str, Any], world: int | None) -> ParallelDims:
+def _resolve(given: Mapping[str, Any], world: int | None, etp_is_tp: bool) -> ParallelDims:
     dims = ParallelDims.from_dict(given)
+    object.__setattr__(dims, "_etp_from_tp", etp_is_tp)  # as `ParallelDims.from_config` does
     if world is None and dims.world_size is None:
         unknown = [name for name in world_axes(dims.ep_mode) if getattr(dims, name) == INFERRED]
         if unknown:

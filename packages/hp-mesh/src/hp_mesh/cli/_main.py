@@ -59,7 +59,13 @@ def _model_options(*, required: bool) -> tuple[Option, ...]:
 
 
 DEGREES = (
-    option("degrees and order: tp=8 pp=2 dp_shard=-1", "words", nargs="*", metavar="NAME=VALUE"),
+    option(
+        "degrees and order: tp=8 pp=2 dp_shard=-1",
+        "words",
+        nargs="*",
+        default=[],  # without a default, argparse calls the argument required
+        metavar="NAME=VALUE",
+    ),
     option(
         "degrees from a .toml, .yaml or .json file, with the names of hp-mesh or of another "
         "framework; NAME=VALUE replaces them",

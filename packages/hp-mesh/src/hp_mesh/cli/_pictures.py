@@ -16,8 +16,9 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
+from .._errors import plural
 from ..planner import Plan
-from ._answers import GROUP_COLOURS, RankMap, plural, rank_list, with_gap
+from ._answers import GROUP_COLOURS, RankMap, rank_list, with_gap
 from ._plans import GIB, NOTHING, format_seconds, plan_rows, plan_title, settings, word_line
 
 INK, FAINT, EDGE, GROUND, LIMIT = "#1a1a1a", "#5f6368", "#9aa0a6", "#f4f5f7", "#b00020"

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from .._dims import ParallelDims
-from .._errors import Violation
+from .._errors import Violation, plural
 from ..planner import (
     Candidate,
     Comparison,
@@ -26,8 +26,9 @@ from ..planner import (
     plan,
     smallest_world,
 )
+from ..planner._configuration import AXES
 from ..planner._result import CLOSE, counts_of
-from ._answers import Answer, Block, Json, Line, Table, plural, violation_json
+from ._answers import Answer, Block, Json, Line, Table, violation_json
 from ._inputs import MOST_RANKS, Reader, read_count, read_dims, read_run, read_words
 
 GIB = 2**30
@@ -37,6 +38,7 @@ WITHOUT_AXIS = ("compute", "bubble", "optimizer")
 SPLIT = ("dp_replicate", "dp_shard")
 NOTHING = "no configuration keeps all rules"
 SILENT = 1.0  # seconds before a search shows its progress
+MOST_LETTERS = 60  # longer names of models are shortened
 BAR_WIDTH = 30  # length of the longest bar in characters
 
 
@@ -48,7 +50,7 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
     world = reader(read_count, "--gpus/--world", args.world, most=MOST_RANKS)
     top = reader(read_count, "--top", args.top)
     run = read_run(args, reader, world)
-    fix = reader(read_words, args.fix)
+    fix = reader(read_words, args.fix, AXES)
     reader.finish()
     hint = smallest = None
     with _progress("planning") as progress:
@@ -154,8 +156,8 @@ def _plan_blocks(found: Plan, top: int, smallest: int | None, hint: Hint | None)
 def _plan_title_blocks(found: Plan) -> Iterator[Block]:
     yield Line(plan_title(found), "bold")
     model = found.model
-    total = f"{model.parameters / 1e9:.3g}B parameters"
-    active = f", {model.active_parameters / 1e9:.3g}B of them active in one token"
+    total = f"{format_count(model.parameters)} parameters"
+    active = f", {format_count(model.active_parameters)} of them active in one token"
     yield Line(total + (active if model.experts else ""))
 
 
@@ -477,10 +479,12 @@ def _most_extra(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
 def plan_title(found: Plan) -> str:
     """Return one line of text: model, cluster, global batch size, and sequence length."""
     cluster, train = found.cluster, found.train
+    name = "".join(letter if letter.isprintable() else " " for letter in found.model.name)
+    name = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]}..."
     return (
-        f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
-        f"{cluster.ranks_per_node} per node; {train.global_batch} sequences of {train.seq_len} "
-        f"tokens per step{', float8' if train.float8 else ''}"
+        f"{name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
+        f"{cluster.ranks_per_node} per node; {plural(train.global_batch, 'sequence')} of "
+        f"{plural(train.seq_len, 'token')} per step{', float8' if train.float8 else ''}"
     )
 
 
@@ -555,7 +559,13 @@ def percent(share: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return seconds as text without the unit.
 
-    The text has one decimal at 10 seconds and above, such as ``"12.3"``, and three significant
-    digits below, such as ``"1.23"`` or ``"0.0123"``.
+    The text has one decimal from 10 to a million seconds, such as ``"12.3"``, and otherwise three
+    significant digits, such as ``"1.23"`` or ``"0.0123"``.
     """
-    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
+    return f"{seconds:.1f}" if 10 <= seconds < 1e6 else f"{seconds:.3g}"
+
+
+def format_count(number: float) -> str:
+    """Return a large number as text with three digits, such as ``"1.25T"`` or ``"8.03B"``."""
+    size, unit = (1e12, "T") if number >= 0.9995e12 else (1e9, "B")
+    return f"{number / size:.3g}{unit}"

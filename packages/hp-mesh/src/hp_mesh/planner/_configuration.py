@@ -25,6 +25,7 @@ from .._errors import (
     integer_violations,
     join_words,
     number_violation,
+    plural,
     raise_errors,
     show,
 )
@@ -440,8 +441,8 @@ def batch_violations(
     dp, violations = degrees.dp, SCHEDULES[setting.schedule].violations
     local = train.global_batch // dp
     if local % micro_batch:
-        reason = f"micro_batch={micro_batch} does not divide the {local} sequences of each "
-        reason += "data-parallel rank"
+        reason = f"micro_batch={micro_batch} does not divide the {plural(local, 'sequence')} of "
+        reason += "each data-parallel rank"
         values = {"micro_batch": micro_batch, "global_batch": train.global_batch, "dp": dp}
         yield broken("micro-batch", reason, values, {"micro_batch": divisors(local)})
     elif violations and degrees.pp > 1:
