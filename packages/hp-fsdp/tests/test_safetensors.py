@@ -322,6 +322,185 @@ def test_ranks_with_different_parts_of_a_model(ranks: Ranks, tmp_path: Path) -> 
     assert sorted(files_of(tmp_path)) == ["embedding.weight", "head.bias", "head.weight"]
 
 
+def transposed_stage(rank: int, folder: str) -> None:
+    """Save two stages by rules that know the own stage only."""
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(4, 6)})
+    name = f"layer{rank}.weight"
+
+    def own(shapes: Any) -> SourcePlan:
+        return SourcePlan({name: Transpose(Stored(f"{name}_t"))}, shapes or {f"{name}_t": (4, 6)})
+
+    save_safetensors(stage, folder, sources=own)
+    layer = cast(nn.Linear, stage[f"layer{rank}"])
+    expected = layer.weight.detach().clone()
+    assert torch.equal(load_file(Path(folder) / "model.safetensors")[f"{name}_t"], expected.t())
+    nn.init.zeros_(layer.weight)
+    load_safetensors(stage, folder, sources=own)
+    assert torch.equal(layer.weight, expected)
+
+
+def test_stages_with_sources_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(transposed_stage, str(tmp_path))
+
+
+def half(shapes: Any) -> SourcePlan:
+    return SourcePlan({"weight": Slice(Stored("big"), 0, 0, 2)}, {"big": (4, 3)})
+
+
+def twice(shapes: Any) -> SourcePlan:
+    return SourcePlan({"0.weight": Stored("one"), "1.weight": Stored("one")}, {"one": (2, 3)})
+
+
+def misspelt(shapes: Any) -> SourcePlan:
+    return SourcePlan({"wieght": Stored("one")}, {"one": (2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("layers", "sources", "words"),
+    [
+        (1, half, "leave out elements of big"),
+        (2, twice, "give some elements twice of one"),
+        (1, misspelt, "names that the model does not have: wieght"),
+    ],
+)
+def test_sources_must_give_each_element_once(
+    tmp_path: Path, layers: int, sources: Any, words: str
+) -> None:
+    parts = [nn.Linear(3, 2, bias=False) for _ in range(layers)]
+    model = parts[0] if layers == 1 else nn.Sequential(*parts)
+    with pytest.raises(CheckpointError, match=words):
+        save_safetensors(model, tmp_path / "out", sources=sources)
+    assert not (tmp_path / "out").exists()
+
+
+def same_names(rank: int, folder: str) -> str:
+    """Save two stages that number their layers from 0."""
+    with pytest.raises(CheckpointError) as caught:
+        save_safetensors(nn.Sequential(nn.Linear(2, 2, bias=rank == 0)), folder)
+    return str(caught.value)
+
+
+def test_parts_with_the_same_name(ranks: Ranks, tmp_path: Path) -> None:
+    message = one_message(ranks(2).run(same_names, str(tmp_path / "out")))
+    assert "ranks 0 and 1 have different models with the same name 0.weight" in message
+
+
+def test_only_floating_point_dtypes_convert(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="int8 is not a floating"):
+        save_safetensors(nn.Linear(2, 2), tmp_path / "out", dtype=torch.int8)
+
+
+def test_parameters_that_existed_before_stay_tied() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    weight.note = "kept"  # type: ignore[attr-defined]
+    with parameters_on_meta():
+        one, two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        one.weight = weight
+        two.weight = weight
+    assert one.weight is two.weight
+    assert one.weight.is_meta
+    assert one.weight.note == "kept"
+
+
+class OwnParameter(nn.Parameter):
+    """A class of its own."""
+
+
+class TiedBuffers(nn.Module):
+    """A buffer with two names, and a parameter of a class of its own with two names."""
+
+    one: Tensor
+    two: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = torch.arange(3.0)
+        self.register_buffer("one", one)
+        self.register_buffer("two", one)
+        self.weight = OwnParameter(torch.ones(3))
+        self.alias = self.weight
+
+
+def test_tied_buffers_and_classes_on_the_meta_device(tmp_path: Path) -> None:
+    values = {"one": torch.tensor([1.0, 2, 3]), "weight": torch.zeros(3)}
+    folder = stored(tmp_path, values)
+    with torch.device("meta"):
+        model = TiedBuffers()
+    load_safetensors(model, folder)
+    assert model.one is model.two
+    assert model.weight is model.alias
+    assert type(model.weight) is OwnParameter
+    assert torch.equal(model.one, values["one"])
+
+
+def test_one_stored_tensor_for_two_parameters(tmp_path: Path) -> None:
+    """A checkpoint with tied weights loads into an untied model."""
+    model, folder = Net().double(), weights(Tied)
+    bias = torch.zeros(11, dtype=torch.float64)
+    file = {**{n: t for n, t in folder.items() if n != "head.weight"}, "head.bias": bias}
+    load_safetensors(
+        model,
+        stored(tmp_path, file),
+        sources={"head.weight": Stored("embedding.weight")},
+    )
+    assert torch.equal(model.head.weight, model.embedding.weight)
+    assert model.head.weight is not model.embedding.weight
+
+
+def test_parts_of_names_that_wrappers_insert() -> None:
+    from hp_fsdp.weights._common import plain_name
+
+    assert plain_name("_orig_mod.layer._checkpoint_wrapped_module.weight") == "layer.weight"
+    assert plain_name("my_orig_mod.weight") == "my_orig_mod.weight"
+
+
+def failing(rank: int, folder: str) -> str:
+    """Load while rank 1 has no memory for its parameters."""
+    from hp_fsdp.weights import _load
+
+    model = built(Buffered, "exact", 2, meta=True)
+
+    def give(*_: object) -> None:
+        if rank == 1:
+            raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_load, "give_memory", give)
+        with pytest.raises(CheckpointError) as caught:
+            load_safetensors(model, folder)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_if_one_has_no_memory(ranks: Ranks, tmp_path: Path) -> None:
+    message = one_message(ranks(2).run(failing, str(stored(tmp_path, weights()))))
+    assert message == "rank 1: MemoryError: no memory"
+
+
+def full_disk(rank: int, folder: str, step: str) -> str:
+    """Save while the disk is full, at the creation of files or at the index."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = built(Buffered, "exact", 2, meta=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if step == "content":
+            patch.setattr("os.pwrite", fail)
+        else:
+            patch.setattr(Path, "open" if step == "header" else "write_text", fail)
+        with pytest.raises(CheckpointError) as caught:
+            save_safetensors(model, folder, max_file_bytes=3000)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("step", ["header", "content", "index"])
+def test_no_file_is_left_on_a_full_disk(ranks: Ranks, tmp_path: Path, step: str) -> None:
+    message = one_message(ranks(2).run(full_disk, str(tmp_path / "out"), step))
+    assert "cannot be written: No space left on device" in message
+    assert [*(tmp_path / "out").iterdir()] == []
+
+
 # Errors: the same on all ranks, before the model is changed.
 
 
@@ -489,7 +668,7 @@ def saving_refused(rank: int, folder: str, case: str) -> str:
         ("full", "has weights already (model.safetensors); use a new folder"),
         ("meta", "scale is on the meta device and has no values"),
         ("dtype", "which the files cannot have"),
-        ("other shapes", "all ranks must have the same model"),
+        ("other shapes", "different models with the same name weight"),
         ("not shared", "is not shared"),
     ],
 )

@@ -57,18 +57,33 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Replace parameters and buffers on the meta device by uninitialised ones on ``device``.
 
-    Unlike ``Module.to_empty``, keeps all other tensors, and keeps tied plain parameters tied.
-    ``Module._apply`` is what ``to_empty`` calls.
+    Unlike ``Module.to_empty``, which calls ``Module._apply`` for all tensors, this keeps the other
+    tensors, and keeps tied parameters and buffers tied.
     """
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, Any] = {}
+
+    def empty(tensor: Any) -> Any:
+        if id(tensor) not in made:
+            new = torch.empty_like(tensor.data, device=device)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+                new.__class__ = type(tensor)
+                vars(new).update(vars(tensor))
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
     for module in model.modules():
-        for name, parameter in parameters_of(module).items():
-            if type(parameter) is nn.Parameter and parameter.is_meta:
-                empty = torch.empty_like(parameter, device=device)
-                made.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
-                parameters_of(module)[name] = made[id(parameter)]
+        for registry in (parameters_of(module), buffers_of(module)):
+            for name, tensor in registry.items():
+                if tensor is not None and tensor.is_meta and type(tensor.data) is Tensor:
+                    registry[name] = empty(tensor)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """Return the module's own registry of buffers."""
+    return module._buffers
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -1,7 +1,9 @@
-"""The tensors of a model by name, and errors that all ranks raise together."""
+"""The tensors of a model by name, and functions in which all ranks succeed or raise together."""
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,31 +34,35 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Names that wrappers of torch insert: `torch.compile(model)` and activation checkpointing.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# Parts of names that wrappers of torch insert: `torch.compile(model)`, activation checkpointing.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter or buffer of a model: a tensor, and all names that it has there."""
+    """A parameter or buffer of a model, and all names that it has there."""
 
     names: tuple[str, ...]
     tensor: Tensor
 
 
-def library() -> Any:
-    """Return ``safetensors.safe_open``."""
+def safe_open() -> Any:
+    """Return the function ``safetensors.safe_open``.
+
+    Raises:
+        ImportError: The package safetensors is missing.
+    """
     try:
-        from safetensors import safe_open
+        from safetensors import safe_open as found
     except ModuleNotFoundError as error:
         raise ImportError(
             "safetensors files need the package safetensors; pip install 'hp-fsdp[safetensors]'"
         ) from error
-    return safe_open
+    return found
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """Return the parameters and persistent buffers of a model in their sharded state."""
+    """Reshard the model, and return its parameters and persistent buffers."""
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
             module.reshard()
@@ -71,32 +77,36 @@ def targets_of(model: nn.Module) -> list[Target]:
     return [Target(tuple(names), tensor) for tensor, names in by_tensor.values()]
 
 
-def check_states(model: nn.Module, given: Collection[str]) -> None:
-    """Raise `CheckpointError` for modules whose state is more than tensors.
+def check_extra_states(model: nn.Module, given: Collection[str]) -> None:
+    """Raise `CheckpointError` for modules with extra state, unless sources are ``given``.
 
-    Such a state can say how to read the parameters, as the order of experts in hp-ep does. The
-    files cannot have it, so sources must be ``given`` for the parameters of the module.
+    Extra state is an entry of a state dict that is no parameter or buffer
+    (``nn.Module.get_extra_state``). It can say how to read the parameters, as the order of experts
+    in hp-ep does. Files of weights cannot store it. Warns if the module has no parameters.
     """
     for key in model.state_dict(keep_vars=True):
         prefix, _, name = plain_name(key).rpartition(".")
         if name != EXTRA_STATE:
             continue
         module = model.get_submodule(key.rpartition(".")[0])
+        path = f"{prefix or 'the model'}, a {type(module).__name__},"
         own = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()]
+        if not own:
+            warnings.warn(
+                f"{path} has extra state ({EXTRA_STATE}), which files of weights do not store",
+                stacklevel=2,
+            )
         lacking = [name for name in own if name not in given]
         if lacking:
             raise CheckpointError(
-                f"the state of {prefix or 'the model'}, a {type(module).__name__}, has more than "
-                f"tensors ({EXTRA_STATE}), which the files cannot have; pass sources= for "
-                f"{listed(lacking)}, as hp_ep.expert_sources(model) makes them"
+                f"{path} has extra state ({EXTRA_STATE}), which files of weights cannot store; "
+                f"pass sources= for {listed(lacking)}, as hp_ep.expert_sources(model) makes them"
             )
 
 
 def plain_name(name: str) -> str:
-    """Return the name without the parts that wrappers insert."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """Return the name of a parameter without the parts that wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def rank_in(group: ProcessGroup | None) -> int:
@@ -104,32 +114,50 @@ def rank_in(group: ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def gather(group: ProcessGroup | None, own: T) -> list[T]:
-    """Return the objects of all ranks, by rank."""
-    if not dist.is_initialized():
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    return found
-
-
 def on_all_ranks(group: ProcessGroup | None, make: Callable[[], T]) -> T:
-    """Return this rank's result; raise on all ranks if any of them failed."""
+    """Return the result of ``make`` on this rank; raise on all ranks if any of them failed.
+
+    An ImportError stays one. All other errors become `CheckpointError`.
+    """
     result, error = _tried(make)
-    _raise_first(gather(group, _text(error)), error)
+    failures: list[Any] = [_described(error)]
+    if dist.is_initialized():
+        failures *= dist.get_world_size(group)
+        dist.all_gather_object(failures, failures[0], group=group)
+    _raise_first(failures, error)
     return cast(T, result)
 
 
 def on_first_rank(group: ProcessGroup | None, make: Callable[[], T]) -> T:
-    """Return the result of the first rank; raise on all ranks if it failed."""
+    """Return the result of ``make`` on the first rank, on all ranks; raise if it failed there."""
     result, error = _tried(make) if rank_in(group) == 0 else (None, None)
-    found: list[Any] = [(result, _text(error))]
+    found: list[Any] = [(result, _described(error))]
     if dist.is_initialized():
         first = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(found, src=first, group=group)
     made, failure = found[0]
     _raise_first([failure], error)
     return cast(T, made)
+
+
+def distinct_objects(group: ProcessGroup | None, own: T) -> dict[int, T]:
+    """Return the different objects of all ranks, each by the first rank that has it.
+
+    Equal objects, by their ``repr``, are sent once. Ranks with the same part of a model have equal
+    ones, so the time and memory do not grow with the number of ranks.
+    """
+    if not dist.is_initialized():
+        return {0: own}
+    digest = sha256(repr(own).encode()).hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    found: dict[int, T] = {}
+    for rank in sorted({each: digests.index(each) for each in digests}.values()):
+        sent: list[Any] = [own]
+        source = rank if group is None else dist.get_global_rank(group, rank)
+        dist.broadcast_object_list(sent, src=source, group=group)
+        found[rank] = sent[0]
+    return found
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -139,27 +167,35 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _text(error: Exception | None) -> str | None:
-    if error is None or isinstance(error, CheckpointError):
-        return None if error is None else str(error)
-    return f"{type(error).__name__}: {error}"
+def _described(error: Exception | None) -> tuple[bool, str] | None:
+    """Return whether an error is an ImportError, and its text; None without an error."""
+    if error is None:
+        return None
+    known = isinstance(error, CheckpointError | ImportError)
+    return isinstance(error, ImportError), str(
+        error
+    ) if known else f"{type(error).__name__}: {error}"
 
 
-def _raise_first(failures: Sequence[str | None], own: Exception | None) -> None:
+def _raise_first(failures: Sequence[tuple[bool, str] | None], own: Exception | None) -> None:
     """Raise the failure of the first rank that has one, on all ranks."""
     for rank, failure in enumerate(failures):
         if failure is not None:
-            everywhere = all(other == failure for other in failures)
-            raise CheckpointError(failure if everywhere else f"rank {rank}: {failure}") from own
+            text = failure[1] if all(each == failure for each in failures) else ""
+            kind = ImportError if failure[0] else CheckpointError
+            raise kind(text or f"rank {rank}: {failure[1]}") from own
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names as text, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
 
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """Return the index of a box in a tensor whose first element is at the start of ``origin``."""
+    """Return the index of ``box`` in a tensor that has the elements of the box ``origin``.
+
+    Without ``origin``, the tensor has all elements.
+    """
     starts = [0] * len(box) if origin is None else [lo for lo, _ in origin]
     return tuple(slice(lo - s, hi - s) for (lo, hi), s in zip(box, starts, strict=True))

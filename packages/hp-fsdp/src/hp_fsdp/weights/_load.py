@@ -21,14 +21,15 @@ from ._common import (
     DTYPES,
     INDEX,
     LISTED,
+    SINGLE,
     Target,
-    check_states,
-    gather,
-    library,
+    check_extra_states,
+    distinct_objects,
     listed,
     on_all_ranks,
     on_first_rank,
     plain_name,
+    safe_open,
     slices,
     targets_of,
 )
@@ -43,11 +44,18 @@ class StoredTensor(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One piece to read: where its elements go, or with which elements it is compared."""
+    """One piece to read.
+
+    Attributes:
+        piece: The box of a stored tensor.
+        view: The same elements of a parameter on this rank.
+        tie: None to copy the stored elements into ``view``. For the second name of a tied
+            parameter, a text with both names: the stored elements must equal ``view`` then.
+    """
 
     piece: Piece
     view: Tensor
-    compared_with: str | None
+    tie: str | None
 
 
 def load_safetensors(
@@ -87,8 +95,8 @@ def load_safetensors(
             - shapes differ, or stored values are quantized;
             - a buffer on the meta device is not in the files, so that nothing would give it values.
 
-            Raised after the model is changed if reading fails, or if two stored tensors differ of
-            which the model has one tied parameter.
+            Raised after the model is changed if reading fails, or if a tied parameter has several
+            names in the files, with different values.
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
     Examples:
@@ -105,20 +113,17 @@ def load_safetensors(
 
     Note:
         A rank needs no memory beyond its shards: slices of files are mapped, not read into memory.
-        One file at a time is mapped, which counts in a limit of the address space.
+        One file at a time is mapped. A limit of the address space (RLIMIT_AS) counts the mapping.
+
+        Create the optimizer after this call: plain parameters on the meta device may be replaced.
     """
-    opened = library()
+    opened = on_all_ranks(group, safe_open)
     path = Path(folder)
     found = on_first_rank(group, lambda: _read_catalogue(path, opened))
-    targets = targets_of(model)
-    shapes = {name: stored.shape for name, stored in found.items()}
-    plan = on_all_ranks(group, lambda: _plan(model, sources, shapes, targets))
-    problems = _problems(targets, plan, found)
-    problems.wrong.extend(_without_values(model, targets))
+    plan, problems = on_all_ranks(group, lambda: _check(model, sources, found))
     ties = hasattr(model, "tie_weights")
-    _raise_on_all(group, path, problems, set(found) - plan.ignored, ties)
-    memory = torch.device(device) if device is not None else _device_of(targets)
-    give_memory(model, memory)
+    _raise_problems(distinct_objects(group, problems), path, set(found) - plan.ignored, ties)
+    on_all_ranks(group, lambda: give_memory(model, _device_of(targets_of(model), device)))
     on_all_ranks(group, lambda: _read(targets_of(model), plan, found, path, opened))
 
 
@@ -131,6 +136,8 @@ def _read_catalogue(folder: Path, opened: Any) -> dict[str, StoredTensor]:
     if index.exists():
         located = _read_index(index)
         files = sorted(set(located.values()))
+    elif SINGLE in files:
+        files = [SINGLE]
     elif len(files) != 1:
         raise CheckpointError(
             f"{folder} has {len(files)} safetensors files ({listed(files) or 'none'}) and no "
@@ -180,13 +187,26 @@ def _read_header(path: Path, opened: Any) -> Iterator[tuple[str, StoredTensor]]:
         raise CheckpointError(f"{path} {missing}") from error
 
 
+def _check(
+    model: nn.Module,
+    sources: Mapping[str, Source] | SourceRule | None,
+    found: Mapping[str, StoredTensor],
+) -> "tuple[SourcePlan, Problems]":
+    """Return the source of each name of the model, and what does not fit the files."""
+    targets = targets_of(model)
+    plan = _plan(model, sources, {name: stored.shape for name, stored in found.items()}, targets)
+    problems = _problems(targets, plan, found)
+    problems.wrong.extend(_without_values(model, targets))
+    return plan, problems
+
+
 def _plan(
     model: nn.Module,
     sources: Mapping[str, Source] | SourceRule | None,
     shapes: Mapping[str, tuple[int, ...]],
     targets: Sequence[Target],
 ) -> SourcePlan:
-    """Return the sources of all names: the given ones, and stored tensors of the same names."""
+    """Return the source of each name: the given one, or else the stored tensor with this name."""
     given = SourcePlan({}, shapes)
     if isinstance(sources, Mapping):
         own = {name for target in targets for name in target.names}
@@ -198,19 +218,24 @@ def _plan(
         given = SourcePlan(sources, shapes)
     elif sources is not None:
         given = sources(shapes)
-    check_states(model, given.parameters)
-    used = {name for source in given.parameters.values() for name in source.names}
+    check_extra_states(model, given.parameters)
     same = {
         name: Stored(name)
         for target in targets
         for name in target.names
-        if name in shapes and name not in used and name not in given.parameters
+        if name in shapes and name not in given.parameters
     }
     return SourcePlan({**same, **given.parameters}, shapes, given.ignored)
 
 
 class Problems(NamedTuple):
-    """The problems of one rank, for one error of all ranks."""
+    """What does not fit between the files and the model of one rank.
+
+    Attributes:
+        missing: Names of the model that the files lack.
+        wrong: Sentences about shapes, dtypes and buffers.
+        used: Names in the files that the model uses.
+    """
 
     missing: list[str]
     wrong: list[str]
@@ -260,8 +285,8 @@ def _mismatches(
         kind, dtype = found[stored].dtype, DTYPES.get(found[stored].dtype)
         if dtype is None or (tensor.is_floating_point() and not dtype.is_floating_point):
             yield (
-                f"{stored} is stored as {kind} for {name} of {tensor.dtype}: quantized weights "
-                "cannot be loaded; dequantize the checkpoint first"
+                f"{stored} is stored as {kind}, which cannot be loaded into {name} of "
+                f"{tensor.dtype}; dequantize a quantized checkpoint first"
             )
         elif dtype != tensor.dtype and not tensor.is_floating_point():
             yield f"{stored} is stored as {kind} for {name} of {tensor.dtype}"
@@ -274,11 +299,11 @@ def _mismatches(
         yield f"{name} has shape {tuple(tensor.shape)}, and {shape} in the files"
 
 
-def _raise_on_all(
-    group: ProcessGroup | None, folder: Path, own: Problems, unused: set[str], ties: bool
+def _raise_problems(
+    by_rank: Mapping[int, Problems], folder: Path, unused: set[str], ties: bool
 ) -> None:
-    """Raise one error that lists the problems of all ranks, on all of them."""
-    every = gather(group, own)
+    """Raise one error that lists the problems of all ranks."""
+    every = by_rank.values()
     missing = sorted({name for each in every for name in each.missing})
     wrong = list(dict.fromkeys(text for each in every for text in each.wrong))
     # Ranks of a pipeline have different parts of the model.
@@ -294,7 +319,10 @@ def _raise_on_all(
         )
 
 
-def _device_of(targets: Sequence[Target]) -> torch.device:
+def _device_of(targets: Sequence[Target], device: torch.device | str | None) -> torch.device:
+    """Return ``device``, or by default the device of the mesh of a DTensor, else the CPU."""
+    if device is not None:
+        return torch.device(device)
     for target in targets:
         if isinstance(target.tensor, DTensor | RaggedTensor):
             kind = target.tensor.device_mesh.device_type
@@ -315,32 +343,37 @@ def _read(
     """Copy this rank's elements from the files, one file at a time."""
     by_file: dict[str, list[Read]] = {}
     for target in targets:
-        first, *others = [name for name in target.names if name in plan.parameters]
-        for name in (first, *others):
+        names = [name for name in target.names if name in plan.parameters]
+        for name in names:
             for box, view in local_boxes(target.tensor).boxes:
                 for piece in plan.parameters[name].pieces(box, plan.stored):
                     part = view[slices(piece.target, box)]
-                    read = Read(piece, part, None if name == first else f"{first} and {name}")
-                    by_file.setdefault(found[piece.name].file, []).append(read)
+                    tie = None if name == names[0] else f"{names[0]} and {name}"
+                    by_file.setdefault(found[piece.name].file, []).append(Read(piece, part, tie))
     # Tied parameters are compared after they were read.
     for compared in (False, True):
         for name, reads in sorted(by_file.items()):
-            chosen = [read for read in reads if (read.compared_with is not None) == compared]
+            chosen = [read for read in reads if (read.tie is not None) == compared]
             if chosen:
                 _read_file(folder / name, chosen, opened)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether all values are equal; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _read_file(path: Path, reads: Sequence[Read], opened: Any) -> None:
     try:
         with opened(path, framework="pt") as file:
-            for piece, view, compared_with in reads:
+            for piece, view, tie in reads:
                 stored = file.get_slice(piece.name)[slices(piece.stored)]
                 values = piece.as_target(stored)
-                if compared_with is None:
+                if tie is None:
                     view.copy_(values)
-                elif not torch.equal(view, values.to(view)):
+                elif not _same(view, values.to(view)):
                     raise CheckpointError(
-                        f"{compared_with} are one tied parameter of the model, but {path} has "
+                        f"{tie} are one tied parameter of the model, but {path} has "
                         "other values for the second name; untie the parameters, or ignore a name "
                         "with sources="
                     )

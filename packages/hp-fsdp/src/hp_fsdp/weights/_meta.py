@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @contextmanager
@@ -27,13 +28,20 @@ def parameters_on_meta() -> Iterator[None]:
 
     Note:
         ``torch.device("meta")`` puts buffers on the meta device, too, so they would have to be
-        computed again. Each parameter is created before it is moved: the largest one fits memory.
+        computed again. Each parameter is created before it is moved, so the largest one must fit
+        into memory.
     """
 
+    moved: Any = WeakIdKeyDictionary()  # a tied parameter must become one object
+
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.is_meta:  # a tied parameter, which must stay the same object
+        if parameter.is_meta:
             return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        if parameter not in moved:
+            empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            vars(empty).update(vars(parameter))
+            moved[parameter] = empty
+        return cast(nn.Parameter, moved[parameter])
 
     hook = register_module_parameter_registration_hook(cast(Any, move))  # torch says: returns None
     try:

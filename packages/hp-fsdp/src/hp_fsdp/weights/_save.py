@@ -25,14 +25,15 @@ from ._common import (
     DTYPES,
     INDEX,
     SINGLE,
+    Box,
     Target,
-    check_states,
-    gather,
-    library,
+    check_extra_states,
+    distinct_objects,
     listed,
     on_all_ranks,
     on_first_rank,
     rank_in,
+    safe_open,
     slices,
     targets_of,
 )
@@ -52,9 +53,10 @@ def save_safetensors(
     """Save the weights of a model that may be sharded as safetensors files.
 
     Each rank writes the elements that it stores to their place in the files, so no rank ever has a
-    whole parameter. Of several replicas the first one writes. The result is one file
+    whole parameter. Of the replicas on a tensor's mesh the first one writes. The result is one file
     ``model.safetensors``, or several files with an index, as ``from_pretrained`` of transformers
-    and `load_safetensors` read them. All ranks of ``group`` must call this function.
+    and `load_safetensors` read them. All ranks of ``group`` must call this function. Ranks may have
+    different parts of a model, such as the stages of a pipeline, with different names.
 
     Args:
         model: The model.
@@ -63,14 +65,18 @@ def save_safetensors(
             ``hp_ep.transformers.checkpoint_sources(model)``. Defaults to None: the names of the
             model. A tied parameter is stored once, under its first name.
         dtype: Dtype of floating-point values in the files. Defaults to the dtype of each parameter.
-        max_file_bytes: Upper bound on the size of a file in bytes; a larger tensor gets a file of
-            its own.
+        max_file_bytes: Upper bound on the bytes of all tensors in one file; a larger tensor gets a
+            file of its own.
         group: Process group of the ranks that call this function. Defaults to the world.
 
     Raises:
-        CheckpointError: Raised on all ranks if the folder has weights already, if it is not shared
-            by all ranks, if a parameter has no values or a dtype that files cannot have, if ranks
-            disagree about a shape, or if a file cannot be written. No file is left then.
+        CheckpointError: Raised on all ranks, and no file is left, if
+
+            - the folder has weights already, is not shared by all ranks, or cannot be written;
+            - a parameter has no values, or a dtype that files cannot have;
+            - ``sources`` does not give each stored element exactly once;
+            - different parts of a model have the same name, or a module has extra state.
+
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
     Examples:
@@ -79,93 +85,172 @@ def save_safetensors(
         >>> model = fully_shard(nn.Linear(8, 6), init_device_mesh("cpu", (2,)))
         >>> save_safetensors(model, folder + "/exported", dtype=torch.bfloat16)
     """
-    library()
+    on_all_ranks(group, safe_open)
     path = Path(folder)
-    targets = targets_of(model)
-    held = on_all_ranks(group, lambda: _held(targets, dtype))
-    union = _union(group, held)
-    plan = on_all_ranks(group, lambda: _saving_plan(model, sources, union, targets))
-    files = _files(plan, union, max_file_bytes)
-    token = on_first_rank(group, lambda: _begin(path, files))
+    part = on_all_ranks(group, lambda: _part(model, sources, dtype, max_file_bytes))
+    parts = distinct_objects(group, part)
+    saved = on_first_rank(group, lambda: _merged(parts))
+    token = on_first_rank(group, lambda: f".{uuid.uuid4().hex}.partial")
     try:
-        on_all_ranks(group, lambda: _write(targets, plan, union, path, files, token, group))
-        on_first_rank(group, lambda: _finish(path, files, token))
+        on_first_rank(group, lambda: _begin(path, saved.files, token))
+        on_all_ranks(group, lambda: _write(model, saved, path, token, rank_in(group)))
+        on_first_rank(group, lambda: _finish(path, saved.files, token))
     except CheckpointError:
         if rank_in(group) == 0:
-            _remove(path, files, token)
+            _remove(path, saved.files, token)
         raise
 
 
-class Held(NamedTuple):
-    """One tensor of a rank: its shape, the name of its dtype in files, and whether it is plain."""
+class TensorInfo(NamedTuple):
+    """A tensor of a model.
+
+    Attributes:
+        shape: Global shape.
+        dtype: Name of its dtype in the files.
+        is_plain: False for a DTensor or a `RaggedTensor`.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     is_plain: bool
 
 
-def _held(targets: Sequence[Target], dtype: torch.dtype | None) -> dict[str, Held]:
-    held = {}
-    for target in targets:
-        tensor = target.tensor
-        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if kind not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"{target.names[0]} has {kind}, which the files cannot have; use dtype= or one of "
-                f"{[str(legal) for legal in DTYPE_NAMES]}"
-            )
-        if tensor.is_meta:
-            raise CheckpointError(
-                f"{target.names[0]} is on the meta device and has no values; load the model first"
-            )
-        is_plain = not isinstance(tensor, DTensor | RaggedTensor)
-        held[target.names[0]] = Held(tuple(tensor.shape), DTYPE_NAMES[kind], is_plain)
-    return held
+class Part(NamedTuple):
+    """The part of a model on one rank.
+
+    Attributes:
+        tensors: Each tensor by its first name.
+        plan: Where the tensors are in the files.
+        max_file_bytes: Argument of `save_safetensors`.
+    """
+
+    tensors: dict[str, TensorInfo]
+    plan: SourcePlan
+    max_file_bytes: int
 
 
-class Union(NamedTuple):
-    """The tensors of all ranks by name, and the first rank that has each plain one."""
-
-    tensors: dict[str, Held]
-    first_rank: dict[str, int]
-
-
-def _union(group: ProcessGroup | None, own: Mapping[str, Held]) -> Union:
-    union = Union({}, {})
-    for rank, held in enumerate(gather(group, dict(own))):
-        for name, tensor in held.items():
-            known = union.tensors.setdefault(name, tensor)
-            union.first_rank.setdefault(name, rank)
-            if known != tensor:
-                raise CheckpointError(
-                    f"{name} is {tensor} on rank {rank} and {known} on rank "
-                    f"{union.first_rank[name]}; all ranks must have the same model"
-                )
-    return union
+def _part(
+    model: nn.Module, sources: SourceRule | None, dtype: torch.dtype | None, max_file_bytes: int
+) -> Part:
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"dtype={dtype} is not a floating-point dtype; use one, or None")
+    if max_file_bytes < 1:
+        raise CheckpointError(f"max_file_bytes={max_file_bytes} must be positive")
+    targets = targets_of(model)
+    tensors = {target.names[0]: _info(target, dtype) for target in targets}
+    return Part(tensors, _plan(model, sources, targets, tensors), max_file_bytes)
 
 
-def _saving_plan(
-    model: nn.Module, sources: SourceRule | None, union: Union, targets: Sequence[Target]
+def _info(target: Target, dtype: torch.dtype | None) -> TensorInfo:
+    tensor, name = target.tensor, target.names[0]
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if kind not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{name} has {kind}, which the files cannot have; use dtype= or one of "
+            f"{[str(legal) for legal in DTYPE_NAMES]}"
+        )
+    if tensor.is_meta:
+        raise CheckpointError(
+            f"{name} is on the meta device and has no values; load the model first"
+        )
+    is_plain = not isinstance(tensor, DTensor | RaggedTensor)
+    return TensorInfo(tuple(tensor.shape), DTYPE_NAMES[kind], is_plain)
+
+
+def _plan(
+    model: nn.Module,
+    sources: SourceRule | None,
+    targets: Sequence[Target],
+    tensors: Mapping[str, TensorInfo],
 ) -> SourcePlan:
-    shapes = {name: held.shape for name, held in union.tensors.items()}
-    if sources is None:
-        check_states(model, ())
-        return SourcePlan({name: Stored(name) for name in shapes}, shapes)
-    plan = sources(None)
-    check_states(model, plan.parameters)
+    """Return where the tensors of this rank are in the files, by their first names."""
+    given = SourcePlan({}, {}) if sources is None else sources(None)
+    check_extra_states(model, given.parameters)
     first = {name: target.names[0] for target in targets for name in target.names}
-    chosen: dict[str, Source] = {}
-    for name, source in plan.parameters.items():
-        if first.get(name, name) in shapes:  # other ranks may have names that this one lacks
-            chosen.setdefault(first.get(name, name), source)
-    same = {name: shape for name, shape in shapes.items() if name not in chosen}
-    stored = {**{name: tuple(shape) for name, shape in plan.stored.items()}, **same}
-    wrong = [name for name in chosen if chosen[name].shape(stored) != shapes[name]]
+    unknown = [name for name in given.parameters if name not in first]
+    if unknown:
+        raise CheckpointError(f"sources has names that the model does not have: {listed(unknown)}")
+    parameters: dict[str, Source] = {}
+    for name, source in given.parameters.items():
+        parameters.setdefault(first[name], source)
+    same = {name: tensors[name].shape for name in tensors if name not in parameters}
+    stored = {**{name: tuple(shape) for name, shape in given.stored.items()}, **same}
+    parameters = {name: parameters.get(name, Stored(name)) for name in tensors}
+    wrong = [name for name in parameters if parameters[name].shape(stored) != tensors[name].shape]
     if wrong:
         raise CheckpointError(f"sources makes tensors of other shapes than {listed(wrong)}")
-    parameters = {name: chosen.get(name, Stored(name)) for name in shapes}
     used = {name for source in parameters.values() for name in source.names}
     return SourcePlan(parameters, {name: shape for name, shape in stored.items() if name in used})
+
+
+class Saved(NamedTuple):
+    """What all ranks save together.
+
+    Attributes:
+        plan: Where the tensors of all ranks are in the files.
+        first_rank: For each plain tensor, the first rank that has it.
+        files: The files.
+    """
+
+    plan: SourcePlan
+    first_rank: dict[str, int]
+    files: "Files"
+
+
+def _merged(parts: Mapping[int, Part]) -> Saved:
+    """Combine the parts of all ranks, each given by the first rank that has it."""
+    tensors: dict[str, TensorInfo] = {}
+    parameters: dict[str, Source] = {}
+    stored: dict[str, Sequence[int]] = {}
+    first_rank: dict[str, int] = {}
+    limits = {part.max_file_bytes for part in parts.values()}
+    if len(limits) > 1:
+        raise CheckpointError(f"ranks have different max_file_bytes: {sorted(limits)}")
+    for rank, part in parts.items():
+        for name in part.tensors:
+            if name in tensors:
+                raise CheckpointError(
+                    f"ranks {first_rank[name]} and {rank} have different models with the same name "
+                    f"{name} ({tensors[name]} and {part.tensors[name]}); all ranks must have the "
+                    "same model, or parts of it with different names"
+                )
+            first_rank[name] = rank
+        tensors |= part.tensors
+        parameters |= part.plan.parameters
+        stored |= part.plan.stored
+    plan = SourcePlan(parameters, stored)
+    _check_covered(plan, tensors)
+    return Saved(plan, first_rank, _files(plan, tensors, limits.pop()))
+
+
+def _check_covered(plan: SourcePlan, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise unless the parameters give each element of every stored tensor, and only one does."""
+    boxes: dict[str, dict[str, list[Box]]] = {}
+    for name, source in plan.parameters.items():
+        whole = tuple((0, length) for length in tensors[name].shape)
+        for piece in source.pieces(whole, plan.stored):
+            boxes.setdefault(piece.name, {}).setdefault(name, []).append(piece.stored)
+    for stored, shape in plan.stored.items():
+        by_parameter = boxes.get(stored, {})
+        found = [box for several in by_parameter.values() for box in several]
+        if found == [tuple((0, length) for length in shape)] or not math.prod(shape):
+            continue
+        edges = [sorted({0, n, *(e for box in found for e in box[d])}) for d, n in enumerate(shape)]
+        places = [{edge: place for place, edge in enumerate(dim)} for dim in edges]
+        owners = torch.zeros([len(dim) - 1 for dim in edges], dtype=torch.int32)
+        for several in by_parameter.values():
+            mine = torch.zeros_like(owners)  # replicas of an expert give the same elements
+            for box in several:
+                mine[
+                    tuple(slice(at[lo], at[hi]) for at, (lo, hi) in zip(places, box, strict=True))
+                ] = 1
+            owners += mine
+        if int(owners.min()) != 1 or int(owners.max()) != 1:
+            what = "give some elements twice" if int(owners.max()) > 1 else "leave out elements"
+            raise CheckpointError(
+                f"sources: the parameters {listed([*by_parameter])} {what} of {stored}, which has "
+                f"shape {tuple(shape)}; each element must come from one parameter"
+            )
 
 
 class Position(NamedTuple):
@@ -185,19 +270,22 @@ class Files:
     positions: Mapping[str, Position]
 
 
-def _files(plan: SourcePlan, union: Union, max_bytes: int) -> Files:
+def _files(plan: SourcePlan, tensors: Mapping[str, TensorInfo], max_bytes: int) -> Files:
     """Distribute the stored tensors over files, in the order of the plan."""
     dtypes = {
-        stored: union.tensors[name].dtype
+        stored: tensors[name].dtype
         for name, source in plan.parameters.items()
         for stored in source.names
     }
     groups: list[dict[str, int]] = [{}]
+    total = 0
     for name, shape in plan.stored.items():
         size = math.prod(shape) * DTYPES[dtypes[name]].itemsize
-        if groups[-1] and sum(groups[-1].values()) + size > max_bytes:
+        if groups[-1] and total + size > max_bytes:
             groups.append({})
+            total = 0
         groups[-1][name] = size
+        total += size
     headers, sizes, positions = {}, {}, {}
     for number, members in enumerate(groups, 1):
         several = f"model-{number:05}-of-{len(groups):05}.safetensors"
@@ -221,32 +309,30 @@ def _files(plan: SourcePlan, union: Union, max_bytes: int) -> Files:
     return Files(headers, sizes, positions)
 
 
-def _begin(folder: Path, files: Files) -> str:
-    """Create the files with their headers under temporary names; return the names' token."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _begin(folder: Path, files: Files, token: str) -> None:
+    """Create the files with their headers, under names that end with ``token``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_empty(folder)
+        for name, header in files.headers.items():
+            with (folder / (name + token)).open("wb") as file:
+                file.write(header)
+                file.truncate(files.sizes[name])
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def _check_empty(folder: Path) -> None:
     present = [path.name for path in folder.glob("*.safetensors")]
     present += [INDEX] if (folder / INDEX).exists() else []
     if present:
         raise CheckpointError(f"{folder} has weights already ({listed(present)}); use a new folder")
-    token = f".{uuid.uuid4().hex}.partial"
-    for name, header in files.headers.items():
-        with (folder / (name + token)).open("wb") as file:
-            file.write(header)
-            file.truncate(files.sizes[name])
-    return token
 
 
 @torch.no_grad()
-def _write(
-    targets: Sequence[Target],
-    plan: SourcePlan,
-    union: Union,
-    folder: Path,
-    files: Files,
-    token: str,
-    group: ProcessGroup | None,
-) -> None:
+def _write(model: nn.Module, saved: Saved, folder: Path, token: str, rank: int) -> None:
     """Write the elements for which this rank is the first replica."""
+    plan, files = saved.plan, saved.files
     for name in files.headers:
         if not (folder / (name + token)).exists():
             raise CheckpointError(
@@ -254,25 +340,27 @@ def _write(
                 "by this rank; give a folder on a shared file system"
             )
     by_file: dict[str, list[tuple[Piece, Tensor]]] = {}
-    for target in targets:
+    for target in targets_of(model):
         name, held = target.names[0], local_boxes(target.tensor)
         is_first = held.is_first_replica
-        if union.tensors[name].is_plain:
-            is_first = union.first_rank[name] == rank_in(group)
+        if not isinstance(target.tensor, DTensor | RaggedTensor):
+            is_first = saved.first_rank[name] == rank
         for box, view in held.boxes if is_first else ():
             for piece in plan.parameters[name].pieces(box, plan.stored):
                 part = view[slices(piece.target, box)]
                 by_file.setdefault(files.positions[piece.name].file, []).append((piece, part))
     for name, pieces in sorted(by_file.items()):
-        descriptor = os.open(folder / (name + token), os.O_WRONLY)
         try:
-            for piece, part in pieces:
-                _write_piece(
-                    descriptor, piece, part, plan.stored[piece.name], files.positions[piece.name]
-                )
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(folder / (name + token), os.O_WRONLY)
+            try:
+                for piece, part in pieces:
+                    shape = plan.stored[piece.name]
+                    _write_piece(descriptor, piece, part, shape, files.positions[piece.name])
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be written: {error.strerror}") from error
 
 
 def _write_piece(
@@ -300,16 +388,24 @@ def _write_piece(
 
 def _finish(folder: Path, files: Files, token: str) -> None:
     """Give the files their names, and write the index if there are several."""
-    for name in files.headers:
-        os.replace(folder / (name + token), folder / name)
-    if len(files.headers) > 1:
-        total = sum(files.sizes[name] - len(header) for name, header in files.headers.items())
-        located = {name: position.file for name, position in files.positions.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": located}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    named: list[Path] = []
+    try:
+        _check_empty(folder)  # another program may have saved there meanwhile
+        if len(files.headers) > 1:
+            total = sum(files.sizes[name] - len(header) for name, header in files.headers.items())
+            located = {name: position.file for name, position in files.positions.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": located}
+            (folder / (INDEX + token)).write_text(json.dumps(index, indent=2))
+        for name in [*files.headers, *([INDEX] if len(files.headers) > 1 else [])]:
+            os.replace(folder / (name + token), folder / name)
+            named.append(folder / name)
+    except OSError as error:
+        for path in named:
+            path.unlink(missing_ok=True)
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
 
 
 def _remove(folder: Path, files: Files, token: str) -> None:
-    for name in files.headers:
-        for path in (folder / (name + token), folder / name):
-            path.unlink(missing_ok=True)
+    """Remove the files that have no name yet."""
+    for name in [*files.headers, INDEX]:
+        (folder / (name + token)).unlink(missing_ok=True)
