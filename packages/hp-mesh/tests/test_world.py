@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -195,3 +196,24 @@ def test_a_world_mesh_that_was_closed_can_be_built_again() -> None:
 def test_another_degree_than_dp_can_be_inferred() -> None:
     with one_world(8):
         assert get_tp_mesh(build_world_mesh(dp=2, tp=-1)).size() == 4
+
+
+def test_a_world_mesh_of_an_older_default_group_is_refused_until_the_reset() -> None:
+    with fake_world(4):
+        build_world_mesh(dp=2, tp=2)
+    with fake_world(4):
+        with pytest.raises(MeshError, match=r"already \(.*dp=2, tp=2\); call reset_world_mesh"):
+            build_world_mesh(dp=2, tp=2)
+        reset_world_mesh()
+        assert build_world_mesh(dp=4).axes == ("dp",)
+
+
+def test_any_negative_integer_means_all_ranks_for_experts() -> None:
+    with fake_world(4):
+        experts = build_expert_parallel_mesh(np.int64(-5))  # type: ignore[arg-type]
+        assert get_ep_mesh(experts).size() == 4
+
+
+def test_each_of_two_numbers_of_a_hybrid_shard_gets_its_own_advice() -> None:
+    with pytest.raises(ParallelDimsError, match=r"; use replicas=4$"):
+        HybridShard(replicas=3, shard_degree=2).split(8, 8)

@@ -85,10 +85,12 @@ class Violation:
         choices = {name: numbers for name, numbers in self.legal.items() if numbers}
         if not choices:
             return self.reason
-        # If the reason begins with the only name, the name is not repeated: "tp=4 does not divide
-        # heads=6; use 1, 2, 3 or 6".
+        # If the reason begins with the only name in `legal`, the name is not repeated: "tp=4 does
+        # not divide heads=6; use 1, 2, 3 or 6".
         first = next(iter(choices))
-        alone = len(choices) == 1 and self.reason.startswith(f"{first}={self.values.get(first)} ")
+        alone = len(self.legal) == 1 and self.reason.startswith(
+            f"{first}={self.values.get(first)} "
+        )
         options = [
             _join_choices(numbers) if alone else f"{name}={_join_choices(numbers)}"
             for name, numbers in choices.items()

@@ -31,6 +31,7 @@ from ._errors import (
     divisors,
     join_words,
     plural,
+    read_integer,
     refusal,
 )
 from ._groups import report_invalid_arguments
@@ -389,7 +390,8 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
     try:
         given: object = degree.degree if isinstance(degree, HasDegree) else degree
         # -1 is the only negative number that `as_degree` accepts.
-        ep = _degree("ep", max(given, INFERRED) if isinstance(given, int) else degree)
+        number = read_integer(given)
+        ep = _degree("ep", degree if number is None else max(number, INFERRED))
         dims = ParallelDims(ep=default_group().size() if ep == INFERRED else ep)
     except ParallelDimsError:
         report_invalid_arguments()
@@ -710,15 +712,18 @@ def get_device_mesh_info(mesh: AnyMesh) -> str:
         >>> reset_world_mesh()
     """
     if isinstance(mesh, DeviceMesh):
-        whole, inside = mesh, ""
         names = mesh.mesh_dim_names or tuple(f"axis {index}" for index in range(mesh.ndim))
+        kind, sizes, inside = mesh.device_type, dict(zip(names, mesh.shape, strict=True)), ""
     else:
-        source, present = _source_and_axes(mesh)
-        names = _world_axes(source, present)
-        whole = _slice(source, names)
-        inside = "" if names == present else f"; ep={source['ep'].size()} on the same ranks"
-    axes = ", ".join(_equations(dict(zip(names, whole.shape, strict=True))))
-    return f"mesh of {plural(whole.size(), 'rank')} on {whole.device_type}: {axes}{inside}"
+        _, present = _source_and_axes(mesh)
+        built = mesh.mesh if isinstance(mesh, WorldMesh) else mesh
+        names = _world_axes(built, present)
+        # The layout knows the sizes even if the process groups are destroyed.
+        kind, size = built.device_type, built.layout.size
+        sizes = {name: size(name) for name in names}
+        inside = "" if names == present else f"; ep={size('ep')} on the same ranks"
+    axes = ", ".join(_equations(sizes))
+    return f"mesh of {plural(prod(sizes.values()), 'rank')} on {kind}: {axes}{inside}"
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
