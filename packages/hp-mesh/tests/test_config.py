@@ -556,3 +556,54 @@ def test_an_invalid_sp_size_is_named_and_other_errors_are_listed_too() -> None:
     text = str(caught.value)
     assert "sp_size=-1 is not a degree" in text
     assert "tp='x' is not a degree" in text
+
+
+def test_a_file_of_megatron_describes_the_mesh_that_it_builds(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "tensor_model_parallel_size = 2\ndata_parallel_size = 4\nexpert_model_parallel_size = 2\n"
+    )
+    read, resolved = ParallelDims.from_toml(path), ParallelDims.from_toml(path, world_size=8)
+    assert read.efsdp == resolved.efsdp == 2
+    assert read.etp_enabled
+    assert "etp=2 (from tp)" in read.summary()
+    assert read.layout().group("efsdp", 0) == resolved.layout().group("efsdp", 0)
+    for copied in (ParallelDims.from_dict(read.to_dict()), replace(read, order=read.order)):
+        assert copied.resolve(8) == resolved
+    path.write_text("tensor_model_parallel_size = -1\ndata_parallel_size = 4\n")
+    read = ParallelDims.from_toml(path)
+    assert "etp=-1 (from tp)" in read.summary()
+    with pytest.raises(ParallelDimsError, match="tp is not known yet"):
+        read.etp_enabled  # noqa: B018
+
+
+def test_equal_degrees_are_no_conflict_if_one_of_them_is_text() -> None:
+    read = ParallelDims.from_config({"sp_size": 4, "ulysses_degree": "4"}, 16)
+    assert read == ParallelDims.from_config({"sp_size": "4", "ulysses_degree": 4}, 16)
+    assert (read.cp, read.ulysses_degree) == (4, 4)
+
+
+def test_two_ulysses_degrees_are_one_error() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config({"sp_size": 4, "ulysses_degree": "2"}, 16)
+    (violation,) = caught.value.violations
+    assert violation.reason.startswith("sp_size=4 and ulysses_degree=2 differ")
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config({"sp_size": 4, "ulysses_degree": "x"}, 16)
+    (violation,) = caught.value.violations
+    assert violation.reason.startswith("ulysses_degree='x' is not a degree")
+
+
+def test_an_error_about_dp_shard_names_dp() -> None:
+    with pytest.raises(ParallelDimsError, match=r"\(dp_shard is read from dp=3\)"):
+        ParallelDims.from_config({"dp": 3}, 4)
+
+
+@pytest.mark.parametrize("suffix", ["toml", "yaml"])
+def test_a_file_with_too_many_levels_is_refused(tmp_path: Path, suffix: str) -> None:
+    sign = "=" if suffix == "toml" else ":"
+    path = tmp_path / f"run.{suffix}"
+    path.write_text(f"tp{sign} {'[' * 2000}{']' * 2000}\n")
+    read = ParallelDims.from_toml if suffix == "toml" else ParallelDims.from_yaml
+    with pytest.raises(ValueError, match="nested in more than 64 levels"):
+        read(path)

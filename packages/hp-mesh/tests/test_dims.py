@@ -84,3 +84,10 @@ def test_configurations_are_values() -> None:
     assert first[ParallelDims(tp=2, dp_shard=2, world_size=4)] == 1
     with pytest.raises(AttributeError):
         ParallelDims(tp=2).tp = 4  # type: ignore[misc]
+
+
+def test_whether_experts_are_split_is_unknown_while_ep_is() -> None:
+    with pytest.raises(ParallelDimsError, match="ep is not known yet"):
+        ParallelDims(ep=-1, ep_mode="peer").ep_enabled  # noqa: B018
+    assert ParallelDims(ep=2).ep_enabled
+    assert not ParallelDims(tp=-1).etp_enabled

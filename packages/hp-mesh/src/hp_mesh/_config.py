@@ -18,7 +18,6 @@ from ._errors import (
     Violation,
     as_degree,
     as_flag,
-    as_integer,
     broken,
     join_words,
     refusal,
@@ -438,15 +437,17 @@ def _convert_sequence(arguments: dict[str, Any], values: Mapping[str, Any]) -> I
     name = next(name for name in values if NAMES[name] == SEQUENCE)
     try:
         ulysses = as_degree(name, ranks)
-        cp = as_degree("cp", arguments.get("cp"), optional=True) or 1
+        # Removed from ``arguments``, so that an error about one of them is not reported twice.
+        given = as_degree("ulysses_degree", arguments.pop("ulysses_degree", None), optional=True)
+        cp = as_degree("cp", arguments.pop("cp", None), optional=True) or 1
     except ParallelDimsError as error:
         yield from error.violations
         return
-    given = arguments.get("ulysses_degree")
-    if given is not None and as_integer(given) != ulysses:
+    arguments["cp"] = cp * ulysses
+    if given not in (None, ulysses):
         yield _differing("ulysses_degree", {name: ulysses, "ulysses_degree": given})
-    elif ulysses > 1:
-        arguments |= {"cp": cp * ulysses, "ulysses_degree": ulysses}
+    elif ulysses > 1 or given:
+        arguments["ulysses_degree"] = ulysses
 
 
 def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> ParallelDimsError:
@@ -466,7 +467,7 @@ def name_source_of_dp_shard(error: ParallelDimsError, config: object) -> Paralle
     """
     fields = (DATA, "dp_shard")
     names = [n for n in NAMES if n != "dp_shard" and NAMES[n] in fields and has_field(config, n)]
-    if not names or any(name in str(error) for name in names):
+    if not names or any(name in each.values for name in names for each in error.violations):
         return error
     given = (f"{name}={show(read_field(config, name))}" for name in names)
     source = f" (dp_shard is read from {join_words(given, 'and')})"

@@ -131,7 +131,12 @@ def resolve_fields(
         given: A key is a field of `ParallelDims`, and the value is the user's value, of any type.
             Every field has an entry.
         found: Violations to report with the violations that this function finds.
+<<<<<<< HEAD
         etp_is_tp: If True and the world size is known, ``etp`` is set to the value of ``tp``.
+=======
+        needs_world: If True, ``world_size`` must not be None.
+        etp_is_tp: If True and ``tp`` is not -1, ``etp`` is set to the value of ``tp``.
+>>>>>>> 3579d3fa (hp-mesh: files of Megatron-LM set etp at once; equal texts and numbers agree; dp is named)
 
     Returns:
         A dict. A key is a field of `ParallelDims`, and the value has the type of the field. If
@@ -160,6 +165,8 @@ def resolve_fields(
                 violations += error.violations
         if etp_is_tp and "tp" in degrees:
             degrees["etp"] = degrees["tp"]
+            if degrees["tp"] != INFERRED:
+                fields["etp"] = degrees["tp"]
         free = fields.get("free_etp", False)
         known = Subject(degrees=_known_degrees(fields, degrees), ep_mode=mode, free_etp=free)
         violations += degree_violations(known)

@@ -51,8 +51,10 @@ if TYPE_CHECKING:
 class _EtpSource:
     """Base class with one attribute that is not a dataclass field of `ParallelDims`.
 
-    ``_etp_from_tp`` is True if `ParallelDims.from_config` set ``etp`` to the value of ``tp``. The
-    attribute is not a field, so ``==`` and `ParallelDims.to_dict` ignore it.
+    ``_etp_from_tp`` is True if `ParallelDims.from_config`, `ParallelDims.from_toml` or
+    `ParallelDims.from_yaml` sets ``etp`` to the value of ``tp``, at once or, if ``tp`` is -1, in
+    `ParallelDims.resolve`. The attribute is not a field, so ``==`` and `ParallelDims.to_dict`
+    ignore it.
     """
 
     __slots__ = ("_etp_from_tp",)
@@ -622,12 +624,13 @@ class ParallelDims(_EtpSource):
 
         Returns:
             A string such as ``"pp=1 dp_replicate=1 dp_shard=4 cp=1 tp=2 ep=1 etp=1 world=8"``.
-            ``etp=2 (from tp)`` means that `from_config` set ``etp`` to the value of ``tp``.
+            ``etp=2 (from tp)`` means that ``etp`` was absent in a configuration and has the value
+            of ``tp``.
         """
         degrees = degrees_from(self._fields())
         words: dict[str, object] = {name: degrees[name] for name in (*BASE_AXES, "ep", "etp")}
         if self._etp_from_tp and self.tp != 1:
-            words["etp"] = f"{words['etp']} (from tp)"
+            words["etp"] = f"{self.tp} (from tp)"
         others = {"ulysses": self.ulysses_degree, "world": self.world_size}
         words |= {name: value for name, value in others.items() if value is not None}
         for name in ("ep_mode", "fsdp_folds_cp", "free_etp"):
@@ -704,12 +707,13 @@ class ParallelDims(_EtpSource):
     @property
     def ep_enabled(self) -> bool:
         """Whether ``ep`` is above 1: different ranks hold different experts."""
-        return self.ep > 1
+        return (self._resolved()["ep"] if self.ep == INFERRED else self.ep) > 1
 
     @property
     def etp_enabled(self) -> bool:
         """Whether ``etp`` is above 1: each expert is split over ranks."""
-        return self.etp > 1
+        etp = self.tp if self._etp_from_tp else self.etp
+        return (self._resolved()["tp"] if etp == INFERRED else etp) > 1
 
 
 _DEFAULTS = {field.name: field.default for field in fields(ParallelDims)}
