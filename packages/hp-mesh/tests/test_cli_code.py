@@ -172,3 +172,12 @@ def test_code_and_json_exclude_each_other() -> None:
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
     assert "not allowed with argument" in err
+
+
+def test_layers_to_recompute_are_listed_if_megatron_cannot_limit_them() -> None:
+    argv = ["plan", "--model", "llama3-70b", "--gpus", "64", "--seq-len", "8192"]
+    argv += ["--global-batch", "512", "--recompute", "selective", "--recompute-layers", "4"]
+    code, out, _ = run(*argv, "--as-code")
+    assert code == 0
+    listed = [line for line in parts(out)[2].splitlines() if line.startswith("# not translated")]
+    assert listed == ["# not translated: recompute_layers=4"]

@@ -406,3 +406,19 @@ def test_a_degree_that_a_file_leaves_out_is_named_as_from_config_does(tmp_path: 
     assert run(*argv)[1].splitlines()[0] == expected
     assert "etp=4 (from tp)" in run(*argv, "tp=4")[1]
     assert "etp=2 world=8" in run(*argv, "etp=2")[1]
+
+
+def test_a_free_etp_is_no_error_of_the_model_next_to_wrong_degrees(tmp_path: Path) -> None:
+    path = tmp_path / "moe.json"
+    path.write_text(json.dumps({"num_local_experts": 8, "moe_intermediate_size": 30}))
+    words = ["etp=4", "free_etp=true", "dp_shard=7", "tp=1"]
+    code, _, err = run("check", *words, "--model", str(path))
+    assert code == 2
+    assert "etp=4 does not divide moe_intermediate_size=30; use 1, 2, 3, 5, 6, 10" in err
+
+
+def test_a_wrong_number_of_ranks_per_node_is_one_error() -> None:
+    argv = ["plan", "--model", "llama3-8b", "--gpus", "8", "--seq-len", "4096"]
+    code, _, err = run(*argv, "--global-batch", "8", "--ranks-per-node", "x")
+    assert code == 2
+    assert err.count("node") == 1

@@ -272,10 +272,10 @@ def test_one_line_names_the_option_that_helps_most(planned: Plan) -> None:
 
 def test_a_hint_with_a_value_and_one_that_makes_a_plan_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     hint = Hint(field="zero", value=1, step_seconds=2.5)
-    monkeypatch.setattr(_plans, "hints", lambda _: (hint,))
+    monkeypatch.setattr(_plans, "hints", lambda *_, **__: (hint,))
     assert "with --zero 1 the best plan takes 2.5 s instead of " in run(*ARGV)[1]
     assert "with --zero 1 a configuration fits, and takes 2.5 s" in run(*HUGE)[1]
-    monkeypatch.setattr(_plans, "hints", lambda _: ())
+    monkeypatch.setattr(_plans, "hints", lambda *_, **__: ())
     assert "with --" not in run(*ARGV)[1]
 
 

@@ -338,3 +338,10 @@ def test_names_of_a_mesh_can_be_tested_for() -> None:
         assert 0 not in mesh
         with pytest.raises(LayoutError, match=r"given, one of them twice; use each"):
             mesh["tp", "tp"]
+
+
+def test_a_view_of_any_other_type_is_refused() -> None:
+    with fake_world(4), ParallelDims(tp=2).build_mesh() as mesh:
+        for name in (["base"], None, {"base"}):
+            with pytest.raises(LayoutError, match="no view"):
+                mesh.view(name)  # type: ignore[arg-type]

@@ -66,3 +66,13 @@ def test_a_plan_has_at_most_three_hints(model: str) -> None:
 def test_hints_of_anything_but_a_plan_are_refused() -> None:
     with pytest.raises(ParallelDimsError, match="plan=None given; use a Plan"):
         hints(cast(Any, None))
+
+
+def test_one_hint_takes_one_search_and_tells_its_progress() -> None:
+    model, cluster = MODELS["llama3-70b"], Cluster(world_size=16, accelerator="H100")
+    found = plan(model, cluster, LARGE)
+    seen: list[tuple[int, int]] = []
+    assert hints(found, most=1, progress=lambda done, total: seen.append((done, total)))
+    assert sum(done == total for done, total in seen) == 1
+    with pytest.raises(ParallelDimsError, match="most=0 given"):
+        hints(found, most=0)

@@ -1,7 +1,8 @@
 """Terms of the cost model, one by one; comparisons, and how far to trust an estimate."""
 
+import pickle
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -486,3 +487,20 @@ def test_a_device_of_your_own_does_not_resemble_published_runs_by_its_name() -> 
     own = estimate(LLAMA, cluster, TRAIN, ParallelDims(world_size=16))
     assert own.trust.error is None
     assert "a modified H100" in str(own.trust)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(f.name for f in fields(Calibration) if f.name.endswith("_efficiency")), "flash2_tflops"],
+)
+def test_an_efficiency_of_zero_is_refused(name: str) -> None:
+    with pytest.raises(ParallelDimsError, match=f"{name}=0 given; use a number above 0"):
+        Calibration(**{name: 0})
+
+
+def test_a_plan_can_be_pickled() -> None:
+    train = TrainSpec(seq_len=4096, global_batch=64, micro_batch=1)
+    found = plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train)
+    copied = pickle.loads(pickle.dumps(found))
+    assert copied.best == found.best
+    assert str(copied) == str(found)

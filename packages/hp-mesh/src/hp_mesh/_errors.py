@@ -18,7 +18,7 @@ Degree: TypeAlias = SupportsIndex | str | None
 LARGEST = 2**32  # the number of ranks and a model's sizes are at most this number
 MOST_CHOICES = 24  # an error message lists at most this many legal values of a name
 MOST_LETTERS = 80  # longer values are shortened in error messages
-MOST_DIGITS = 20  # only this many digits of a string are read; `LARGEST` has fewer
+MOST_DIGITS = 4000  # digits of an integer in a string that are read; Python reads at most 4300
 INFERRED = -1  # a degree that is computed from the world size and the other degrees
 
 
@@ -252,7 +252,7 @@ def integer_of(text: str) -> int | None:
     """Parse an integer such as ``"8"`` or ``"-1"``.
 
     Returns None if ``text`` is not a sequence of ASCII digits, with or without a minus sign. Only
-    the first 20 characters are converted.
+    the first `MOST_DIGITS` characters are converted: the result is wrong, but still too large.
     """
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):

@@ -184,10 +184,10 @@ class ParallelMesh:
             )  # after the registration, so that an interrupted call is repeated
         return full
 
-    def _view(self, name: str) -> DeviceMesh:
+    def _view(self, name: object) -> DeviceMesh:
         if self._closed:
             raise MeshError("this mesh is closed; build another")
-        if name not in self._views:
+        if not isinstance(name, str) or name not in self._views:
             raise LayoutError(f"no view {name!r}; use one of {list(self._views)}")
         return self._views[name]
 
@@ -271,8 +271,7 @@ class ParallelMesh:
         Raises:
             MeshError: The mesh is closed.
         """
-        if self._closed:
-            raise MeshError("this mesh is closed; build another")
+        self._view("base")  # raises an error if the mesh is closed
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -145,8 +145,9 @@ def _megatron(best: Candidate, train: TrainSpec, layers: int) -> Iterator[str]:
         done |= {"schedule", "virtual_stages"}
     if best.recompute in MEGATRON_RECOMPUTE:
         flags.append(MEGATRON_RECOMPUTE[best.recompute])
-        done |= {"recompute", "recompute_layers"}
+        done.add("recompute")
     if best.recompute == "full":
+        done.add("recompute_layers")
         recomputed = train.recompute_layers
         method = "uniform" if recomputed is None else "block"
         flags.append(f"--recompute-method {method} --recompute-num-layers {recomputed or 1}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .._config import FIELDS, arguments_from_config, is_of_framework, read_file
-from .._degrees import PEER_AXES, world_axes
+from .._degrees import PEER_AXES, as_mode, world_axes
 from .._dims import ParallelDims
 from .._errors import (
     INFERRED,
@@ -23,18 +23,20 @@ from .._errors import (
     ParallelDimsError,
     Violation,
     as_degree,
+    as_flag,
+    integer_of,
     join_words,
     raise_errors,
     refusal,
     show,
 )
+from .._layout import Folds
 from .._model import read_numbers
 from .._rules import Subject, Topology, check_rules, topology_violations
 from ..planner import MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 from ..planner._cluster import NODE
 
 MOST_RANKS = 2**18  # largest world size; to list more ranks would take too long
-MOST_DIGITS = 4000  # digits of an integer that are read; Python reads at most 4300
 Value = TypeVar("Value")
 
 
@@ -164,7 +166,7 @@ def read_fields(args: Namespace, spec: type) -> dict[str, Any]:
 
 def _number(text: Any) -> Any:
     """Convert a text to an int or a float. Return the argument unchanged if it is not a number."""
-    number = _integer(text) if isinstance(text, str) else text
+    number = integer_of(text) if isinstance(text, str) else text
     if number is None and text.isascii() and "_" not in text:
         with suppress(ValueError):
             return float(text)
@@ -181,25 +183,13 @@ def read_count(option: str, text: str | None, *, least: int = 1, most: int = LAR
     """
     if text is None:
         return None
-    number = _integer(text)
+    number = integer_of(text)
     if number is None or number < least:
         legal = "a positive integer" if least else "an integer from 0"
         raise refusal("number", f"{option} {text!r} is not {legal}", {option: text})
     if number > most:
         raise refusal("number", f"{option} {text!r} is not at most {most}", {option: text})
     return number
-
-
-def _integer(text: str) -> int | None:
-    """Convert ASCII digits with an optional minus sign to an integer.
-
-    Returns None for any other text. A longer number is cut to `MOST_DIGITS` characters: the result
-    is wrong, but still too large for every option, so that the option refuses it.
-    """
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal()):
-        return None
-    return int(text[:MOST_DIGITS])
 
 
 def read_words(words: list[str], listed: Sequence[str] = FIELDS) -> dict[str, Any]:
@@ -225,7 +215,7 @@ def _read_word(word: str, listed: Sequence[str], found: dict[str, Any]) -> None:
         raise refusal("field", reason, {name: text})
     if name in found:
         raise refusal("word", f"{name} is given twice; give it once", {name: text})
-    number = _integer(text)
+    number = integer_of(text)
     found[name] = text if number is None else number
 
 
@@ -283,7 +273,7 @@ def _resolve(given: Mapping[str, Any], world: int | None, etp_is_tp: bool) -> Pa
 
 def _check_sizes(given: Mapping[str, object]) -> None:
     for name, value in given.items():
-        number = _integer(value) if isinstance(value, str) else value
+        number = integer_of(value) if isinstance(value, str) else value
         if name in FIELDS and isinstance(number, int) and number > MOST_RANKS:
             rule = f"is more than the {MOST_RANKS} ranks that can be laid out here"
             raise refusal("size", f"{name}={show(number)} {rule}", {name: number})
@@ -383,8 +373,16 @@ def _check_model(
     for name in (*PEER_AXES, "etp", "ulysses_degree"):
         degree = Reader()(as_degree, name, given.get(name), inferable=False, optional=True)
         degrees[name] = degree or 1
-    sharding = ("dp_shard", "ep") if given.get("ep_mode") == "peer" else ("dp_shard",)
-    subject = Subject(degrees=degrees, sharding=sharding, numbers=numbers, wrong=wrong, **options)
+    mode = Reader()(as_mode, given.get("ep_mode")) or "folded"
+    subject = Subject(
+        degrees=degrees,
+        sharding=Folds(peer=mode == "peer").sharding,
+        numbers=numbers,
+        wrong=wrong,
+        ep_mode=mode,
+        free_etp=bool(Reader()(as_flag, "free_etp", given.get("free_etp"))),
+        **options,
+    )
     raise_errors(check_rules(subject).errors)
 
 
@@ -400,7 +398,7 @@ def read_run(args: Namespace, reader: Reader, world: int | None) -> tuple[Any, A
     given = read_fields(args, Cluster)
     before = len(reader.violations)
     node = _read_node(args, reader, world)
-    if args.ranks_per_node and len(reader.violations) == before:
+    if args.ranks_per_node and node and len(reader.violations) == before:
         given["ranks_per_node"] = node
     # If the world size is wrong, the other values are checked with a world size of 1.
     cluster = chip and reader(Cluster, **{"world_size": world or 1, **chip, **given})

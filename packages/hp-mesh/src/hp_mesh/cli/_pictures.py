@@ -18,8 +18,9 @@ from matplotlib.textpath import TextPath
 
 from .._errors import plural
 from ..planner import Plan
+from ..planner._result import GIB
 from ._answers import GROUP_COLOURS, RankMap, rank_list, with_gap
-from ._plans import GIB, NOTHING, format_seconds, plan_rows, plan_title, settings, word_line
+from ._plans import NOTHING, format_seconds, plan_rows, plan_title, settings, word_line
 
 INK, FAINT, EDGE, GROUND, LIMIT = "#1a1a1a", "#5f6368", "#9aa0a6", "#f4f5f7", "#b00020"
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"

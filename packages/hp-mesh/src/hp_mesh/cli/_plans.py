@@ -27,11 +27,10 @@ from ..planner import (
     smallest_world,
 )
 from ..planner._configuration import AXES
-from ..planner._result import CLOSE, counts_of
+from ..planner._result import CLOSE, GIB, counts_of
 from ._answers import Answer, Block, Json, Line, Table, violation_json
 from ._inputs import MOST_RANKS, Reader, read_count, read_dims, read_run, read_words
 
-GIB = 2**30
 # Parts of the step time that are not communication over an axis.
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
 # The data-parallel degree dp is the product of these two degrees.
@@ -55,9 +54,9 @@ def answer_plan(args: Namespace, reader: Reader) -> Answer:
     hint = smallest = None
     with _progress("planning") as progress:
         found = plan(*run, fix=fix, progress=progress)
-        # Hints need several searches, and are printed only with the tables.
+        # The hint needs one more search, and is printed only with the tables.
         if not (args.json or args.as_code):
-            hint = next(iter(hints(found)), None)
+            hint = next(iter(hints(found, most=1, progress=progress)), None)
     if not (found.fits or fix):
         with _progress("looking for the smallest world that fits") as progress:
             smallest = smallest_world(*run, largest=MOST_RANKS, progress=progress)

@@ -104,7 +104,8 @@ class Calibration:
             one layer receives, forward and backward.
 
     Raises:
-        ParallelDimsError: A constant is negative, infinite, NaN or not a number.
+        ParallelDimsError: A constant is negative, infinite, NaN or not a number, or an efficiency
+            or ``flash2_tflops`` is 0.
 
     Examples:
         >>> from hp_mesh.planner import CONSTANTS, Calibration
@@ -157,7 +158,10 @@ class Calibration:
 
     def __post_init__(self) -> None:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        raise_errors(amount_violations(values, zero=True))
+        # The cost model divides by the efficiencies and by the bounds of the peak.
+        divisors = {n: v for n, v in values.items() if n.endswith(("_efficiency", "_tflops"))}
+        others = {n: v for n, v in values.items() if n not in divisors}
+        raise_errors([*amount_violations(divisors), *amount_violations(others, zero=True)])
 
 
 DEFAULT_CALIBRATION = Calibration()

@@ -4,7 +4,7 @@ States are the parameters, the gradients and the optimizer state. All sizes are 
 """
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ class RankMemory(NamedTuple):
     logits: float
 
 
+@lru_cache(maxsize=4096)
 def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, int]:
     """Return the largest number of layers on a pipeline rank, and the number on the last rank.
 
@@ -117,7 +118,6 @@ class MemoryModel:
 
     def __init__(self, model: ModelShape, train: TrainSpec, calibration: Calibration) -> None:
         self._model, self._train, self._constants = model, train, calibration
-        self._stage_layers = cache(partial(stage_layers, model))
         self._saved: dict[tuple[int, ...], Mapping[Recompute, tuple[float, float]]] = {}
         self._ranks: dict[tuple[object, ...], tuple[RankMemory, ...]] = {}
         self._dense_layer = model.dense_layer_parameters
@@ -179,7 +179,7 @@ class MemoryModel:
         model, pp, tp, zero = self._model, degrees.pp, degrees.tp, setting.zero
         half, master = self._constants.half_bytes, self._constants.master_bytes
         gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
-        layers = self._stage_layers(pp, setting.virtual_stages)[last]
+        layers = stage_layers(self._model, pp, setting.virtual_stages)[last]
         expert_layers = min(layers, model.expert_layers)
         # Numbers of parameters. `ends`: embedding and output matrix. `whole`: all parameters of the
         # pipeline rank before sharding. `owned`: the parameters of one rank after sharding.

@@ -343,7 +343,12 @@ def smallest_world(
     return next((world for world in between if fits(world)), enough)
 
 
-def hints(plan: Plan) -> tuple[Hint, ...]:
+def hints(
+    plan: Plan,
+    *,
+    most: int = MOST_HINTS,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Hint, ...]:
     """Find options of `TrainSpec` that shorten the step time of the best configuration of a run.
 
     The function changes one option at a time, and only options that have their default value in the
@@ -352,15 +357,19 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
 
     Args:
         plan: Result of `hp_mesh.planner.plan`.
+        most: Largest number of hints, for each of which one search takes place. The options are
+            chosen by the step times of some good configurations, before the searches.
+        progress: Called repeatedly in each search with two integers: the number of sets of degrees
+            that are estimated so far, and the number of all sets.
 
     Returns:
-        At most three hints, the shortest step time first. A hint has an option, a value, and the
+        At most ``most`` hints, the shortest step time first. A hint has an option, a value, and the
         step time of the best configuration with this value, in seconds. The step time is at least
         1 % shorter than without the option. If no configuration of ``plan`` fits into memory, at
         least one configuration fits with the option of each hint.
 
     Raises:
-        ParallelDimsError: ``plan`` is not a `Plan`.
+        ParallelDimsError: ``plan`` is not a `Plan`, or ``most`` is not a positive integer.
 
     Examples:
         >>> from hp_mesh.planner import MODELS
@@ -369,13 +378,16 @@ def hints(plan: Plan) -> tuple[Hint, ...]:
         >>> [hint.field for hint in hints(found)]
         ['zero', 'fused_loss']
     """
-    raise_errors(kind_violations("plan", plan, Plan))
+    most = as_integer(most)
+    raise_errors([*kind_violations("plan", plan, Plan), *integer_violations({"most": most})])
     best = plan.best if plan.fitting else None
-    most = best.time.total * (1 - GAIN) if best else float("inf")
-    likely = (hint for hint in _likely_hints(plan) if hint.step_seconds <= most)
-    promising = sorted(likely, key=lambda hint: hint.step_seconds)[:MOST_HINTS]
-    exact = [replace(hint, step_seconds=_planned_seconds(plan, hint)) for hint in promising]
-    exact = [hint for hint in exact if hint.step_seconds <= most]
+    longest = best.time.total * (1 - GAIN) if best else float("inf")
+    likely = (hint for hint in _likely_hints(plan) if hint.step_seconds <= longest)
+    promising = sorted(likely, key=lambda hint: hint.step_seconds)[:most]
+    exact = [
+        replace(hint, step_seconds=_planned_seconds(plan, hint, progress)) for hint in promising
+    ]
+    exact = [hint for hint in exact if hint.step_seconds <= longest]
     return tuple(sorted(exact, key=lambda hint: hint.step_seconds))
 
 
@@ -404,7 +416,7 @@ def _likely_hints(given: Plan) -> Iterator[Hint]:
             yield Hint(field=name, value=chosen, step_seconds=best.cost)
 
 
-def _planned_seconds(given: Plan, hint: Hint) -> float:
+def _planned_seconds(given: Plan, hint: Hint, progress: Callable[[int, int], None] | None) -> float:
     """Search all configurations with the option of a hint, and return the best step time.
 
     The time is the step time of the recommended configuration, in seconds. It is infinity if no
@@ -412,7 +424,14 @@ def _planned_seconds(given: Plan, hint: Hint) -> float:
     """
     changes: dict[str, Any] = {hint.field: hint.value}
     train = replace(given.train, **changes)
-    found = plan(given.model, given.cluster, train, fix=given.fix, calibration=given.calibration)
+    found = plan(
+        given.model,
+        given.cluster,
+        train,
+        fix=given.fix,
+        calibration=given.calibration,
+        progress=progress,
+    )
     return found.best.time.total if found.best else float("inf")
 
 
