@@ -42,8 +42,8 @@ MOST_FIELDS = 32  # upper bound of compared values; every rank sends this many n
 LATEST = 2**62  # upper bound of a failure time, in milliseconds times the number of ranks
 
 # How ranks create process groups:
-# "local": Only the members of a group call ``new_group``. A rank makes about 12 calls for any
-#     world size.
+# "local": Only the members of a group call ``new_group``. A rank makes at most one call for each
+#     mesh dimension, for any world size.
 # "joint": All ranks create all groups of a mesh dimension, as torch does by default.
 # "split": All ranks split the default group's communicator into the groups of a mesh dimension, in
 #     one call. This is needed if NCCL was initialized eagerly: torch then creates every group with

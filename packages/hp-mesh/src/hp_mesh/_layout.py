@@ -31,7 +31,9 @@ from typing import NamedTuple, SupportsIndex, TypeAlias
 from ._errors import LayoutError, join_words, show
 
 ALIASES = {"batch": "dp", "dp_ep": "dp", "dp_cp": "loss", "ep_shard": "ep"}
-Levels: TypeAlias = tuple[tuple[int, int], ...]  # (size, stride) pairs, smallest stride first
+Levels: TypeAlias = tuple[
+    tuple[int, int], ...
+]  # (size, stride) pairs; the first pair changes fastest
 
 
 class Folds(NamedTuple):

@@ -5,7 +5,10 @@ with the sizes of a model, its sequences and its batch. Each entry is a `Rule` o
 `check`, `validate` and `explain` of `ParallelDims`, and the planner, evaluate these `Rule` objects.
 `topology_violations` and `explain_topology` evaluate the rules about the nodes of a cluster.
 
-A rule can read a field of the model only if the table `RULED` in the module `_model` has the field.
+A rule can read a field of the model only if the table `RULED` in the module `_model` and the class
+`ModelShape` of the planner have the field. Some conditions are functions elsewhere: `_degrees` has
+those about ``order`` and about several degrees of -1, and `planner._configuration` has those that
+only the planner needs.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

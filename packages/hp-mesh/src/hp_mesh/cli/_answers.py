@@ -222,8 +222,8 @@ class RankMap:
         same groups, one of the tuples contains both names. Axes and aliases whose groups have one
         rank are left out.
         """
-        # All groups of a name have the same pattern. So two names have the same groups if the group
-        # of rank 0 is the same for both names.
+        # Two names have the same groups if the group of rank 0 is the same for both names. This is
+        # also true with ``free_etp``, although the groups of one name may then differ in pattern.
         found: dict[tuple[int, ...], list[str]] = {}
         for name in dict.fromkeys((*self.axes, *self.layout.names)):
             if self.layout.size(name) > 1:

@@ -306,7 +306,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
         forms = added.add_mutually_exclusive_group()
         forms.add_argument("--json", action="store_true", help="print one JSON document")
         if command.name == "plan":
-            text = "print the best configuration for hp, torchtitan and Megatron-LM"
+            text = "print the best configuration for hp-mesh, torchtitan and Megatron-LM"
             forms.add_argument("--as-code", action="store_true", help=text)
         added.set_defaults(command=command)
     parser.set_defaults(picture=None, as_code=False)

@@ -225,7 +225,7 @@ class Candidate:
             A text of five lines: degrees, microbatches, memory by part, time by part, and trust.
         """
         zero = "3 (FSDP)" if self.zero is None else self.zero
-        lines = [f"{self.dims.summary()}"]
+        lines = [self.dims.summary()]
         lines.append(
             f"{self.microbatches} microbatches of {self.micro_batch}, recompute {self.recompute}, "
             f"schedule {self.schedule} with {self.virtual_stages} stages a rank, ZeRO stage {zero}"

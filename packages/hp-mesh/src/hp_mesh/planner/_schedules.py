@@ -68,7 +68,7 @@ def _interleaved_violations(pp: int, microbatches: int) -> Iterator[Violation]:
         yield broken("interleaved", reason, values, {"pp": divisors(microbatches)})
 
 
-def _zero_bubble(pp: int, stages: int, busy: float, forward: float, weights: float) -> float:
+def _zero_bubble_bubble(pp: int, stages: int, busy: float, forward: float, weights: float) -> float:
     # Weight gradients are computed while a rank would wait, so the wait is shorter than with 1F1B.
     return (pp - 1) * max(0.0, busy - 2 * weights)
 
@@ -101,7 +101,7 @@ SCHEDULES: Mapping[ScheduleName, Schedule] = {
         adjustable=True,
     ),
     "zero-bubble": Schedule(
-        bubble=_zero_bubble,
+        bubble=_zero_bubble_bubble,
         source="ZB-H1: arXiv 2401.10241, table 2; memory: section 2.1",
         in_flight=lambda pp, stages, *, last: pp,
     ),

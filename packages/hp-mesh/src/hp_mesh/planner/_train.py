@@ -61,7 +61,7 @@ class TrainSpec:
             - None: the optimizer state, gradients and parameters are sharded. Each layer has one
               all-gather, which is prefetched, as in FSDP. With pipeline stages, parameters and
               gradients are unsharded from the start to the end of a step.
-            - ``"any"``: the planner chooses.
+            - ``"any"``: the planner chooses among None, 1, 2 and 3.
         gradient_dtype: Dtype in which gradients are accumulated and reduced.
         moment_dtype: Dtype of the optimizer's two moments.
         fused: Operations that use fused kernels.
