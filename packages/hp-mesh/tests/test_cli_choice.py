@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
 from hp_mesh.cli import _plans
-from hp_mesh.cli._plans import GIB, plan_rows, why_chosen
+from hp_mesh.cli._plans import plan_rows, why_chosen
 from hp_mesh.planner import (
     MODELS,
     Candidate,
@@ -21,7 +21,7 @@ from hp_mesh.planner import (
     TrainSpec,
     plan,
 )
-from hp_mesh.planner._result import index_of_best
+from hp_mesh.planner._result import GIB, index_of_best
 
 from .test_cli import document, run
 

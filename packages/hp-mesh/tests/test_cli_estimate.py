@@ -12,7 +12,6 @@ import pytest
 
 from hp_mesh import ParallelDims
 from hp_mesh.cli import _plans, main
-from hp_mesh.cli._plans import GIB
 from hp_mesh.planner import (
     ACCELERATORS,
     MODELS,
@@ -24,6 +23,7 @@ from hp_mesh.planner import (
     plan,
     smallest_world,
 )
+from hp_mesh.planner._result import GIB
 
 from .test_cli import document, run
 

@@ -19,8 +19,9 @@ from matplotlib.transforms import Bbox
 from hp_mesh import LayoutError, ParallelDims
 from hp_mesh.cli._answers import map_ranks
 from hp_mesh.cli._pictures import MEMORY_COLOURS, TIME_COLOURS, draw_plan, draw_ranks
-from hp_mesh.cli._plans import GIB, plan_rows
+from hp_mesh.cli._plans import plan_rows
 from hp_mesh.planner import MODELS, Candidate, Cluster, Plan, TrainSpec, plan
+from hp_mesh.planner._result import GIB
 
 from .strategies import dims
 from .test_cli import run

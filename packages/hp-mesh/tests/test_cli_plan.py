@@ -11,7 +11,6 @@ import pytest
 from hp_mesh import ParallelDims
 from hp_mesh.cli import _plans
 from hp_mesh.cli._plans import (
-    GIB,
     format_count,
     format_seconds,
     rejections_by_rule,
@@ -28,6 +27,7 @@ from hp_mesh.planner import (
     hints,
     plan,
 )
+from hp_mesh.planner._result import GIB
 
 from .test_cli import document, run
 

@@ -206,6 +206,7 @@ def test_a_world_mesh_of_an_older_default_group_is_refused_until_the_reset() -> 
             build_world_mesh(dp=2, tp=2)
         reset_world_mesh()
         assert build_world_mesh(dp=4).axes == ("dp",)
+        reset_world_mesh()
 
 
 def test_any_negative_integer_means_all_ranks_for_experts() -> None:

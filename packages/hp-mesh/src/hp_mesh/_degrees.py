@@ -127,25 +127,20 @@ def resolve_fields(
 ) -> dict[str, Any]:
     """Convert and check all fields of `ParallelDims`, and infer the degree that is -1.
 
-        Args:
-            given: A key is a field of `ParallelDims`, and the value is the user's value, of any type.
-                Every field has an entry.
-            found: Violations to report with the violations that this function finds.
-    <<<<<<< HEAD
-            etp_is_tp: If True and the world size is known, ``etp`` is set to the value of ``tp``.
-    =======
-            needs_world: If True, ``world_size`` must not be None.
-            etp_is_tp: If True and ``tp`` is not -1, ``etp`` is set to the value of ``tp``.
-    >>>>>>> 3579d3fa (hp-mesh: files of Megatron-LM set etp at once; equal texts and numbers agree; dp is named)
+    Args:
+        given: A key is a field of `ParallelDims`, and the value is the user's value, of any type.
+            Every field has an entry.
+        found: Violations to report with the violations that this function finds.
+        etp_is_tp: If True and ``tp`` is not -1, ``etp`` is set to the value of ``tp``.
 
-        Returns:
-            A dict. A key is a field of `ParallelDims`, and the value has the type of the field. If
-            ``world_size`` is not None, all degrees are positive integers. If ``world_size`` is None, a
-            degree may be -1, and ``dp_shard`` may be None.
+    Returns:
+        A dict. A key is a field of `ParallelDims`, and the value has the type of the field. If
+        ``world_size`` is not None, all degrees are positive integers. If ``world_size`` is None, a
+        degree may be -1, and ``dp_shard`` may be None.
 
-        Raises:
-            ParallelDimsError: ``found`` is not empty, a value is invalid, or the degrees break a rule.
-                The error lists all these violations.
+    Raises:
+        ParallelDimsError: ``found`` is not empty, a value is invalid, or the degrees break a rule.
+            The error lists all these violations.
     """
     violations = list(found)
     fields: dict[str, Any] = {}

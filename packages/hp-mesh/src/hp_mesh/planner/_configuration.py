@@ -171,6 +171,10 @@ class Point(NamedTuple):
     setting: Setting
     microbatches: int
 
+    def tokens(self, seq_len: int) -> float:
+        """Return the number of tokens of one microbatch on one rank of ``cp``."""
+        return self.micro_batch * seq_len / self.degrees.cp
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:

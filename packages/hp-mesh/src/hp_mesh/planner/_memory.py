@@ -156,7 +156,7 @@ class MemoryModel:
             Six numbers of bytes, in the order of the fields of `MemorySplit`: parameters,
             gradients, optimizer state, activations, logits and buffers.
         """
-        tokens = point.micro_batch * self._train.seq_len / point.degrees.cp
+        tokens = point.tokens(self._train.seq_len)
         first = self._need(point, ranks[0], tokens)
         if len(ranks) == 1:
             return first

@@ -125,10 +125,6 @@ class ComputeModel:
         launches = calibration.fused_launches if train.fused is True else 1.0
         self._host = calibration.layer_seconds * launches
 
-    def tokens(self, point: Point) -> float:
-        """Return the number of tokens of one microbatch on one rank of ``cp``."""
-        return point.micro_batch * self._train.seq_len / point.degrees.cp
-
     def layer(self, point: Point, *, experts: bool) -> LayerCompute:
         """Return the forward and backward seconds that one layer computes for one microbatch.
 
@@ -138,7 +134,7 @@ class ComputeModel:
         """
         model, constants, degrees = self._model, self._constants, point.degrees
         hidden, query, tp = model.hidden, model.query_width, degrees.tp
-        tokens, recompute = self.tokens(point), point.recompute
+        tokens, recompute = point.tokens(self._train.seq_len), point.recompute
         width = model.shared_ffn if experts else model.ffn
         # Forward time of matrix products. `saved`: products whose outputs ``selective-op`` saves.
         # `again`: products that ``selective-op`` recomputes, which is every second one.
@@ -183,7 +179,7 @@ class ComputeModel:
 
         Both are computed in bf16. The time covers the forward and the backward pass.
         """
-        tokens, vocab = self.tokens(point), self._model.vocab / point.degrees.tp
+        tokens, vocab = point.tokens(self._train.seq_len), self._model.vocab / point.degrees.tp
         side = self._constants.gemm_half_side
         product = self._product(tokens, vocab, self._model.hidden, self._half_rate, side)
         moved = self._constants.loss_bytes * tokens * vocab / self._bandwidth
@@ -416,7 +412,7 @@ class TimeModel:
         # as if they were spread evenly over the pipeline ranks.
         ends, send = (2 - self._model.tied) / pp, 0.0
         if pp > 1:
-            size = constants.half_bytes * self._compute.tokens(point) * self._model.hidden
+            size = constants.half_bytes * point.tokens(self._train.seq_len) * self._model.hidden
             size /= point.degrees.tp
             send = 2 * setting.virtual_stages * self._links.send(groups["pp"], size)
         sent = microbatches * send + self._tied_embedding(point.degrees, groups)
@@ -538,7 +534,7 @@ class TimeModel:
         """
         if point.degrees.tp == 1:
             return 0.0
-        size = self._constants.half_bytes * self._compute.tokens(point) * self._model.hidden
+        size = self._constants.half_bytes * point.tokens(self._train.seq_len) * self._model.hidden
         whole = not experts or point.degrees.etp > 1 or self._model.shared_ffn > 0
         again = {"full": 2, "selective-op": 1}.get(point.recompute, 0)
         calls = (5 + again) * (2 if whole else 1)
@@ -590,7 +586,7 @@ class TimeModel:
         if degrees.ep * degrees.etp == 1:
             return 0.0, 0.0
         model, train, half = self._model, self._train, self._constants.half_bytes
-        tokens = self._compute.tokens(point) / degrees.tp
+        tokens = point.tokens(self._train.seq_len) / degrees.tp
         inside, outside = self._copies(groups["ep"])
         size = half * tokens * model.hidden
         one = self._links.dispatch(groups["ep"], size, inside, outside)
