@@ -37,6 +37,7 @@ from .run_folder import (
     find_run,
     find_run_in,
     has_summary,
+    has_weights,
     same_path,
     step_of,
 )
@@ -333,7 +334,10 @@ class Options:
         shared = [each.name for each in options if not (each.per_rank or each.type is Path)]
         found = {**self.run_fields, **asdict(self.train), "done": self.done}
         del found["options"], found["model_fields"]  # they have paths; "model" is a digest
-        return found | {name: getattr(self, name) for name in shared if name not in found}
+        found |= {name: getattr(self, name) for name in shared if name not in found}
+        # The paths may differ between nodes.
+        given = {name: getattr(self, name) is not None for name in ("init_from", "export")}
+        return found | given
 
     @property
     def only_exports(self) -> bool:
@@ -444,10 +448,14 @@ def how_to_resume(options: Options) -> str:
         before = f"; the run began at step {options.done} of {options.resume}"
         return f"no checkpoint was saved in {options.out}{before if options.resume else ''}"
     if step == options.steps:
-        return f"all {counted(step, 'step')} are made and saved in {options.out}"
+        done = f"all {counted(step, 'step')} of the run are saved in {options.out}"
+        if options.export is None or has_weights(options.export):
+            return done
+        return f"{done}; export with --resume {options.out} --export {options.export}"
     argv = ["--resume", str(AUTO), "--out", str(options.out), "--steps", str(options.steps)]
     argv += ["--compare", str(options.compare)] if options.compare else []
     argv += ["--reference"] if options.reference else []
+    argv += ["--export", str(options.export)] if options.export else []
     start = "torchrun ..." if "TORCHELASTIC_RUN_ID" in os.environ else "python"
     return f"step {step} is saved; continue with\n{start} {shlex.join([sys.argv[0], *argv])}"
 
@@ -512,13 +520,18 @@ def _check_used(given: argparse.Namespace, asked: Mapping[str, Any]) -> None:
 
 def _check_weights(given: argparse.Namespace, saved: SavedRun | None) -> None:
     """Take model and tokenizer from the folder of ``--init-from``; check that of ``--export``."""
-    if given.export is not None and any(given.export.glob("*.safetensors")):
-        raise OptionsError(f"export={given.export} has weights already; give a new folder")
+    restarted = saved is not None and given.resume == AUTO
+    if given.export is not None and not restarted:
+        if os.path.exists(given.export) and not os.path.isdir(given.export):
+            raise OptionsError(f"export={given.export} is not a folder; give a new one")
+        if has_weights(given.export):
+            raise OptionsError(f"export={given.export} has weights already; give a new folder")
     folder = given.init_from
-    if folder is None or (saved is not None and given.resume == AUTO):
+    if folder is None or restarted:
         return  # a run that is started again has its weights in the checkpoint
     for name in ("resume", "model"):
-        if (value := getattr(given, name)) is not None:
+        value = getattr(given, name)
+        if value is not None and value != AUTO:
             raise OptionsError(
                 f"init-from={folder} and {name}={value} both give the "
                 f"{'weights' if name == 'resume' else 'model'}; leave one out"
@@ -603,8 +616,9 @@ def _dims(given: argparse.Namespace, processes: int, saved: SavedRun | None) -> 
         elif processes == DEFAULT_PROCESSES:
             defaults = DEFAULT_DEGREES
     asked = {name: value for name, value in vars(given).items() if value is not None}
+    words = argparse.Namespace(**{**vars(given), **defaults, **asked})
     try:
-        return ParallelDims.from_args(argparse.Namespace(**{**defaults, **asked}), processes)
+        return ParallelDims.from_args(words, processes)
     except ParallelDimsError as error:
         if defaults.get("dp_shard") != -1:
             raise

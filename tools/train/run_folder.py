@@ -227,6 +227,12 @@ def has_summary(out: Path, steps: int) -> bool:
         return False
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has files of weights, or an index of such files."""
+    patterns = ("*.safetensors", "*.safetensors.index.json")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
+
+
 def same_path(one: Path, other: Path) -> bool:
     """Return whether two paths are the same file or folder."""
     return os.path.realpath(one) == os.path.realpath(other)

@@ -13,7 +13,8 @@ from hp_fsdp import load_safetensors, save_safetensors
 
 from .config import BUILT_IN, TransformersConfig
 from .options import Options
-from .peers import is_rank_0
+from .peers import from_rank_0, is_rank_0
+from .run_folder import has_weights
 from .text import load_tokenizer
 
 KEPT_FILES = ("generation_config.json",)  # copied from the folder of --init-from
@@ -41,6 +42,9 @@ def export(model: nn.Module, options: Options) -> None:
         hp_fsdp.CheckpointError: A file was not written, on all ranks.
     """
     if options.export is None:
+        return
+    # A run that was stopped after the export and is started again has made it already.
+    if options.resumes_in_place and from_rank_0(has_weights(options.export)):
         return
     save_safetensors(model, options.export, sources=_sources(model, options))
     if not is_rank_0():

@@ -245,3 +245,32 @@ def test_devices_of_new_tensors_are_kept_in_and_after_the_block() -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["meta", "meta"]
+
+
+def _fails_on_rank_1(model: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such layer")
+
+
+def _uses_less_on_rank_1(model: Any) -> Tensor:
+    rows = _batch().chunk(dist.get_world_size())[dist.get_rank()]
+    hidden = model.first(rows) if dist.get_rank() == 1 else model.second(model.first(rows).tanh())
+    loss: Tensor = hidden.square().sum() / 8
+    return loss
+
+
+def _faults_of_one_rank(rank: int) -> list[str]:
+    messages = []
+    for parallelize, share in ((_fails_on_rank_1, _share), (lambda _: None, _uses_less_on_rank_1)):
+        with pytest.raises((AssertionError, ValueError)) as caught:
+            compare_with_one_process(Model(), parallelize, _whole_loss, share, _mesh(2))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_faults_of_one_rank_raise_on_all(ranks: Pools) -> None:
+    first, second = ranks(2).run(_faults_of_one_rank)
+    assert first[0] == "parallelize failed on rank 1: ValueError: no such layer"
+    assert second[0] == "no such layer"
+    for message in (first[1], second[1]):
+        assert "has a gradient on ranks 0 only" in message

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,15 +121,10 @@ def compare_with_one_process(
     with keep_float64() if dtype is torch.float64 else nullcontext():
         expected = _run(alone, loss).item()
         _check_equal_references(expected)
-        made = parallelize(parallel)
-        parallel = made if isinstance(made, nn.Module) else parallel
-        references, parameters = dict(_named(alone)), dict(_named(parallel))
-        if others := sorted(references.keys() ^ parameters.keys()):
-            raise AssertionError(
-                f"parameters have other names than in one process: {', '.join(others[:_SHOWN])}; "
-                "parallelize must keep names, and return the whole model or nothing"
-            )
+        references = dict(_named(alone))
+        parallel, parameters = _parallelized(parallel, parallelize, references)
         total = _run(parallel, share).double()
+    _check_equal_presence({name for name, p in parameters.items() if p.grad is not None})
     for position in range(loss_mesh.ndim):
         TorchCollectives().all_reduce(Axis.of(loss_mesh, position), [total]).wait()
     differences = [_difference(_LOSS, total, torch.tensor(expected, dtype=torch.float64), 0.0)]
@@ -235,6 +230,43 @@ def _check_equal_references(expected: float) -> None:
             "ranks: call torch.manual_seed before the model and the batch are made, and turn "
             "dropout off"
         )
+
+
+def _parallelized(
+    model: nn.Module, parallelize: Callable[[nn.Module], object], references: Mapping[str, object]
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """Return the parallel model and its parameters by name; raise on all ranks if one fails."""
+    failure = None
+    try:
+        made = parallelize(model)
+        model = made if isinstance(made, nn.Module) else model
+        parameters = dict(_named(model))
+        if others := sorted(references.keys() ^ parameters.keys()):
+            raise AssertionError(
+                f"parameters have other names than in one process: {', '.join(others[:_SHOWN])}; "
+                "parallelize must keep names, and return the whole model or nothing"
+            )
+    except Exception as error:  # noqa: BLE001 - all ranks raise it, so that none waits
+        failure = error
+    texts = _of_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise AssertionError(f"parallelize failed on rank {rank}: {text}")
+    return model, parameters
+
+
+def _check_equal_presence(present: set[str]) -> None:
+    """Raise on all ranks if a parameter has a gradient on some ranks only."""
+    found = _of_ranks(sorted(present))
+    for name in sorted(set().union(*found)):
+        having = [rank for rank, names in enumerate(found) if name in names]
+        if len(having) < len(found):
+            raise AssertionError(
+                f"{name} has a gradient on ranks {', '.join(map(str, having))} only; all ranks "
+                "must use the same parameters, or reduce their gradients"
+            )
 
 
 def _of_ranks(value: Any) -> list[Any]:
