@@ -98,6 +98,8 @@ def test_from_published_weights_to_exported_ones(
     printed = train("--resume", run, "--export", again, "--out", tmp_path / "none")
     assert f"exported the weights to {again}" in printed
     assert not (tmp_path / "none").exists()
+    kept = [folder / "generation_config.json" for folder in (source, export, other, again)]
+    assert all(path.read_text() == kept[0].read_text() for path in kept)
     found, expected = tensors(again), tensors(export)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -38,7 +38,8 @@ def train(folder, out, ep, steps, compute=torch.bfloat16, full=torch.float32):
     precision = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=full)}
     parallelize_experts(model, mesh["ep"], token_axes=mesh["loss"])
     for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mesh["efsdp"], gradient_reduction="sum", **precision)
+        if hasattr(layer.mlp, "experts"):  # a layer may be dense
+            fully_shard(layer.mlp.experts, mesh["efsdp"], gradient_reduction="sum", **precision)
         fully_shard(layer, mesh["fsdp"], gradient_reduction="sum", **precision)
     fully_shard(model, mesh["fsdp"], gradient_reduction="sum", **precision)
     load_safetensors(model, folder, sources=checkpoint_sources(model))

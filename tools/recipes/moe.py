@@ -41,7 +41,8 @@ def train():
     parallelize_experts(model, mesh["ep"], token_axes=mesh["loss"])  # before context_parallel
     context_parallel(model, mesh["cp"], layout=Zigzag())
     for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mesh["efsdp"], gradient_reduction="sum")
+        if hasattr(layer.mlp, "experts"):  # a layer may be dense
+            fully_shard(layer.mlp.experts, mesh["efsdp"], gradient_reduction="sum")
         fully_shard(layer, mesh["fsdp"], gradient_reduction="sum")
     fully_shard(model, mesh["fsdp"], gradient_reduction="sum")
     # The parallel part ends here.

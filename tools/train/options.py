@@ -448,7 +448,7 @@ def how_to_resume(options: Options) -> str:
         before = f"; the run began at step {options.done} of {options.resume}"
         return f"no checkpoint was saved in {options.out}{before if options.resume else ''}"
     if step == options.steps:
-        done = f"all {counted(step, 'step')} of the run are saved in {options.out}"
+        done = f"all {counted(step, 'step')} are made and saved in {options.out}"
         if options.export is None or has_weights(options.export):
             return done
         return f"{done}; export with --resume {options.out} --export {options.export}"

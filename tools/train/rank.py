@@ -49,7 +49,7 @@ from .profile import Profiler
 from .report import Counts, Report
 from .run_folder import CHECKPOINT
 from .text import TextError, read_corpus
-from .weights import export, load_weights, starts_from_weights
+from .weights import export, keep_files, load_weights, starts_from_weights
 
 SHARED_SECONDS = 5.0
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)  # at least, until the first step has been made
@@ -157,7 +157,10 @@ def _run(options: Options, peers: Peers) -> bool:
         if not options.out_given:  # all ranks must write to the same folder
             started = largest_of_ranks(int(time.time()), mesh, device)
             options = replace(options, out=default_out(started))
-        check_shared((options.only_exports and options.export) or options.out)
+        for folder in (options.export, None if options.only_exports else options.out):
+            if folder is not None:
+                check_shared(folder)
+        keep_files(options)
     profiler = Profiler(options.profile, options.out)
     collectives = RecordingCollectives(profiler.collectives)
     with _refusals():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .peers import from_rank_0, is_rank_0
 from .run_folder import has_weights
 from .text import load_tokenizer
 
-KEPT_FILES = ("generation_config.json",)  # copied from the folder of --init-from
+KEPT_FILES = ("generation_config.json",)  # copied to the folder of the run, and to exports
 
 
 def load_weights(model: nn.Module, options: Options, device: torch.device) -> None:
@@ -33,6 +34,19 @@ def load_weights(model: nn.Module, options: Options, device: torch.device) -> No
     if starts_from_weights(options):
         assert options.init_from is not None
         load_safetensors(model, options.init_from, sources=_sources(model, options), device=device)
+
+
+def keep_files(options: Options) -> None:
+    """Copy the `KEPT_FILES` to the folder of the run: of ``--init-from``, or of a resumed run."""
+    earlier = options.init_from if options.resume is None else options.resume.parent
+    if is_rank_0() and earlier is not None and not options.only_exports:
+        _copy_kept(earlier, options.out)
+
+
+def _copy_kept(source: Path, target: Path) -> None:
+    for name in KEPT_FILES:
+        if (source / name).exists() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def export(model: nn.Module, options: Options) -> None:
@@ -62,9 +76,8 @@ def export(model: nn.Module, options: Options) -> None:
     tokenizer = load_tokenizer(options.source.tokenizer)
     if tokenizer is not None:
         tokenizer.save_pretrained(options.export)
-    for name in KEPT_FILES:
-        if options.init_from is not None and (options.init_from / name).exists():
-            shutil.copyfile(options.init_from / name, options.export / name)
+    resumed = options.resume.parent if options.resume is not None else options.out
+    _copy_kept(resumed if options.only_exports else options.out, options.export)
     print(f"exported the weights to {options.export}", flush=True)
 
 

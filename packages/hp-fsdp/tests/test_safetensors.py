@@ -578,7 +578,7 @@ def damage(folder: Path, how: str) -> None:
         ("header damaged", "model-00002-of-00003.safetensors is damaged"),
         ("index missing", f"3 safetensors files .* and no {INDEX}"),
         ("index is no JSON", f"{INDEX} cannot be read"),
-        ("no weight_map", f"{INDEX} cannot be read"),
+        ("no weight_map", f"{INDEX} has no weight_map"),
         ("path in the index", "names of files in its folder"),
         ("name in another file", "files that lack these tensors: head.bias;"),
         ("name missing in the index", "lacks tensors that its files have: head.bias"),
@@ -633,6 +633,73 @@ class _Elsewhere:
 
     def __fspath__(self) -> str:
         return self.folder + "/elsewhere"
+
+
+def two_folders(rank: int, folders: list[str]) -> str:
+    model = built(Buffered, "exact", 2, meta=False)
+    before = whole(model)
+    with pytest.raises(CheckpointError) as caught:
+        load_safetensors(model, folders[rank])
+    assert equal(whole(model), before) == []
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_weights(ranks: Ranks, tmp_path: Path) -> None:
+    first = str(stored(tmp_path / "first", weights()))
+    other = {n: t + 1 for n, t in weights().items()}  # the same names, shapes and sizes
+    folders = [first, str(stored(tmp_path / "second", other))]
+    for message in ranks(2).run(two_folders, folders):
+        assert "ranks 0, 1 see different files in" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sources": {"head.bias": "head.bias"}}, "is of type str; use a Source"),
+        ({"sources": 3}, "sources is of type int; use a mapping"),
+        ({"folder": ""}, "folder='' is not the path of a folder"),
+        ({"folder": None}, "folder=None is not the path of a folder"),
+    ],
+)
+def test_arguments_of_other_types_to_load(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    given = {"folder": str(stored(tmp_path, weights())), **options}
+    with pytest.raises(CheckpointError, match=words):
+        load_safetensors(Buffered().double(), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sources": SOURCES}, "sources is of type dict; to save, use a function"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' is not a floating-point dtype"),
+        ({"max_file_bytes": "5GB"}, "max_file_bytes='5GB' is not a number of bytes"),
+        ({"max_file_bytes": 0}, "max_file_bytes=0 is not a number of bytes"),
+        ({"folder": ""}, "folder='' is not the path of a folder"),
+    ],
+)
+def test_arguments_of_other_types_to_save(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        save_safetensors(nn.Linear(2, 2), **{"folder": tmp_path / "out", **options})
+
+
+def test_files_that_are_no_weights(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(CheckpointError, match="is a pointer of Git LFS; run git lfs pull"):
+        load_safetensors(nn.Linear(2, 2), tmp_path)
+
+
+def test_the_dtype_of_buffers_stays(tmp_path: Path) -> None:
+    """Rounding the bias of a router would change the chosen experts."""
+    model = nn.BatchNorm1d(3)
+    save_safetensors(model, tmp_path / "out", dtype=torch.bfloat16)
+    found = files_of(tmp_path / "out")
+    assert found["weight"].dtype == torch.bfloat16
+    assert found["running_mean"].dtype == torch.float32
 
 
 def test_buffers_that_nothing_fills(ranks: Ranks, tmp_path: Path) -> None:

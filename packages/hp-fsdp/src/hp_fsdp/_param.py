@@ -409,8 +409,8 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
     names = [parameter.name for parameter in parameters if parameter.local().is_meta]
     where = f"in {path}: " if path else ""
     return StateError(
-        f"{where}{names} are on the meta device; give them memory with to_empty() and values, or "
-        "load a state dict with assign=True, before the first forward"
+        f"{where}{names} are on the meta device; load them with load_safetensors, or a state dict "
+        "with assign=True, or give them memory with to_empty() and values, before the first forward"
     )
 
 

@@ -1,9 +1,11 @@
 """The tensors of a model by name, and functions in which all ranks succeed or raise together."""
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,6 +109,13 @@ def check_extra_states(model: nn.Module, given: Collection[str]) -> None:
 def plain_name(name: str) -> str:
     """Return the name of a parameter without the parts that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def folder_of(folder: object) -> Path:
+    """Return the path of a folder; `CheckpointError` for anything but a path that is not empty."""
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise CheckpointError(f"folder={folder!r} is not the path of a folder")
+    return Path(folder)
 
 
 def rank_in(group: ProcessGroup | None) -> int:

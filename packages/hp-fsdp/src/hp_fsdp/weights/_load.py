@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ._common import (
     Target,
     check_extra_states,
     distinct_objects,
+    folder_of,
     listed,
     on_all_ranks,
     on_first_rank,
@@ -33,6 +35,9 @@ from ._common import (
     slices,
     targets_of,
 )
+
+SAMPLE = 4096  # bytes of each file that ranks compare
+LFS_POINTER = b"version https://git-lfs"
 
 
 class StoredTensor(NamedTuple):
@@ -78,7 +83,7 @@ def load_safetensors(
 
     Args:
         model: The model. Parameters on the meta device get memory.
-        folder: Folder with the files. All ranks must see it.
+        folder: Folder with the files. All ranks must see the same files.
         sources: For parameters that the files store in other pieces: a `hp_dtensor.sources.Source`
             by parameter name, or a function that makes them, such as
             ``hp_ep.transformers.checkpoint_sources(model)``. Parameters without an entry have the
@@ -91,6 +96,7 @@ def load_safetensors(
         CheckpointError: Raised on all ranks, before the model is changed, if
 
             - a file or the index is missing, damaged, or does not fit the other files;
+            - ranks see files of other sizes, or with other bytes in the middle of a file;
             - names of the model are missing, or names in the files are not in the model;
             - shapes differ, or stored values are quantized;
             - a buffer on the meta device is not in the files, so that nothing would give it values.
@@ -118,8 +124,10 @@ def load_safetensors(
         Create the optimizer after this call: plain parameters on the meta device may be replaced.
     """
     opened = on_all_ranks(group, safe_open)
-    path = Path(folder)
+    path = on_all_ranks(group, lambda: folder_of(folder))
     found = on_first_rank(group, lambda: _read_catalogue(path, opened))
+    samples = distinct_objects(group, on_all_ranks(group, lambda: _sample(path, found)))
+    _raise_different_folders(samples, path)
     plan, problems = on_all_ranks(group, lambda: _check(model, sources, found))
     ties = hasattr(model, "tie_weights")
     _raise_problems(distinct_objects(group, problems), path, set(found) - plan.ignored, ties)
@@ -164,9 +172,10 @@ def _read_catalogue(folder: Path, opened: Any) -> dict[str, StoredTensor]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        located = json.loads(path.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    located: Any = content.get("weight_map") if isinstance(content, dict) else None
     fits = isinstance(located, dict) and located
     names = [*located.values()] if fits else [None]
     if not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
@@ -183,8 +192,43 @@ def _read_header(path: Path, opened: Any) -> Iterator[tuple[str, StoredTensor]]:
                 part = file.get_slice(name)
                 yield name, StoredTensor(path.name, tuple(part.get_shape()), part.get_dtype())
     except Exception as error:
-        missing = "is missing" if not path.exists() else f"is damaged ({error})"
-        raise CheckpointError(f"{path} {missing}") from error
+        raise CheckpointError(f"{path} {_damage(path, error)}") from error
+
+
+def _damage(path: Path, error: Exception) -> str:
+    """Return the reason why a file cannot be read."""
+    if not path.exists():
+        return "is missing"
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError as unreadable:
+        return f"cannot be read: {unreadable.strerror}"
+    return "is a pointer of Git LFS; run git lfs pull" if is_pointer else f"is damaged ({error})"
+
+
+def _sample(folder: Path, found: Mapping[str, StoredTensor]) -> str:
+    """Return a digest of the size and of one block in the middle of each file."""
+    digest = sha256()
+    for name in sorted({stored.file for stored in found.values()}):
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(size // 2)
+                digest.update(f"{name} {size};".encode() + file.read(SAMPLE))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _raise_different_folders(samples: Mapping[int, str], folder: Path) -> None:
+    """Raise on all ranks unless all see the same files."""
+    if len(samples) > 1:
+        ranks = ", ".join(map(str, samples))
+        raise CheckpointError(
+            f"ranks {ranks} see different files in {folder}; all ranks must read the same weights"
+        )
 
 
 def _check(
@@ -215,9 +259,20 @@ def _plan(
             raise CheckpointError(
                 f"sources has names that the model does not have: {listed(unknown)}"
             )
+        for name, source in sources.items():
+            if not isinstance(source, Source):
+                raise CheckpointError(
+                    f"sources[{name!r}] is of type {type(source).__name__}; use a Source of "
+                    "hp_dtensor.sources, such as Stored(name)"
+                )
         given = SourcePlan(sources, shapes)
-    elif sources is not None:
+    elif callable(sources):
         given = sources(shapes)
+    elif sources is not None:
+        raise CheckpointError(
+            f"sources is of type {type(sources).__name__}; use a mapping from names to sources, or "
+            "a function that makes a SourcePlan"
+        )
     check_extra_states(model, given.parameters)
     same = {
         name: Stored(name)

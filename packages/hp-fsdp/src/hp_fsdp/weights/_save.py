@@ -29,6 +29,7 @@ from ._common import (
     Target,
     check_extra_states,
     distinct_objects,
+    folder_of,
     listed,
     on_all_ranks,
     on_first_rank,
@@ -64,7 +65,8 @@ def save_safetensors(
         sources: A function that chooses other pieces and names for the files, such as
             ``hp_ep.transformers.checkpoint_sources(model)``. Defaults to None: the names of the
             model. A tied parameter is stored once, under its first name.
-        dtype: Dtype of floating-point values in the files. Defaults to the dtype of each parameter.
+        dtype: Dtype of floating-point parameters in the files. Buffers, such as the bias of a
+            router, keep theirs. Defaults to the dtype of each parameter.
         max_file_bytes: Upper bound on the bytes of all tensors in one file; a larger tensor gets a
             file of its own.
         group: Process group of the ranks that call this function. Defaults to the world.
@@ -86,7 +88,7 @@ def save_safetensors(
         >>> save_safetensors(model, folder + "/exported", dtype=torch.bfloat16)
     """
     on_all_ranks(group, safe_open)
-    path = Path(folder)
+    path = on_all_ranks(group, lambda: folder_of(folder))
     part = on_all_ranks(group, lambda: _part(model, sources, dtype, max_file_bytes))
     parts = distinct_objects(group, part)
     saved = on_first_rank(group, lambda: _merged(parts))
@@ -129,13 +131,21 @@ class Part(NamedTuple):
     max_file_bytes: int
 
 
-def _part(
-    model: nn.Module, sources: SourceRule | None, dtype: torch.dtype | None, max_file_bytes: int
-) -> Part:
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"dtype={dtype} is not a floating-point dtype; use one, or None")
-    if max_file_bytes < 1:
-        raise CheckpointError(f"max_file_bytes={max_file_bytes} must be positive")
+def _part(model: nn.Module, sources: SourceRule | None, dtype: Any, max_file_bytes: Any) -> Part:
+    """Check the arguments of `save_safetensors`, and return the part of the model on this rank."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            f"dtype={dtype!r} is not a floating-point dtype; use one, such as torch.bfloat16"
+        )
+    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise CheckpointError(
+            f"max_file_bytes={max_file_bytes!r} is not a number of bytes; use a positive integer"
+        )
+    if sources is not None and not callable(sources):
+        raise CheckpointError(
+            f"sources is of type {type(sources).__name__}; to save, use a function that makes a "
+            "SourcePlan, which has the shapes of the stored tensors"
+        )
     targets = targets_of(model)
     tensors = {target.names[0]: _info(target, dtype) for target in targets}
     return Part(tensors, _plan(model, sources, targets, tensors), max_file_bytes)
@@ -143,7 +153,8 @@ def _part(
 
 def _info(target: Target, dtype: torch.dtype | None) -> TensorInfo:
     tensor, name = target.tensor, target.names[0]
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    converts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    kind = dtype if dtype is not None and converts else tensor.dtype
     if kind not in DTYPE_NAMES:
         raise CheckpointError(
             f"{name} has {kind}, which the files cannot have; use dtype= or one of "
@@ -323,7 +334,7 @@ def _begin(folder: Path, files: Files, token: str) -> None:
 
 
 def _check_empty(folder: Path) -> None:
-    present = [path.name for path in folder.glob("*.safetensors")]
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
     present += [INDEX] if (folder / INDEX).exists() else []
     if present:
         raise CheckpointError(f"{folder} has weights already ({listed(present)}); use a new folder")
