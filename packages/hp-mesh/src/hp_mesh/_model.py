@@ -116,6 +116,7 @@ OTHER_MODELS = _table(
 # Families with layers that the planner cannot estimate. Their configurations have none of the names
 # above.
 OTHER_FAMILIES: Mapping[str, str] = {
+    "dory": "a gate projection in attention",
     "gemma4": "heads of several sizes",
     "gemma4_text": "heads of several sizes",
     "gemma4_unified": "heads of several sizes",

@@ -35,6 +35,7 @@ UNGATED = (
     *("codegen", "biogpt", "xglm", "openai-gpt", "ctrl", "bert", "bert-generation", "big_bird"),
     *("camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta"),
     *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    "apertus1p5_text",
 )
 
 
