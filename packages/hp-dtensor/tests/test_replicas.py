@@ -139,13 +139,32 @@ def test_a_model_without_values_is_refused_before_communication() -> None:
     assert not recorded.by_axis
 
 
+def _empty(rank: int, ranks_without: list[int]) -> str:
+    mesh = _mesh()
+    with torch.device("meta" if rank in ranks_without else "cpu"):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+    with pytest.raises((ValueError, RankMismatchError)) as caught:
+        check_same(model, mesh)
+    return str(caught.value)
+
+
+def test_ranks_without_values_raise_on_all(ranks: Pools) -> None:
+    """A common mistake: rank 0 loads the weights, and the other ranks stay on the meta device."""
+    for message in ranks(4).run(_empty, [1, 2, 3]):
+        assert "ranks 1, 2, 3 have other names, shapes" in message
+        assert "or no values" in message
+    for message in ranks(4).run(_empty, [0, 1, 2, 3]):
+        assert message.startswith("weight, bias have no values yet")
+
+
 def _mesh() -> DeviceMesh:
     names = ("dp", "tp")
     return cached("replicas", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
 
 
 def _sharded(rank: int, kind: str, wrong: int | None) -> str:
-    """Return what is said if one rank holds other values of a tensor sharded over tp."""
+    """Return the error message if one rank holds other values of a tensor sharded over tp."""
     mesh = _mesh()
     whole = values(0, 6, 4)
     x: Any

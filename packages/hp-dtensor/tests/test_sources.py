@@ -139,7 +139,7 @@ def test_writing_restores_the_stored_tensors(made: tuple[Files, Source, Tensor])
     for name, tensor in written.items():
         touched = tensor != -1  # slices and reorders may leave out elements
         assert torch.equal(tensor[touched], files.tensors[name][touched])
-    # What was written is enough to make the parameter again.
+    # The parameter can be assembled from the written tensors.
     again = torch.full_like(parameter, -1)
     for piece in source.pieces(box, files.shapes):
         again[ranges(piece.target)] = piece.as_target(written[piece.name][ranges(piece.stored)])

@@ -789,7 +789,7 @@ def grown(rank: int, folder: str, layout: Any) -> tuple[int, int]:
     return max(most, anonymous()) - before, shards
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells RssAnon")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux reports RssAnon")
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 def test_memory_grows_by_the_shards(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     tensors = {f"layers.{n}.weight": torch.randn(2048, 2048) for n in range(8)}

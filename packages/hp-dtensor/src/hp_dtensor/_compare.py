@@ -17,7 +17,7 @@ from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh
 from .ragged._tensor import RaggedTensor
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # parts of names
 _SHOWN = 20  # lines of a report
 _FLOOR = 1e-6  # of the norm of all gradients: gradients below are rounding errors
 _LARGEST = 64  # whole factors that are recognized
@@ -279,9 +279,7 @@ def _of_ranks(value: Any) -> list[Any]:
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        yield name, parameter
+        yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter
 
 
 def _whole(grad: Tensor | None) -> Tensor | None:
@@ -352,7 +350,7 @@ def _cause_of_loss(factor: float | None) -> str:
 
 
 def _cause(factor: float | None) -> str:
-    """Return the usual cause of a factor between a gradient and that of one process."""
+    """Return the usual cause of a factor between the gradients of ranks and of one process."""
     if factor is None:
         return (
             "no common factor: ranks compute with other data, positions, labels or initial values, "

@@ -43,10 +43,11 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
         collectives: Implementation of the collectives. Defaults to None: `TorchCollectives`.
 
     Raises:
-        ValueError: A parameter or buffer has no values, as on the meta device. Raised before
-            communication, on each rank with such a tensor.
-        RankMismatchError: Values differ between replicas, or names, shapes, dtypes or placements
-            differ between ranks. Raised on all ranks. The message names the tensors and the ranks.
+        ValueError: A parameter or buffer has no values on any rank, as on the meta device. Raised
+            on all ranks.
+        RankMismatchError: Values differ between replicas; names, shapes, dtypes or placements
+            differ between ranks; or a tensor has no values on some ranks only. Raised on all ranks.
+            The message names the tensors and the ranks.
 
     Examples:
         On 4 ranks:
@@ -63,12 +64,8 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
         1 of 1 parameters and buffers differ
     """
     named = dict(_tensors_of(model))
-    if empty := [name for name, x in named.items() if x.is_meta or is_lazy(x)]:
-        raise ValueError(
-            f"{_listed(empty)} have no values yet; load or initialize the model before check_same"
-        )
     carrier = TorchCollectives() if collectives is None else collectives
-    device = next((x.device for x in named.values()), torch.device("cpu"))
+    device = next((x.device for x in named.values() if not x.is_meta), torch.device("cpu"))
     if isinstance(mesh, DeviceMesh):
         device = torch.device(mesh.device_type)
     ranks: list[int] = mesh.mesh.flatten().tolist()
@@ -77,8 +74,12 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
     if others := [rank for rank, x in zip(ranks, hashes, strict=True) if x != hashes[0]]:
         raise RankMismatchError(
             f"ranks {_numbers(others)} have other names, shapes, dtypes or placements of "
-            f"parameters and buffers than rank {ranks[0]}; build the same model on all ranks of "
-            "the mesh, which must not contain pipeline stages"
+            f"parameters and buffers than rank {ranks[0]}, or no values; build the same model on "
+            "all ranks of the mesh, which must not contain pipeline stages"
+        )
+    if empty := [name for name, x in named.items() if _is_empty(x)]:
+        raise ValueError(
+            f"{_listed(empty)} have no values yet; load or initialize the model before check_same"
         )
     if not named:
         return
@@ -107,7 +108,13 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def _is_empty(x: Tensor) -> bool:
+    return is_lazy(x) or x.is_meta
+
+
 def _kind(x: Tensor) -> list[object]:
+    if _is_empty(x):
+        return ["no values"]
     placements = x.placements if isinstance(x, (DTensor, RaggedTensor)) else "plain"
     return [tuple(x.shape), str(x.dtype), str(placements)]
 

@@ -1,8 +1,8 @@
-"""Where a model's weights are in the files of a checkpoint: `checkpoint_sources`, `expert_sources`.
+"""The sources of a model's weights in checkpoint files: `checkpoint_sources`, `expert_sources`.
 
 transformers converts published checkpoints while it loads them: it renames tensors, stacks experts
 and concatenates projections. `checkpoint_sources` runs these conversions on tensors without memory
-that record what is done to them. The record is a `Source`, from which any box can be read.
+that record each operation as a `Source`. Any box can be read from a `Source`.
 """
 
 import copy
@@ -165,7 +165,7 @@ def checkpoint_sources(model: nn.Module) -> SourceRule:
 
     The checkpoints are in the format of ``save_pretrained``: experts one by one or stacked,
     projections separate or concatenated, names with or without the prefix of the base model. The
-    conversions are those of the installed transformers.
+    function uses the conversions of the installed transformers.
 
     Args:
         model: A ``PreTrainedModel``, before or after it was parallelized or sharded.

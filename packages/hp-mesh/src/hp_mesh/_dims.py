@@ -452,8 +452,8 @@ class ParallelDims(_EtpSource):
     ) -> None:
         """Raise an error if the degrees break a rule for a model, its sequences and its batch.
 
-        The rules and arguments are those of `check`. Violations of level ``"advice"``, for example
-        about unequal pipeline stages, do not raise an error. `check` returns them.
+        The rules and arguments are the same as in `check`. Violations of level ``"advice"``, for
+        example about unequal pipeline stages, do not raise an error. `check` returns them.
 
         Args:
             model: A mapping, a configuration object such as a Hugging Face ``PretrainedConfig``, or

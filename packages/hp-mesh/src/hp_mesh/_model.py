@@ -301,7 +301,7 @@ def _derive(fields: Fields) -> None:
     """Add fields that follow from others, and convert fields that a family defines differently.
 
     For example, ``multi_query=True`` means that ``kv_heads`` is 1. In Llama 4,
-    ``intermediate_size`` is the width of the experts, not that of dense layers.
+    ``intermediate_size`` is the width of the experts, not the width of dense layers.
 
     Args:
         fields: Result of `read_model_fields` so far. The dict is changed in place.

@@ -128,10 +128,10 @@ def load_safetensors(
     found = on_first_rank(group, lambda: _read_catalogue(path, opened))
     samples = distinct_objects(group, on_all_ranks(group, lambda: _sample(path, found)))
     _raise_different_folders(samples, path)
-    plan, problems = on_all_ranks(group, lambda: _check(model, sources, found))
+    plan, problems, memory = on_all_ranks(group, lambda: _check(model, sources, found, device))
     ties = hasattr(model, "tie_weights")
     _raise_problems(distinct_objects(group, problems), path, set(found) - plan.ignored, ties)
-    on_all_ranks(group, lambda: give_memory(model, _device_of(targets_of(model), device)))
+    on_all_ranks(group, lambda: give_memory(model, memory))
     on_all_ranks(group, lambda: _read(targets_of(model), plan, found, path, opened))
 
 
@@ -235,13 +235,14 @@ def _check(
     model: nn.Module,
     sources: Mapping[str, Source] | SourceRule | None,
     found: Mapping[str, StoredTensor],
-) -> "tuple[SourcePlan, Problems]":
-    """Return the source of each name of the model, and what does not fit the files."""
+    device: torch.device | str | None,
+) -> "tuple[SourcePlan, Problems, torch.device]":
+    """Return the sources, the problems, and the device of parameters without memory."""
     targets = targets_of(model)
     plan = _plan(model, sources, {name: stored.shape for name, stored in found.items()}, targets)
     problems = _problems(targets, plan, found)
     problems.wrong.extend(_without_values(model, targets))
-    return plan, problems
+    return plan, problems, _device_of(targets, device)
 
 
 def _plan(
@@ -284,7 +285,7 @@ def _plan(
 
 
 class Problems(NamedTuple):
-    """What does not fit between the files and the model of one rank.
+    """Differences between the files and the model of one rank.
 
     Attributes:
         missing: Names of the model that the files lack.

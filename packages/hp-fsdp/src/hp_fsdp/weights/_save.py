@@ -89,13 +89,13 @@ def save_safetensors(
     """
     on_all_ranks(group, safe_open)
     path = on_all_ranks(group, lambda: folder_of(folder))
-    part = on_all_ranks(group, lambda: _part(model, sources, dtype, max_file_bytes))
+    targets, part = on_all_ranks(group, lambda: _part(model, sources, dtype, max_file_bytes))
     parts = distinct_objects(group, part)
     saved = on_first_rank(group, lambda: _merged(parts))
     token = on_first_rank(group, lambda: f".{uuid.uuid4().hex}.partial")
     try:
         on_first_rank(group, lambda: _begin(path, saved.files, token))
-        on_all_ranks(group, lambda: _write(model, saved, path, token, rank_in(group)))
+        on_all_ranks(group, lambda: _write(targets, saved, path, token, rank_in(group)))
         on_first_rank(group, lambda: _finish(path, saved.files, token))
     except CheckpointError:
         if rank_in(group) == 0:
@@ -109,12 +109,10 @@ class TensorInfo(NamedTuple):
     Attributes:
         shape: Global shape.
         dtype: Name of its dtype in the files.
-        is_plain: False for a DTensor or a `RaggedTensor`.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    is_plain: bool
 
 
 class Part(NamedTuple):
@@ -122,7 +120,7 @@ class Part(NamedTuple):
 
     Attributes:
         tensors: Each tensor by its first name.
-        plan: Where the tensors are in the files.
+        plan: The sources of the tensors.
         max_file_bytes: Argument of `save_safetensors`.
     """
 
@@ -131,8 +129,10 @@ class Part(NamedTuple):
     max_file_bytes: int
 
 
-def _part(model: nn.Module, sources: SourceRule | None, dtype: Any, max_file_bytes: Any) -> Part:
-    """Check the arguments of `save_safetensors`, and return the part of the model on this rank."""
+def _part(
+    model: nn.Module, sources: SourceRule | None, dtype: Any, max_file_bytes: Any
+) -> tuple[list[Target], Part]:
+    """Check the arguments of `save_safetensors`; return the tensors and the part of this rank."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError(
             f"dtype={dtype!r} is not a floating-point dtype; use one, such as torch.bfloat16"
@@ -148,7 +148,7 @@ def _part(model: nn.Module, sources: SourceRule | None, dtype: Any, max_file_byt
         )
     targets = targets_of(model)
     tensors = {target.names[0]: _info(target, dtype) for target in targets}
-    return Part(tensors, _plan(model, sources, targets, tensors), max_file_bytes)
+    return targets, Part(tensors, _plan(model, sources, targets, tensors), max_file_bytes)
 
 
 def _info(target: Target, dtype: torch.dtype | None) -> TensorInfo:
@@ -164,8 +164,7 @@ def _info(target: Target, dtype: torch.dtype | None) -> TensorInfo:
         raise CheckpointError(
             f"{name} is on the meta device and has no values; load the model first"
         )
-    is_plain = not isinstance(tensor, DTensor | RaggedTensor)
-    return TensorInfo(tuple(tensor.shape), DTYPE_NAMES[kind], is_plain)
+    return TensorInfo(tuple(tensor.shape), DTYPE_NAMES[kind])
 
 
 def _plan(
@@ -174,7 +173,7 @@ def _plan(
     targets: Sequence[Target],
     tensors: Mapping[str, TensorInfo],
 ) -> SourcePlan:
-    """Return where the tensors of this rank are in the files, by their first names."""
+    """Return the sources of this rank's tensors, by the first name of each tensor."""
     given = SourcePlan({}, {}) if sources is None else sources(None)
     check_extra_states(model, given.parameters)
     first = {name: target.names[0] for target in targets for name in target.names}
@@ -198,7 +197,7 @@ class Saved(NamedTuple):
     """What all ranks save together.
 
     Attributes:
-        plan: Where the tensors of all ranks are in the files.
+        plan: The sources of the tensors of all ranks.
         first_rank: For each plain tensor, the first rank that has it.
         files: The files.
     """
@@ -265,7 +264,7 @@ def _check_covered(plan: SourcePlan, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 class Position(NamedTuple):
-    """Where a stored tensor is: the file, the dtype there, and the offset of its first byte."""
+    """Position of a stored tensor: file, dtype in the file, and offset of the first byte."""
 
     file: str
     dtype: str
@@ -341,7 +340,7 @@ def _check_empty(folder: Path) -> None:
 
 
 @torch.no_grad()
-def _write(model: nn.Module, saved: Saved, folder: Path, token: str, rank: int) -> None:
+def _write(targets: Sequence[Target], saved: Saved, folder: Path, token: str, rank: int) -> None:
     """Write the elements for which this rank is the first replica."""
     plan, files = saved.plan, saved.files
     for name in files.headers:
@@ -351,7 +350,7 @@ def _write(model: nn.Module, saved: Saved, folder: Path, token: str, rank: int) 
                 "by this rank; give a folder on a shared file system"
             )
     by_file: dict[str, list[tuple[Piece, Tensor]]] = {}
-    for target in targets_of(model):
+    for target in targets:
         name, held = target.names[0], local_boxes(target.tensor)
         is_first = held.is_first_replica
         if not isinstance(target.tensor, DTensor | RaggedTensor):

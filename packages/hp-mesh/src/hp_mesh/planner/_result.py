@@ -344,7 +344,9 @@ class Comparison:
 
     @property
     def time(self) -> Mapping[str, float]:
-        """Step time of the user's configuration minus that of the best one, in seconds, by part.
+        """Difference in step time between the user's and the best configuration, by part.
+
+        Each value is ``own`` minus ``best``, in seconds.
 
         The largest difference is first. `TimeSplit.parts` has the names of the parts.
         """
@@ -352,7 +354,9 @@ class Comparison:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Memory of the user's configuration minus that of the best one, in bytes, by part.
+        """Difference in memory between the user's and the best configuration, by part.
+
+        Each value is ``own`` minus ``best``, in bytes.
 
         The largest difference is first. `MemorySplit.parts` has the names of the parts.
         """

@@ -342,8 +342,9 @@ class TimeModel:
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
         """Return the seconds of each collective on parameters and gradients, as a `Traffic`.
 
-        Its field ``layer`` has the collectives of one layer, and ``end`` has those of an embedding
-        or output matrix. ``groups`` has the entries of `groups_of` and of `expert_groups_of`.
+        Its field ``layer`` has the collectives of one layer. ``end`` has the collectives of an
+        embedding or output matrix. ``groups`` has the entries of `groups_of` and
+        `expert_groups_of`.
         """
         dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
         experts = self._experts / (degrees.ep * degrees.etp)
