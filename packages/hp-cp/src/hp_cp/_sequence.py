@@ -636,8 +636,8 @@ def _labels_of(microbatch: object) -> Tensor:
         labels = microbatch.get("shift_labels")
         if labels is None:
             raise InputError(
-                f"a microbatch with {sorted(map(str, microbatch))} has no shift_labels; pass the "
-                "result of shard_batch, or shift_labels(labels)"
+                f"a microbatch with {sorted(map(str, microbatch))} has no shift_labels; give what "
+                f"shard_batch returns, or shift_labels(labels)"
             )
     check_local("a microbatch", labels)
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
