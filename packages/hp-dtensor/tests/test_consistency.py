@@ -226,28 +226,6 @@ def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does() 
             assert torch.equal(after, cut(whole(SHAPE), target, rank))
 
 
-def partial_gradient(rank: int) -> torch.Tensor | None:
-    """The gradient lies otherwise than the result; ranks that have none cannot know how."""
-    x = laid(whole(SHAPE, 1), SOURCE, rank, grad=True)
-    y = redistribute(x, (R,), mesh=mesh_of(TARGET))
-    if isinstance(y, NonMember):
-        y.backward()
-    else:
-        mesh = mesh_of(TARGET)
-        partial = spelled(replace(TARGET, placements=(Partial(),)))
-        grad = DTensor.from_local(whole(SHAPE, rank), mesh, partial)
-        torch.autograd.backward(y, grad)
-    return x.grad.to_local() if rank < 2 else None
-
-
-def test_a_gradient_that_lies_otherwise_than_the_result_comes_back(ranks: Pools) -> None:
-    total = whole(SHAPE, 2) + whole(SHAPE, 3)
-    for rank, grad in enumerate(ranks(WORLD).run(partial_gradient)):
-        if rank < 2:
-            assert grad is not None
-            assert torch.equal(grad, cut(total, SOURCE, rank))
-
-
 def where_the_world_makes_groups(rank: int) -> str:
     """As where NCCL was initialised eagerly, whose groups all ranks make together."""
     target = Layout((2,), (S1,), ranks=(1, 2))

@@ -96,23 +96,14 @@ def transfers(rank: int) -> list[str]:
         if there == back or group is None or rank not in members:
             continue
         cut = Layout(tuple(old.shape), (Shard(0),) * old.ndim, ranks=old.mesh.flatten().tolist())
-        x: Any = NonMember(cut, tuple(VALUES.shape), VALUES.dtype, requires_grad=True)
+        x: Any = NonMember(cut, tuple(VALUES.shape), VALUES.dtype)
         if old.get_coordinate() is not None:
             x = dt.distribute_tensor(VALUES, old, [dt.Shard(0)] * old.ndim, src_data_rank=None)
-            x.requires_grad_()
         y = redistribute(x, [Shard(1)] * new.ndim, mesh=new, groups=[group])
         total = torch.ones(1)
         dist.all_reduce(total, group=group)  # torch compares how many calls came before it
-        if isinstance(y, NonMember):
-            y.backward()
-        elif not torch.equal(whole := redistribute(y).to_local(), VALUES):
+        if not isinstance(y, NonMember) and not torch.equal(redistribute(y).to_local(), VALUES):
             wrong.append(f"{there} -> {back}")
-        else:
-            whole.sum().backward()
-        if not isinstance(x, NonMember) and not torch.equal(
-            x.grad.to_local(), torch.ones_like(x.to_local())
-        ):
-            wrong.append(f"gradient of {there} -> {back}")
     return wrong
 
 

@@ -112,29 +112,3 @@ def part(x: DTensor) -> torch.Tensor:
 def test_partial_values_that_stay_may_have_any_dtype(ranks: Pools) -> None:
     for results in ranks(4).run(kept):
         assert all(results)
-
-
-def no_way_back(rank: int) -> list[str]:
-    """Rows are gathered on other ranks in parts; the gradient can only come whole, at once."""
-    pair, everyone = (
-        cached(f"pair {rank}", lambda: DeviceMesh("cpu", [0, 1])),
-        cached(f"all {rank}", lambda: DeviceMesh("cpu", [0, 1, 2, 3])),
-    )
-    x: Any = NonMember(Layout((2,), (S0,)), (8, 4), torch.float64, requires_grad=True)
-    if rank < 2:
-        x = DTensor.from_local(torch.ones(4, 4).double(), pair, [theirs.Shard(0)])
-        x = x.detach().requires_grad_()
-    limit = 8 * 4 * 8 * 11 // 4
-    with torch.no_grad():
-        moved: Any = redistribute(x, (R,), mesh=everyone, max_bytes=limit)
-    assert torch.equal(moved.to_local(), torch.ones(8, 4))
-    with pytest.raises(NoPlanError) as info:
-        redistribute(x, (R,), mesh=everyone, max_bytes=limit)
-    assert info.value.best_peak == 8 * 4 * 8 * 3
-    return [str(info.value)]
-
-
-def test_a_change_of_mesh_whose_gradient_has_no_way_back_is_refused(ranks: Pools) -> None:
-    first, *others = ranks(4).run(no_way_back)
-    assert others == [first] * 3
-    assert "the gradient needs a plan too: no plan from (R) to (S(0)) for [8, 4]" in first[0]

@@ -10,13 +10,14 @@ from ._cost import AlphaBeta as AlphaBeta
 from ._errors import LayoutError as LayoutError
 from ._errors import MeshError as MeshError
 from ._errors import NoPlanError as NoPlanError
+from ._errors import UnsupportedError as UnsupportedError
+from ._explain import explain as explain
 from ._layout import Layout as Layout
 from ._placements import Partial as Partial
 from ._placements import RaggedShard as RaggedShard
 from ._placements import Replicate as Replicate
 from ._placements import Shard as Shard
 from ._placements import StridedShard as StridedShard
-from ._planner import explain as explain
 from ._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
+    "UnsupportedError",
     "__version__",
     "explain",
     "plan_transfer",

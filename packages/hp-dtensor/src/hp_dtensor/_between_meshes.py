@@ -1,14 +1,14 @@
-"""Between two meshes: what stands for a tensor on other ranks, and whether all plan alike."""
+"""Transfers between two meshes: `NonMember`, and the check that all ranks make the same call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from ._errors import LayoutError, MeshError
+from ._errors import LayoutError, MeshError, UnsupportedError
 from ._groups import ranks_of_both
 from ._layout import Box, Layout, checked_sizes, replicated
 from ._planner import Plan
@@ -16,9 +16,16 @@ from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, RankMismatchError
 from .ragged._tensor import checkpointed
 
+# The message for a transfer between meshes that autograd would have to record.
+NO_GRADIENT = (
+    "gradients do not pass between meshes: redistribute x.detach(), or call redistribute under "
+    "torch.no_grad(); to train through the tensor, keep it on one mesh, or send it between "
+    "pipeline stages with torch.distributed.pipelining"
+)
+
 
 class _NoTensor(TypeError, AttributeError):
-    """A TypeError; an AttributeError too, so that ``hasattr`` answers False."""
+    """A TypeError that is also an AttributeError, so that ``hasattr`` returns False."""
 
 
 def _no_boxes(absent: "NonMember") -> tuple[Box, ...]:
@@ -42,8 +49,6 @@ class NonMember:
         layout: Layout of the tensor. Its ``ranks`` are the ranks that hold the tensor.
         shape: Global shape.
         dtype: Dtype of the tensor.
-        requires_grad: Whether the tensor requires grad on the ranks that hold it.
-        graph: Empty tensor that connects this object to the autograd graph. `redistribute` sets it.
 
     Raises:
         LayoutError: ``layout`` is not a `Layout`, or ``shape`` does not fit it.
@@ -56,43 +61,12 @@ class NonMember:
     layout: Layout
     shape: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool = False
-    graph: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.layout), Layout):
             raise LayoutError(f"a NonMember takes the tensor's Layout, got {self.layout!r}")
         object.__setattr__(self, "shape", checked_sizes(self.shape))
         self.layout.check_shape(self.shape)
-
-    def anchor(self) -> torch.Tensor:
-        """Return an empty tensor that represents this object in the autograd graph.
-
-        Returns:
-            A tensor with no elements. It requires grad.
-        """
-        return torch.zeros(0, requires_grad=True) if self.graph is None else self.graph
-
-    def backward(self) -> None:
-        """Take part in the backward pass of the ranks that hold the tensor.
-
-        Call this method when those ranks call ``backward``. The gradient then flows back through
-        the redistributions in which this rank took part. After several redistributions in a row,
-        call it on the last result only. If it is called on an earlier result, this rank waits for
-        peers that never call.
-
-        Raises:
-            TypeError: The object is not the result of a redistribution, or no gradient flows
-                through it.
-        """
-        if self.graph is None:
-            raise _NoTensor(
-                f"no gradient flows through this NonMember of shape {self.shape}: it is the result "
-                "of no redistribution, or of one whose tensor required none; call backward of the "
-                "result that redistribute returned on this rank, and give a NonMember to "
-                "redistribute with requires_grad=True where the tensor has it"
-            )
-        self.graph.backward(torch.zeros(0))
 
     @classmethod
     def __torch_function__(
@@ -111,6 +85,8 @@ class NonMember:
         # Python itself asks for names with underscores, to copy or to pickle.
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "backward":
+            raise _NoTensor(NO_GRADIENT)
         self._refuse(name)
 
     def __bool__(self) -> NoReturn:
@@ -137,93 +113,110 @@ class NonMember:
 
 
 class _Fingerprint(NamedTuple):
-    """What a rank is about to do: in words, and as a digest that tells any two apart."""
+    """The transfer that a rank is about to make.
+
+    ``description`` is for errors. ``digest`` differs between ranks if their transfers differ.
+    """
 
     rank: int
     digest: bytes
-    words: str
+    description: str
+    needs_gradient: bool
 
     def __str__(self) -> str:
-        return f"rank {self.rank} plans {self.words}"
+        return f"rank {self.rank} plans {self.description}"
 
 
 class ConsistencyCheck:
-    """Checks that all ranks of both meshes have the same plan.
+    """Checks that all ranks of both meshes are about to make the same transfer.
 
-    ``find`` gives the axis of these ranks. Compared are both layouts with their ranks, shape,
-    dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
-    bytes; where ranks differ, they also gather the words of each, and all raise
-    `RankMismatchError` with the same text. Where they do not even plan for the same ranks, some
-    wait for what is never sent, and raise it when the group times out. ``passed`` holds the
-    ``requires_grad`` of the comparisons that found no difference.
+    The ranks compare a digest of both layouts with their ranks, the shape, the dtype and the steps,
+    with one all-reduce of 32 bytes. If digests differ, the ranks gather all descriptions, and all
+    of them raise the same error. If ranks plan for meshes with other ranks, they wait for each
+    other in vain, and raise when the process group times out.
+
+    Attributes:
+        has_passed: Whether a comparison has found no difference.
     """
 
     def __init__(
         self, plan: Plan, dtype: torch.dtype, find: Callable[[], Axis], device: str
     ) -> None:
-        # An axis of one rank means nothing, however it is spelled.
+        # The placement on an axis of one rank has no effect.
         source, target = replicated(plan.source), replicated(plan.target)
         self._ranks = list(ranks_of_both(plan))
         steps = [str(step) for step in plan.steps]
         exact = repr((source, target, tuple(plan.shape), str(dtype), steps))
-        # Layouts of many ranks are long: each call hashes the rest only.
+        # Layouts of many ranks are long, so that they are hashed only once.
         self._base = sha256(exact.encode()).hexdigest()
         kinds = " and ".join(step.kind for step in plan.steps)
-        shape = list(plan.shape)
-        self._words = (
-            f"{dtype} of shape {shape} from {_described(source)} to {_described(target)} by {kinds}"
+        self._description = (
+            f"{dtype} of shape {list(plan.shape)} from {_described(source)} to "
+            f"{_described(target)} by {kinds}"
         )
         self._find = find
         self._device = device
-        self.passed: set[bool] = set()
+        self.has_passed = False
 
-    def start(self, requires_grad: bool, fault: str) -> Callable[[], None]:
-        """Start to compare, and return what waits for all ranks and raises if any differs.
+    def start(self, fault: str, needs_gradient: bool) -> Callable[[], None]:
+        """Start the comparison.
 
-        ``fault`` is what is wrong on this rank alone.
+        Args:
+            fault: Description of a problem on this rank. Empty if there is none.
+            needs_gradient: Whether autograd would record the transfer on this rank.
+
+        Returns:
+            A function that waits for all ranks and raises if their transfers differ.
         """
-        gradient = "with a gradient to come back" if requires_grad else "without a gradient"
-        words = fault or f"{self._words}, {gradient}"
-        digest = sha256(f"{self._base} {requires_grad} {fault}".encode()).digest()
-        mine = _Fingerprint(dist.get_rank(), digest, words)
-        # The largest of numbers and of their opposites are opposite where all are the same.
+        description = fault or self._description
+        digest = sha256(f"{self._base} {needs_gradient} {fault}".encode()).digest()
+        mine = _Fingerprint(dist.get_rank(), digest, description, needs_gradient)
+        # If all ranks have equal numbers, the maximum of the numbers is the opposite of the maximum
+        # of their opposites.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
         try:
-            # The first call makes the group, and waits there for its ranks.
+            # The first call creates the group, and waits for its ranks.
             axis = self._find()
             work = TorchCollectives().all_reduce(axis, [most], "max")
         except MeshError:
             raise
         except RuntimeError as error:
-            raise self._late(mine) from error
+            raise self._timed_out(mine) from error
 
         def finish() -> None:
+            found: list[Any] = [mine] * axis.size
             try:
                 high, low, high_opposite, low_opposite = work.wait()[0].tolist()
-                if (high, low) == (-high_opposite, -low_opposite):
-                    self.passed.add(requires_grad)
-                    return
-                fingerprints: list[Any] = [None] * axis.size
-                dist.all_gather_object(fingerprints, mine, cast(dist.ProcessGroup, axis.group))
+                differs = (high, low) != (-high_opposite, -low_opposite)
+                if differs:
+                    dist.all_gather_object(found, mine, cast(dist.ProcessGroup, axis.group))
             except RuntimeError as error:
-                raise self._late(mine) from error
-            first = min(fingerprints)
-            other = min(each for each in fingerprints if each.digest != first.digest)
-            raise RankMismatchError(
-                f"the ranks of both meshes plan different transfers: {first}; "
-                f"{other}; call on all of them with the same tensor, or a NonMember that "
-                "says the same of it, and the same target, cost and max_bytes"
-            )
+                raise self._timed_out(mine) from error
+            if any(each.needs_gradient for each in found):
+                raise UnsupportedError(NO_GRADIENT)
+            if differs:
+                raise _difference(found)
+            self.has_passed = True
 
         return finish
 
-    def _late(self, mine: _Fingerprint) -> RankMismatchError:
+    def _timed_out(self, mine: _Fingerprint) -> RankMismatchError:
         return RankMismatchError(
             f"ranks {self._ranks} did not all take part in time in the transfer that rank "
-            f"{mine.rank} plans as {mine.words}; some did not make the call, or with meshes that "
-            "have other ranks than these"
+            f"{mine.rank} plans as {mine.description}; some did not make the call, or with meshes "
+            "that have other ranks than these"
         )
+
+
+def _difference(found: Sequence[_Fingerprint]) -> RankMismatchError:
+    first = min(found)
+    other = min(each for each in found if each.digest != first.digest)
+    return RankMismatchError(
+        f"the ranks of both meshes plan different transfers: {first}; "
+        f"{other}; call on all of them with the same tensor, or a NonMember that "
+        "says the same of it, and the same target, cost and max_bytes"
+    )
 
 
 def _described(layout: Layout) -> str:

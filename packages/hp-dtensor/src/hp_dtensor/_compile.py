@@ -1,12 +1,12 @@
-"""`redistribute` in a graph of ``torch.compile``: planned while traced, carried out by one op.
+"""`redistribute` under ``torch.compile``: planned during tracing, carried out by one op.
 
-Dynamo traces `trace` and puts `redistribute_in_graph` into its graph as it is. What traces the
-graph further runs that as ordinary Python on tensors without data, where it leaves one opaque op,
-and another in backward. The op is told the plan as text.
+Dynamo traces `trace` and puts a call of `redistribute_in_graph` into its graph. AOTAutograd then
+runs this function on tensors without data, which records one opaque op in the forward graph and one
+in the backward graph. The argument of the op is the plan as text.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,35 +14,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._convert import AnyPlacement
-from ._cost import CostModel, Step, clearable
+from ._cost import Step, clearable
 from ._errors import LayoutError, MeshError
 from ._execute import BoundStep, bind, start
-from ._groups import AxisGroup, group_between
+from ._groups import AxisGroup
 from ._layout import Layout
 from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from ._planner import Plan
-from ._prepare import Options, Order, Prepared, Target, prepare, step_groups, tensor_spec
-from ._redistribute import Pending, run
+from ._prepare import Options, Prepared, options_of, prepare, step_groups, tensor_spec
+from ._run import Pending, run
 from ._torch import group_name, no_modes, opaque_op, resolve_group
 from .collectives._c10d import TorchCollectives
-from .collectives._interface import Axis, Collectives
+from .collectives._interface import Axis
 
 
 def trace(
-    x: object,
-    target: Target,
-    max_bytes: int | None,
-    cost: CostModel | None,
-    async_op: bool,
-    collectives: Collectives | None,
-    groups: object = None,
+    x: object, placements: Any, mesh: Any, options: Mapping[str, Any], async_op: bool
 ) -> DTensor | Pending[DTensor]:
-    """Return what `redistribute` does; raises as it does, and for what a graph cannot hold."""
-    placements, mesh, shard_order = target
+    """Redistribute ``x`` inside a compiled function.
+
+    Raises the errors of `redistribute`, and `LayoutError` for anything that a graph cannot hold.
+    """
     if not isinstance(x, DTensor):
         raise LayoutError(
             f"in a compiled function a redistribution starts from a DTensor, got an object of type "
@@ -53,49 +47,40 @@ def trace(
             "a compiled function cannot hold the RaggedTensor that a RaggedShard makes; "
             "redistribute to it outside of the function, or to Shard or Replicate here"
         )
-    if collectives is not None:
+    if options.get("collectives") is not None:
         raise LayoutError(
-            f"collectives={collectives!r} cannot be part of a compiled function; leave it out, or "
-            "redistribute outside of the function"
+            f"collectives={options['collectives']!r} cannot be part of a compiled function; leave "
+            "it out, or redistribute outside of the function"
         )
-    if groups is not None:
+    if options.get("groups") is not None:
         raise LayoutError(
             "groups= cannot be part of a compiled function; flatten the mesh over the axes, which "
             "it then finds, or redistribute outside of the function"
         )
-    result: DTensor = redistribute_in_graph(x, placements, mesh, shard_order, cost, max_bytes)
+    result: DTensor = redistribute_in_graph(x, placements, mesh, **options)
     return Pending(lambda: result) if async_op else result
 
 
-def _redistribute_in_graph(
-    x: DTensor,
-    placements: Sequence[AnyPlacement] | None,
-    mesh: DeviceMesh | None,
-    shard_order: Order,
-    cost: CostModel | None,
-    max_bytes: int | None,
-) -> Any:
-    target = (placements, mesh, shard_order)
-    return run(x, target, Options(cost, max_bytes), prepare=prepare_in_graph)
+def _redistribute_in_graph(x: DTensor, placements: Any, mesh: Any, **options: Any) -> Any:
+    return run(x, placements, mesh, options_of(options), prepare=prepare_in_graph)
 
 
 redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 
 
-def prepare_in_graph(x: Any, target: Target, options: Options) -> Prepared:
-    """Return what `prepare` does, for an op of a graph to carry out on all ranks of both meshes."""
+def prepare_in_graph(x: Any, placements: Any, mesh: Any, options: Options) -> Prepared:
+    """Return a `Prepared` whose only step is an op of the graph, which runs the whole plan."""
     found = tensor_spec(x)
-    # A dynamic size becomes a number here, and a guard: there is a plan for each size.
+    # Reading a dynamic size adds a guard: each size has a plan of its own.
     spec = replace(found, shape=tuple(int(length) for length in found.shape))
     with no_modes():
-        prepared = prepare(spec, target, options)
+        prepared = prepare(spec, placements, mesh, options)
         plan = prepared.plan
         _check_everywhere(plan)
-        here = target[1] if isinstance(target[1], DeviceMesh) else None
-        groups = step_groups(
-            plan, lambda step: group_between(step, plan, spec.mesh, here, make=False)
-        )
-        return replace(prepared, check=None, op_text=write_plan(plan, groups))
+        there = mesh if prepared.crosses else None
+        text = write_plan(plan, step_groups(plan, spec.mesh, there, (), create=False))
+    steps: tuple[BoundStep, ...] = (lambda local, collectives: execute_plan(local, text),)
+    return replace(prepared, check=None, steps=steps)
 
 
 def _check_everywhere(plan: Plan) -> None:
@@ -111,7 +96,7 @@ def _check_everywhere(plan: Plan) -> None:
 def _execute_plan(local: Tensor, text: str) -> Tensor:
     _, steps = _read(text)
     result = start(steps, local, TorchCollectives())()
-    # An op gives memory of its own, laid out as the trace was told.
+    # An op must not return its input, and returns the strides that tracing assumed.
     return result.contiguous() if steps else result.clone(memory_format=torch.contiguous_format)
 
 
@@ -119,7 +104,7 @@ def _empty(local: Tensor, text: str) -> Tensor:
     return local.new_empty(_read(text)[0])
 
 
-# Copies of the package under other roots have ops of their own.
+# A vendored copy of the package registers ops under another name.
 _package = __name__.rpartition(".")[0].replace(".", "_")
 execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 
@@ -127,7 +112,7 @@ execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 @clearable
 @lru_cache(maxsize=2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
-    """Return the shape of the result and the steps; they hold names of groups, no groups."""
+    """Return the local shape of the result, and the steps. They hold the names of groups only."""
     plan, groups = read_plan(text)
     return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)
 
@@ -139,13 +124,13 @@ _TYPES = {
 
 
 def write_plan(plan: Plan, groups: Mapping[Step, AxisGroup]) -> str:
-    """Return the plan with the groups of its steps, by torch's names for them."""
+    """Write a plan and the names of the process groups of its steps as JSON."""
     named = [_named(groups[step]) if step in groups else None for step in plan.steps]
     return json.dumps([_plain(replace(plan, why="", note="")), named], separators=(",", ":"))
 
 
 def read_plan(text: str) -> tuple[Plan, dict[Step, AxisGroup]]:
-    """Return what `write_plan` was given."""
+    """Read the result of `write_plan`."""
     plan, named = _rebuilt(json.loads(text))
     return plan, {
         step: _group(step, *found)

@@ -1,4 +1,4 @@
-"""What can be wrong with a layout, a mesh or a plan; all are found before any communication."""
+"""Errors about layouts, meshes and plans. All are raised before any data is sent."""
 
 from functools import partial
 
@@ -9,6 +9,10 @@ class LayoutError(ValueError):
 
 class MeshError(LayoutError, RuntimeError):
     """Raised if a mesh is invalid, lacks a process group, or does not contain a given rank."""
+
+
+class UnsupportedError(LayoutError, NotImplementedError):
+    """Raised if a call needs a feature that does not exist; the message names the replacement."""
 
 
 class NoPlanError(LayoutError):

@@ -107,39 +107,45 @@ def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
     return copy
 
 
-def _all_gather(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return one all-gather of equal parts of a dim."""
-    part = step.source.local_shape(shape, rank)
-    join = concatenator(part, _sharded(step)[0], group.size, group.order)
+def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
+    """Return an all-gather of equal shards of one dim."""
+    held, dim = step.source.local_shape(shape, rank), _sharded_dims(step)[0]
+    gathered = (group.size * held[0], *held[1:])
+    in_order = dim == 0 and group.order is None
+    join = None if in_order else concatenator(held, dim, group.size, group.order)
     find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        work = collectives.all_gather(find(), [x])
+        out = x.new_empty(gathered)
+        work = collectives.all_gather(find(), [x.contiguous()], [out])
+        if join is None:
+            return lambda: work.wait()[0]
         return lambda: join(work.wait()[0])
 
     return begin
 
 
-def _all_to_all(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return one all-to-all that gathers one dim and splits another, equally."""
-    old, new = _sharded(step)
+def _all_to_all(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
+    """Return an all-to-all that gathers one dim and splits another one into equal shards."""
+    old, new = _sharded_dims(step)
     held = step.source.local_shape(shape, rank)
     piece = list(held)
     piece[new] //= group.size
-    split_up = splitter(held, new, group.size, group.order)
+    split = splitter(held, new, group.size, group.order)
     join = concatenator(tuple(piece), old, group.size, group.order)
     find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        work = collectives.all_to_all(find(), split_up(x))
+        packed = split(x)
+        work = collectives.all_to_all(find(), packed, output=torch.empty_like(packed))
         return lambda: join(work.wait()[0])
 
     return begin
 
 
-def _all_reduce(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return one all-reduce of a copy."""
-    (op, terms), find = _op(step), group.find
+def _all_reduce(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
+    """Return an all-reduce of a copy of the local tensor."""
+    (op, terms), find = _reduction(step), group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         own = x.clone(memory_format=torch.contiguous_format)
@@ -149,27 +155,28 @@ def _all_reduce(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup)
     return begin
 
 
-def _reduce_scatter(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return one reduce-scatter; one all-to-all and a sum where parts differ in length."""
+def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
+    """Return a reduce-scatter. If shards are unequal, it is an all-to-all and a local reduction."""
     if not (step.source.is_even(shape) and step.target.is_even(shape)):
         return _scatter_by_all_to_all(step, group)
-    dim = _sharded(step)[1]
-    held = step.source.local_shape(shape, rank)
-    split_up = splitter(held, dim, group.size, group.order)
-    result = step.target.local_shape(shape, rank)
-    (op, terms), find = _op(step), group.find
+    dim, result = _sharded_dims(step)[1], step.target.local_shape(shape, rank)
+    split = splitter(step.source.local_shape(shape, rank), dim, group.size, group.order)
+    # The output has the shape of one part of the packed input.
+    part = result if dim == 0 and group.order is None else (1, *result)
+    (op, terms), find = _reduction(step), group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        work = collectives.reduce_scatter(find(), [split_up(x)], op=op)
+        out = x.new_empty(part)
+        work = collectives.reduce_scatter(find(), [split(x)], [out], op)
         return lambda: _averaged(work.wait()[0].view(result), terms)
 
     return begin
 
 
 def _scatter_by_all_to_all(step: Step, group: AxisGroup) -> BoundStep:
-    dim = _sharded(step)[1]
+    dim = _sharded_dims(step)[1]
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
-    (op, terms), find, size = _op(step), group.find, group.size
+    (op, terms), find, size = _reduction(step), group.find, group.size
     order, reduce = group.order or range(size), _REDUCTIONS[op]
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -188,13 +195,13 @@ def _scatter_by_all_to_all(step: Step, group: AxisGroup) -> BoundStep:
     return begin
 
 
-def _sharded(step: Step) -> tuple[int, int]:
+def _sharded_dims(step: Step) -> tuple[int, int]:
     """Return the dims that the step's axes shard before and after; -1 where they shard none."""
     old, new = (layout.placements[step.axes[0]] for layout in (step.source, step.target))
     return old.dim if isinstance(old, Shard) else -1, new.dim if isinstance(new, Shard) else -1
 
 
-def _op(step: Step) -> tuple[ReduceOp, int]:
+def _reduction(step: Step) -> tuple[ReduceOp, int]:
     """Return the reduction, and by how many terms the result is then to be divided.
 
     Averages over some of the axes and sums over the others are one sum.

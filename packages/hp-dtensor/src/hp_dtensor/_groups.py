@@ -23,7 +23,6 @@ from ._torch import (
     registered_group,
     resolve_group,
 )
-from ._transfer import same_mesh
 from .collectives._interface import Axis
 
 
@@ -50,7 +49,8 @@ class AxisGroup(NamedTuple):
         return tuple(sorted(range(self.size), key=self.members.__getitem__))
 
 
-_numbers: dict[int, int] = {}  # by id, of those that live
+# Numbers of the meshes that are alive, by their id.
+mesh_numbers: dict[int, int] = {}
 _meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 _next = count(1)
 
@@ -60,11 +60,11 @@ def number_of(mesh: DeviceMesh) -> int:
 
     Equal meshes may have different groups, so that each has its own.
     """
-    number = _numbers.get(id(mesh))
+    number = mesh_numbers.get(id(mesh))
     if number is None:
-        number = _numbers[id(mesh)] = next(_next)
+        number = mesh_numbers[id(mesh)] = next(_next)
         _meshes[number] = mesh
-        weakref.finalize(mesh, _numbers.pop, id(mesh), None).atexit = False
+        weakref.finalize(mesh, mesh_numbers.pop, id(mesh), None).atexit = False
     return number
 
 
@@ -225,26 +225,6 @@ def group_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Axis
             "build the mesh with groups, or an alias over these axes with it, or give groups="
         )
     return found
-
-
-def group_between(
-    step: Step,
-    plan: Plan,
-    source: DeviceMesh | None,
-    target: DeviceMesh | None,
-    given: tuple[str, ...] = (),
-    make: bool = True,
-) -> AxisGroup:
-    """Return the group of a step of a plan between two meshes.
-
-    With ``make`` the first use may make that of a transfer. Raises `MeshError`.
-    """
-    if step.kind == "transfer":
-        return transfer_group(plan, given, None if make else source)
-    mesh = source if same_mesh(step.source, plan.source) else target
-    if mesh is None:  # a rank takes part in steps of its own meshes only
-        raise RuntimeError(f"this rank has no mesh for {step}")
-    return group_for(step, mesh, given)
 
 
 # Names under which torch finds groups again, so that what is kept never outlives them, with ranks.

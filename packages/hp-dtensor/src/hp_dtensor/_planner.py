@@ -1,4 +1,4 @@
-"""The cheapest steps from one layout to another, under a memory bound, and why: `explain`."""
+"""The cheapest steps from one layout to another, under a memory bound, and why."""
 
 import heapq
 import math
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, count
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ._cost import (
     AlphaBeta,
@@ -48,12 +48,6 @@ from ._layout import (
 )
 from ._placements import Partial, Replicate, Shard, StridedShard, in_tuple
 from ._transfer import check_pair, same_mesh
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ._prepare import Distributed
 
 # A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.
 _MOST_LAYOUTS = 4000
@@ -142,82 +136,19 @@ def make_plan(
     )
 
 
-def explain(
-    x: "Distributed | Layout",
-    placements: "Sequence[Any] | Layout | None" = None,
+def explain_layouts(
+    source: Layout,
+    target: Sequence[Any] | Layout | None,
     *,
-    mesh: "DeviceMesh | None" = None,
-    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
     shape: Sequence[int] | None = None,
     rank: int | None = None,
     itemsize: int | None = None,
-    cost: CostModel | None = None,
+    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
     max_bytes: int | None = None,
-    groups: "Sequence[ProcessGroup | DeviceMesh] | None" = None,
+    cost: CostModel | None = None,
+    groups: object = None,
 ) -> Plan:
-    """Return the plan that `redistribute` would carry out. Communicates nothing.
-
-    ``print(plan)`` lists the steps with their bytes, peak memory and time.
-
-    Args:
-        x: A DTensor, a `RaggedTensor` or a `NonMember`: the plan uses the process groups that
-            exist. Or a `Layout`: the plan assumes a process group for every set of axes, and torch
-            is not needed.
-        placements: Target placements, as in `redistribute`; or a `Layout`, which may be on another
-            mesh if ``x`` is a `Layout` too.
-        mesh: Target mesh of a tensor. Not allowed with a `Layout`.
-        shard_order: Order of axes that shard the same dim, as in `Layout`. Not allowed if
-            ``placements`` is a `Layout`.
-        shape: Global shape. Required for a `Layout`, not allowed for a tensor.
-        rank: Global rank of the plan, for a `Layout` only. Defaults to 0.
-        itemsize: Bytes per element, for a `Layout` only. Defaults to 4.
-        cost: Cost model by which plans are compared. Defaults to ``AlphaBeta()``.
-        max_bytes: Upper bound on the memory of one step on any rank, in bytes.
-        groups: Additional process groups, or meshes of one axis, for steps over several axes. Not
-            allowed for a `Layout`.
-
-    Returns:
-        The plan of this rank, or of ``rank``. Its attributes are ``steps``, ``bytes_received``
-        (payload from other ranks), ``step_bytes`` (the payload of each step), ``peak_bytes``
-        (memory), ``time`` (seconds by the cost model), ``why`` (how many plans were compared) and
-        ``note`` (a process group that would allow a faster plan, or empty).
-
-    Raises:
-        LayoutError: `redistribute` does not support this change; ``shape`` is missing; or an
-            argument is not allowed for this kind of ``x``.
-        MeshError: ``rank`` is in neither mesh; ``mesh`` is given with a `Layout`; or a required
-            process group does not exist.
-        NoPlanError: Every plan needs more than ``max_bytes``.
-
-    Examples:
-        >>> plan = explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024))
-        >>> [step.kind for step in plan.steps], plan.bytes_received
-        (['all_gather'], 3670016)
-    """
-    for layout in (x, placements):
-        if mesh is not None and isinstance(layout, Layout):
-            raise MeshError(
-                f"mesh={mesh!r} beside a Layout, which has its own mesh of shape "
-                f"{layout.mesh_shape}; leave mesh= out"
-            )
-    if shard_order is not None and isinstance(placements, Layout):
-        raise LayoutError(
-            f"shard_order={shard_order!r} beside the Layout {placements}, which has its own; leave "
-            "shard_order= out"
-        )
-    if not isinstance(x, Layout):
-        # Layouts are planned without loading torch.
-        from ._prepare import options_of, plan_for
-
-        where = (placements, mesh, shard_order)
-        plan = plan_for(x, where, options_of(cost, max_bytes, groups))
-        if not (shape is None and rank is None and itemsize is None):
-            raise LayoutError(
-                f"shape={shape!r}, rank={rank!r} and itemsize={itemsize!r} beside a tensor, which "
-                "has its own, of which this is the plan on this rank; leave them out, or give a "
-                "Layout in its place"
-            )
-        return plan
+    """Return the plan between two layouts, as `explain` documents it."""
     check_limits(cost, max_bytes)
     rank = 0 if rank is None else rank
     itemsize = 4 if itemsize is None else itemsize
@@ -230,19 +161,19 @@ def explain(
         )
     if not isinstance(cast(object, itemsize), int) or itemsize < 1:
         raise LayoutError(f"itemsize={itemsize!r} is no number of bytes; give 1 or more")
-    if not isinstance(placements, Layout):
-        target = in_tuple(placements, len(x.mesh_shape))
-        placements = Layout(x.mesh_shape, target, shard_order, x.ranks)
+    if not isinstance(target, Layout):
+        placements = in_tuple(target, len(source.mesh_shape))
+        target = Layout(source.mesh_shape, placements, shard_order, source.ranks)
     numbers = whole_numbers([rank])
-    if numbers is None or not (x.holds(rank) or placements.holds(rank)):
-        held = sorted({*x.all_ranks(), *placements.all_ranks()})
+    if numbers is None or not (source.holds(rank) or target.holds(rank)):
+        held = sorted({*source.all_ranks(), *target.all_ranks()})
         consecutive = held[-1] - held[0] + 1 == len(held)
         legal = f"{held[0]} to {held[-1]}" if consecutive else str(held)
         raise MeshError(
             f"rank={rank} is in neither layout's mesh, so that it has no part; use one of {legal}"
         )
     sizes = checked_sizes(shape)
-    return make_plan(x, placements, sizes, *numbers, itemsize, cost, max_bytes=max_bytes)
+    return make_plan(source, target, sizes, *numbers, itemsize, cost, max_bytes=max_bytes)
 
 
 @clearable

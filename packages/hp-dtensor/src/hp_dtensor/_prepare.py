@@ -1,20 +1,23 @@
-"""What a redistribution needs besides its tensor's values, worked out once for all like calls."""
+"""The part of a redistribution that does not depend on values: plan, groups and bound steps.
+
+It is computed once for all equal calls.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._between_meshes import ConsistencyCheck, NonMember
 from ._boxes import ravel
 from ._convert import (
-    AnyPlacement,
     TensorSpec,
     TorchPartial,
     dense_spec,
@@ -27,71 +30,101 @@ from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
 from ._groups import (
     AxisGroup,
-    group_between,
     group_for,
     group_names,
+    mesh_numbers,
     number_of,
     spanned_axes,
     transfer_group,
 )
 from ._layout import Layout, ShardOrder, checked_order, reduced_layout
 from ._placements import Partial, in_tuple
-from ._planner import Plan, Spanned, make_plan
-from ._torch import (
-    as_dtensor,
-    flattened_count,
-    local_part,
-    shard_order_of,
-    spec_elsewhere,
-    spec_for,
-    spec_of,
-)
+from ._planner import Plan, make_plan
+from ._torch import dtensor_maker, group_count, local_part, spec_for, spec_parts
 from ._transfer import same_mesh
+from .collectives._c10d import TorchCollectives
+from .collectives._interface import Collectives
 from .ragged._tensor import RaggedSpec, RaggedTensor
 
 Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
 
 
-# Where a tensor goes: placements, mesh and shard order, as given. A `Layout` in place of a mesh is
-# one on whose ranks this one is not. (A class of its own would take a fifth of a call that moves
-# nothing.)
-Target: TypeAlias = tuple[Sequence[AnyPlacement] | None, DeviceMesh | Layout | None, Order]
+class PlanOptions(TypedDict, total=False):
+    """Keyword arguments that `redistribute` and `explain` share."""
+
+    shard_order: Order
+    max_bytes: int | None
+    cost: CostModel | None
+    groups: Sequence[ProcessGroup | DeviceMesh] | None
+
+
+class RunOptions(PlanOptions, total=False):
+    """Keyword arguments of `redistribute` in addition to the target and ``async_op``."""
+
+    collectives: Collectives | None
 
 
 class Options(NamedTuple):
-    """What a plan is chosen by, and the names of the groups that were given for it."""
+    """The checked `RunOptions` of one call. ``groups`` has the names of process groups."""
 
-    cost: CostModel | None = None
+    shard_order: ShardOrder | None = None
     max_bytes: int | None = None
+    cost: CostModel | None = None
     groups: tuple[str, ...] = ()
+    collectives: Collectives = TorchCollectives()
+
+    def plan_key(self) -> tuple[object, ...]:
+        """Return the options that decide about the plan."""
+        return self[:4]
 
 
 NO_OPTIONS = Options()
 
 
-def options_of(cost: CostModel | None, max_bytes: int | None, groups: object) -> Options:
-    """Return what was given to choose a plan by; raises `LayoutError` for what are no groups."""
-    return Options(cost, max_bytes, () if groups is None else group_names(groups))
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Check keyword arguments. Raises `LayoutError`, or TypeError for an unknown name."""
+    if unknown := sorted(given.keys() - set(Options._fields)):
+        raise TypeError(
+            f"unexpected keyword arguments {unknown}; use mesh, async_op, "
+            f"{', '.join(Options._fields)}"
+        )
+    checked = {name: value for name, value in given.items() if value is not None}
+    check_limits(checked.get("cost"), checked.get("max_bytes"))
+    if "shard_order" in checked:
+        checked["shard_order"] = checked_order(checked["shard_order"])
+    if "groups" in checked:
+        checked["groups"] = group_names(checked["groups"])
+    collectives = checked.get("collectives", NO_OPTIONS.collectives)
+    if isinstance(collectives, type) or not isinstance(collectives, Collectives):
+        raise LayoutError(
+            f"collectives={collectives!r} does not have the methods of Collectives; give "
+            "TorchCollectives(), or leave it out"
+        )
+    return Options(**checked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A redistribution on this rank, ready to run; the same for all like calls.
+    """A redistribution that is ready to run on this rank.
 
-    It is kept between calls, and so holds no mesh and no group.
+    It is memoized, so it refers to no tensor, mesh or process group.
 
     Attributes:
-        steps: What runs, None on a rank that takes no part.
-        local_shape: What this rank's part must have, None where it has none.
-        wrap: Makes the result of what the steps leave, on the mesh given.
-        device: Where a rank that had no part gets one.
-        unchanged: Whether the result is the input.
-        plan_back: Makes the plan of a gradient in the layout of the result.
-        first_group: Whose ranks the first step that communicates needs.
-        crosses: Whether there are two meshes.
-        check: Compares what the ranks of two meshes are about to do; None on other ranks.
-        op_text: In a graph of the compiler, what its op is told; empty elsewhere.
+        source: Layout of the input.
+        dtype: Dtype of the tensor.
+        plan: Steps of this rank.
+        steps: The same steps, bound to shapes. None if this rank takes no part.
+        local_shape: Shape that the local input must have. None if this rank has no local input.
+        wrap: Makes the result from the local result, the input and the target mesh, which is None
+            if the mesh does not change.
+        device: Device type for the local input of a rank that has none.
+        unchanged: Whether the result is the input itself.
+        backward_plan: Makes the plan of the gradient, from the target layout to the source layout.
+        first_group: Group of the first step that communicates. None if there is no such step.
+        crosses: Whether the target is on another mesh.
+        check: Compares the calls of all ranks of both meshes. None if the mesh does not change, or
+            if this rank takes no part.
     """
 
     source: Layout
@@ -99,22 +132,18 @@ class Prepared:
     plan: Plan
     steps: tuple[BoundStep, ...] | None
     local_shape: tuple[int, ...] | None
-    wrap: Callable[[Tensor, DeviceMesh | None], Distributed]
+    wrap: Callable[[Tensor, Any, DeviceMesh | None], Distributed]
     device: str
     unchanged: bool
-    plan_back: Callable[[], Plan]
-    options: Options
-    first_group: AxisGroup | None = None
-    crosses: bool = False
-    check: ConsistencyCheck | None = None
-    op_text: str = ""
+    backward_plan: Callable[[], Plan]
+    first_group: AxisGroup | None
+    crosses: bool
+    check: ConsistencyCheck | None
 
-    def check_back(self) -> None:
-        """Raise `NoPlanError` unless a gradient can come back within ``max_bytes``."""
-        if self.options.max_bytes is None:
-            return
+    def check_backward(self) -> None:
+        """Raise `NoPlanError` if the gradient has no plan within ``max_bytes``."""
         try:
-            self.plan_back()
+            self.backward_plan()
         except NoPlanError as error:
             raise NoPlanError(
                 f"the gradient needs a plan too: {error}",
@@ -123,9 +152,9 @@ class Prepared:
             ) from None
 
     def fault(self, local: Tensor | None) -> str:
-        """Say what is wrong with this rank's part, which its peers cannot see; empty if nothing.
+        """Describe why the local input does not fit the layout; return "" if it does.
 
-        None stands for the part of a `NonMember`.
+        Other ranks cannot detect this. ``local`` is None for a `NonMember`.
         """
         if self.local_shape is None or (local is not None and local.shape == self.local_shape):
             return ""
@@ -143,78 +172,64 @@ class Prepared:
             "for uneven shards"
         )
 
-    def check_local(self, local: Tensor | None) -> None:
-        """Raise `LayoutError` for a part of another shape than the layout gives it."""
-        if fault := self.fault(local):
-            raise LayoutError(fault)
 
+def prepare(x: object, placements: object, mesh: object, options: Options) -> Prepared:
+    """Return the redistribution of ``x`` to ``placements`` on ``mesh``. Communicates nothing.
 
-def prepare(x: object, target: Target, options: Options) -> Prepared:
-    """Return the redistribution of ``x``; raises what is wrong with the target.
-
-    Communicates nothing.
+    Raises all errors about the target. ``mesh`` is None to keep the mesh of ``x``.
     """
-    placements, mesh, shard_order = target
     own: DeviceMesh | None
     start: tuple[Any, ...]
-    if type(x) is not DTensor and isinstance(x, _WITHOUT_SPEC):
+    if type(x) is not DTensor and isinstance(x, _OTHER_INPUTS):
         found = tensor_spec(x)
         own, start = found.mesh, (found.layout, found.shape, found.dtype)
-        mark = hash(start)
+        # A mesh that is flattened later gains a group that a cheaper plan may use.
+        number_of_groups = 0 if own is None else group_count(own)
+        input_hash = hash(start)
     else:
-        spec = spec_of(x)
-        own, start = spec.mesh, (spec.placements, spec.tensor_meta, shard_order_of(spec))
-        mark = hash(spec)  # which it keeps; that of its placements takes a fifth of a call
-    if mesh is not None and (mesh is own or (own is not None and mesh == own)):
-        mesh = None
-    given: object = mesh
-    if given is not None and not isinstance(given, DeviceMesh | Layout):
-        held = "" if own is None else f", {_words(own, 'one')}"
-        raise MeshError(
-            f"mesh={mesh!r} is no DeviceMesh; give the target's, or, to stay on the mesh of the "
-            f"tensor{held}: leave mesh= out"
-        )
+        spec, own, order, number_of_groups = spec_parts(x)
+        start = spec.placements, spec.tensor_meta, order
+        # A spec stores its hash; hashing its placements takes a fifth of a call.
+        input_hash = hash(spec)
+    if mesh is not None:
+        if mesh is own or (own is not None and mesh == own):
+            mesh = None
+        elif not isinstance(mesh, DeviceMesh):
+            held = "" if own is None else f", one of shape {tuple(own.shape)} with axes"
+            held += "" if own is None else f" {own.mesh_dim_names}"
+            raise MeshError(
+                f"mesh={mesh!r} is no DeviceMesh; give the target's, or, to stay on the mesh of "
+                f"the tensor{held}: leave mesh= out"
+            )
     if placements is not None and type(placements) is not tuple:
         placements = in_tuple(placements)
-    if shard_order is not None:
-        shard_order = checked_order(shard_order)
-    chosen = None
-    if options is not NO_OPTIONS:
-        check_limits(options.cost, options.max_bytes)
-        chosen = options
-    # Equal meshes may have different groups: each has its own number.
-    # A mesh that is flattened later brings a group that a better plan may use.
-    number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
-    there = number_of(mesh) if mesh is not None and isinstance(mesh, DeviceMesh) else mesh
-    key = (mark, number, flat, there, placements, shard_order, chosen)
+    # Equal meshes can have different groups, so the key has the number of the mesh object.
+    number = 0 if own is None else mesh_numbers.get(id(own)) or number_of(own)
+    there = None if mesh is None else number_of(mesh)
+    chosen = None if options is NO_OPTIONS else options.plan_key()
+    key = (input_hash, number, number_of_groups, there, placements, chosen)
     try:
         kept = _prepared.get(key)
-    except TypeError:  # what has no hash is no placement, which is said below
+    except TypeError:  # An unhashable placement is invalid; `_make` raises for it.
         kept = None
     if kept is not None and kept[0] == start:
         return kept[1]
-    found = tensor_spec(x)
-    kept_spelling = None if isinstance(start[0], Layout) else start[0]
-    clean: Target = (placements, mesh, shard_order)
-    prepared = (
-        _on_one_mesh(found, clean, options, kept_spelling)
-        if mesh is None
-        else _between_meshes(found, clean, options)
-    )
+    names = None if isinstance(start[0], Layout) else start[0]
+    prepared = _make(tensor_spec(x), placements, mesh, options, names)
     for old in list(_prepared)[: max(0, len(_prepared) - _MOST_PREPARED + 1)]:
-        _prepared.pop(old, None)  # another thread may too
+        _prepared.pop(old, None)  # Another thread may have removed it.
     _prepared[key] = start, prepared
     return prepared
 
 
-_WITHOUT_SPEC = (RaggedTensor, NonMember, TensorSpec)
-# By the hash of what a tensor starts from: what that is stands beside what was prepared.
+_OTHER_INPUTS = (RaggedTensor, NonMember, TensorSpec)
+# Keys have the hash of an input's spec. The spec itself is stored with the value and compared.
 _prepared: dict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = clearable({})
 _MOST_PREPARED = 2048
 
 
 def tensor_spec(x: object) -> TensorSpec:
-    """Return the layout of ``x``; raises `LayoutError` for what is no distributed tensor."""
+    """Return the layout, mesh, shape and dtype of ``x``. Raises `LayoutError` for other objects."""
     if isinstance(x, NonMember):
         return TensorSpec(layout=x.layout, mesh=None, shape=x.shape, dtype=x.dtype)
     if isinstance(x, TensorSpec):
@@ -222,41 +237,35 @@ def tensor_spec(x: object) -> TensorSpec:
     if isinstance(x, RaggedTensor):
         held = x._spec
         return TensorSpec(layout=held.layout, mesh=held.mesh, shape=held.shape, dtype=x.dtype)
-    spec = spec_of(x)
-    return dense_spec(spec.mesh, spec.placements, spec.tensor_meta, shard_order_of(spec))
+    spec, mesh, order, _ = spec_parts(x)
+    return dense_spec(mesh, spec.placements, spec.tensor_meta, order)
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the global ranks of a mesh, row-major."""
+    """Return the global ranks of a mesh in row-major order."""
     return tuple(mesh.mesh.flatten().tolist())
 
 
 def local_of(x: Any) -> Tensor | None:
-    """Return this rank's part, complete, without autograd; None where there is none."""
+    """Return the local tensor without autograd. None for a `NonMember`."""
     if isinstance(x, DTensor):
         return local_part(x)
     return x._local if isinstance(x, RaggedTensor) else None
 
 
-def own_mesh(x: Any) -> DeviceMesh | None:
-    """Return the mesh of a tensor, None for a `NonMember`."""
-    return None if isinstance(x, NonMember) else cast(DeviceMesh, x._spec.mesh)
+def plan_for(x: Any, placements: Any, mesh: Any, options: Options) -> Plan:
+    """Return the plan of a redistribution. ``placements`` can be a `Layout` on the same mesh.
 
-
-def plan_for(x: Any, target: Any, options: Options) -> Plan:
-    """Return the plan of a redistribution, to a `Layout` in place of placements too.
-
-    Raises `MeshError` on a rank that has no part.
+    Raises `MeshError` on a rank that takes no part.
     """
-    placements, mesh, shard_order = target
     if isinstance(placements, Layout):
-        placements, shard_order = _on_own_mesh(x, placements)
-        target = placements, mesh, shard_order
+        options = options._replace(shard_order=cast(ShardOrder | None, placements.shard_order))
+        placements = _on_own_mesh(x, placements)
     try:
-        prepared = prepare(x, target, options)
+        prepared = prepare(x, placements, mesh, options)
     except TorchPartial:
-        step = torch_step(x, placements, mesh is not None and mesh != own_mesh(x))
-        plan = plan_for(step.spec, (step.then, mesh, shard_order), options)
+        step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
+        plan = plan_for(step.spec, step.then, mesh, options)
         return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
     if prepared.steps is None:
         ranks = prepared.source.ranks_in_words()
@@ -269,8 +278,8 @@ def plan_for(x: Any, target: Any, options: Options) -> Plan:
     return prepared.plan
 
 
-def _on_own_mesh(x: Distributed, target: Layout) -> tuple[Any, Any]:
-    """Return placements and shard order of a layout; raises `MeshError` for another mesh."""
+def _on_own_mesh(x: Distributed, target: Layout) -> Any:
+    """Return the placements of a layout. Raises `MeshError` if it is on another mesh than ``x``."""
     spec = tensor_spec(x)
     held = spec.layout
     if target.mesh_shape != held.mesh_shape:
@@ -284,137 +293,128 @@ def _on_own_mesh(x: Distributed, target: Layout) -> tuple[Any, Any]:
             f"the tensor is on ranks {list(ranks or ())} and the target on "
             f"{target.ranks_in_words()}; give placements and mesh="
         )
-    return target.placements, target.shard_order
+    return target.placements
 
 
-def _on_one_mesh(
+def _make(
     spec: TensorSpec,
-    target: Target,
+    placements: object,
+    mesh: DeviceMesh | None,
     options: Options,
-    spelling: tuple[theirs.Placement, ...] | None,
+    names: tuple[theirs.Placement, ...] | None,
 ) -> Prepared:
-    src, mesh = spec.layout, spec.mesh
-    dst = _target_layout(spec, target, src.mesh_shape, src.ranks)
-    coordinate = None if mesh is None else mesh.get_coordinate()
-    rank = src.rank_at((0,) * len(src.mesh_shape))
-    if coordinate is not None:
-        rank = ravel(coordinate, src.mesh_shape)
-    given = options.groups
-    groups = None if mesh is None else spanned_axes(mesh, given)
-    plan, plan_back = _plans(src, dst, spec, rank, options, groups)
-    steps = first = None
-    if mesh is not None and coordinate is not None:
-        found = step_groups(plan, lambda step: group_for(step, mesh, given))
-        steps, first = bind(plan, found), next(iter(found.values()), None)
-    return Prepared(
-        source=src,
-        dtype=spec.dtype,
-        plan=plan,
-        steps=steps,
-        local_shape=None if coordinate is None else src.local_shape(spec.shape, rank),
-        wrap=_wrap(spec, dst, mesh, mesh is not None, spelling),
-        device="cpu" if mesh is None else mesh.device_type,
-        unchanged=src == dst,
-        plan_back=plan_back,
-        options=options,
-        first_group=first,
-    )
+    """Plan a redistribution and bind its steps.
 
-
-def _between_meshes(spec: TensorSpec, target: Target, options: Options) -> Prepared:
-    src, mesh = spec.layout, target[1]
-    if spec.mesh is not None:
-        src = replace(src, ranks=ranks_of(spec.mesh))
-    if isinstance(mesh, DeviceMesh):
-        dst = _target_layout(spec, target, tuple(mesh.shape), ranks_of(mesh))
+    ``names`` are torch's placements of the input. A `Partial` that is kept keeps torch's name.
+    """
+    src, own, crosses = spec.layout, spec.mesh, mesh is not None
+    if mesh is None:
+        degrees, ranks = src.mesh_shape, src.ranks
+        coordinate = None if own is None else own.get_coordinate()
+        takes_part = coordinate is not None
+        # Ranks of a single mesh are numbered by their position in it.
+        rank = src.rank_at((0,) * len(degrees))
+        if coordinate is not None:
+            rank = ravel(coordinate, degrees)
+        groups = None if own is None else spanned_axes(own, options.groups)
     else:
-        dst = cast(Layout, mesh)
-    rank = dist.get_rank()
-    given = options.groups
-    # A rank outside a mesh knows none of its groups, and all choose alike: one axis at a time.
-    plan, plan_back = _plans(src, dst, spec, rank, options, frozenset())
-    known = mesh if isinstance(mesh, DeviceMesh) else spec.mesh
+        degrees, ranks, rank = tuple(mesh.shape), ranks_of(mesh), dist.get_rank()
+        if own is not None:
+            src = replace(src, ranks=ranks_of(own))
+        # A rank outside a mesh does not know its groups. So that all ranks choose the same plan,
+        # steps on one mesh use one axis at a time.
+        groups = frozenset[tuple[int, ...]]()
+    target = in_tuple(placements, len(degrees))
+    dst = to_layout(target, degrees, len(spec.shape), options.shard_order, ranks)
+    _check_reducible(src, dst, spec.dtype)
+    shape, itemsize = spec.shape, spec.dtype.itemsize  # The spec has a mesh, which is not kept.
+    if mesh is not None:
+        takes_part = src.holds(rank) or dst.holds(rank)
+
+    def plan_between(src: Layout, dst: Layout) -> Plan:
+        limits = options.cost, groups, options.max_bytes
+        return make_plan(src, dst, shape, rank, itemsize, *limits)
+
+    plan = plan_between(src, dst)
+    known = own if mesh is None else mesh
     device = "cpu" if known is None else known.device_type
-    steps = check = None
-    if src.holds(rank) or dst.holds(rank):
-        check = ConsistencyCheck(plan, spec.dtype, transfer_group(plan, given).find, device)
-        here = mesh if isinstance(mesh, DeviceMesh) else None
-        steps = bind(
-            plan, step_groups(plan, lambda step: group_between(step, plan, spec.mesh, here, given))
-        )
+    steps = first = check = None
+    if takes_part:
+        found = step_groups(plan, own, mesh, options.groups)
+        steps, first = bind(plan, found), next(iter(found.values()), None)
+        if crosses:
+            between = transfer_group(plan, options.groups)
+            check = ConsistencyCheck(plan, spec.dtype, between.find, device)
+    has_input = takes_part and src.holds(rank)
+    has_result = own is not None if mesh is None else dst.holds(rank)
     return Prepared(
         source=src,
         dtype=spec.dtype,
         plan=plan,
         steps=steps,
-        local_shape=src.local_shape(spec.shape, rank) if src.holds(rank) else None,
-        wrap=_wrap(spec, dst, mesh, dst.holds(rank)),
+        local_shape=src.local_shape(shape, rank) if has_input else None,
+        wrap=_wrap(spec, dst, known if has_result else None, None if crosses else names),
         device=device,
-        unchanged=False,
-        plan_back=plan_back,
-        options=options,
-        crosses=True,
+        unchanged=src == dst and not crosses,
+        backward_plan=lambda: plan_between(reduced_layout(dst), reduced_layout(src)),
+        first_group=first,
+        crosses=crosses,
         check=check,
     )
 
 
-def _plans(
-    src: Layout, dst: Layout, spec: TensorSpec, rank: int, options: Options, groups: Spanned
-) -> tuple[Plan, Callable[[], Plan]]:
-    """Return the plan, and what makes that of a gradient in the layout of the result."""
-    _check_reducible(src, dst, spec.dtype)
-    shape, itemsize = spec.shape, spec.dtype.itemsize  # the spec has a mesh, which is not kept
+def step_groups(
+    plan: Plan,
+    source: DeviceMesh | None,
+    target: DeviceMesh | None,
+    given: tuple[str, ...],
+    *,
+    create: bool = True,
+) -> dict[Step, AxisGroup]:
+    """Return the group of each step in which this rank communicates. Raises `MeshError`.
 
-    def plan(src: Layout, dst: Layout) -> Plan:
-        return make_plan(src, dst, shape, rank, itemsize, options.cost, groups, options.max_bytes)
-
-    return plan(src, dst), lambda: plan(reduced_layout(dst), reduced_layout(src))
-
-
-def step_groups(plan: Plan, find: Callable[[Step], AxisGroup]) -> dict[Step, AxisGroup]:
-    """Return the group of each step in which this rank communicates."""
+    ``source`` and ``target`` are the meshes as far as this rank knows them; ``target`` is None if
+    the mesh does not change. With ``create``, the first use of the group between two meshes creates
+    it.
+    """
+    found: dict[Step, AxisGroup] = {}
     if 0 in plan.shape:
-        return {}
-    return {
-        step: find(step)
-        for step in plan.steps
-        if step.kind != "slice" and (step.source.holds(plan.rank) or step.target.holds(plan.rank))
-    }
-
-
-def _target_layout(
-    spec: TensorSpec, target: Target, degrees: tuple[int, ...], ranks: Sequence[int] | None
-) -> Layout:
-    placements, _, shard_order = target
-    placements = in_tuple(placements, len(degrees))
-    return to_layout(placements, degrees, len(spec.shape), shard_order, ranks)
+        return found
+    for step in plan.steps:
+        takes_part = step.source.holds(plan.rank) or step.target.holds(plan.rank)
+        if step.kind == "slice" or not takes_part:
+            continue
+        if step.kind == "transfer":
+            found[step] = transfer_group(plan, given, None if create else source)
+        else:
+            mesh = source if target is None or same_mesh(step.source, plan.source) else target
+            found[step] = group_for(step, cast(DeviceMesh, mesh), given)
+    return found
 
 
 def _wrap(
     spec: TensorSpec,
     dst: Layout,
-    mesh: DeviceMesh | Layout | None,
-    here: bool,
-    spelling: tuple[theirs.Placement, ...] | None = None,
-) -> Callable[[Tensor, DeviceMesh | None], Distributed]:
-    """Return what makes the result of this rank's part on a mesh equal to ``mesh``."""
-    if not here or not isinstance(mesh, DeviceMesh):
+    mesh: DeviceMesh | None,
+    names: tuple[theirs.Placement, ...] | None,
+) -> Callable[[Tensor, Any, DeviceMesh | None], Distributed]:
+    """Return `Prepared.wrap`. ``mesh`` is the target mesh, None if this rank has no result."""
+    if mesh is None:
         absent = NonMember(dst, spec.shape, spec.dtype)
-        return lambda local, mesh: absent
+        return lambda local, x, mesh: absent
     if dst.ragged is not None:
         layout = replace(dst, ranks=None)
         ragged = RaggedSpec(mesh=mesh, layout=layout, shape=spec.shape).on(None)
-        return lambda local, mesh: RaggedTensor(local, ragged.on(mesh))
+        return lambda local, x, mesh: RaggedTensor(local, ragged.on(mesh or x.device_mesh))
     placements = list(to_torch(dst))
     for axis, placement in enumerate(dst.placements):
-        if isinstance(placement, Partial) and spelling is not None:
-            placements[axis] = spelling[axis]  # it stays, under the name that it has
-    spec_on = spec_elsewhere(spec_for(mesh, tuple(placements), spec.shape, spec.dtype))
-    return lambda local, mesh: as_dtensor(local, spec_on(cast(DeviceMesh, mesh)))
+        if isinstance(placement, Partial) and names is not None:
+            placements[axis] = names[axis]
+    return dtensor_maker(spec_for(mesh, tuple(placements), spec.shape, spec.dtype))
 
 
 def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
-    """Raise `LayoutError` where partial values are reduced as their dtype cannot be."""
+    """Raise `LayoutError` if partial values need a reduction that their dtype does not support."""
     one_mesh = same_mesh(src, dst)
     for axis, placement in enumerate(src.placements):
         if not isinstance(placement, Partial) or src.mesh_shape[axis] == 1:
@@ -431,7 +431,3 @@ def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
             f"{placement} on mesh axis {axis} of a tensor of {dtype}, which does not support this "
             f"reduction; {legal}"
         )
-
-
-def _words(mesh: DeviceMesh, noun: str = "a mesh") -> str:
-    return f"{noun} of shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}"

@@ -54,10 +54,7 @@ def writes_into(*tensors: Tensor | None) -> int:
 
 
 def spec_of(x: object) -> Spec:
-    """Return what torch keeps of a DTensor besides its values; it keeps its own hash.
-
-    Raises `LayoutError` for anything else, at no cost where nothing is wrong.
-    """
+    """Return the ``DTensorSpec`` of a DTensor. Raises `LayoutError` if ``x`` has none."""
     try:
         return cast(DTensor, x)._spec
     except AttributeError:
@@ -66,6 +63,16 @@ def spec_of(x: object) -> Spec:
             "make one with torch.distributed.tensor.distribute_tensor, or plan between layouts "
             "with explain(Layout(...), ..., shape=...)"
         ) from None
+
+
+def spec_parts(x: object) -> tuple[Spec, DeviceMesh, Any, int]:
+    """Return a DTensor's spec, its mesh, its shard order, and `group_count` of the mesh."""
+    spec = spec_of(x)
+    mesh = spec.mesh
+    # ``DeviceMesh._root_mesh`` (2.11 to 2.13) is None for a root mesh.
+    root = (mesh._root_mesh or mesh).__dict__
+    count = len(root["_flatten_mapping"]) + len(root.get("_alias_groups", ()))
+    return spec, mesh, getattr(spec, "shard_order", None), count
 
 
 def shard_order_of(spec: Spec) -> Any:
@@ -91,30 +98,27 @@ def spec_for(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def spec_elsewhere(spec: Spec) -> Callable[[DeviceMesh], Spec]:
-    """Return what makes an equal spec on an equal mesh, and keeps no mesh.
+def dtensor_maker(spec: Spec) -> Callable[[Tensor, Any, DeviceMesh | None], DTensor]:
+    """Return a function ``make(local, x, mesh)`` that wraps local tensors as DTensors.
 
-    ``DTensorSpec`` is a dataclass that works out an order of shards and later keeps its hash (2.11
-    to 2.13); a copy of its fields takes a fiftieth of the time of the constructor.
+    The DTensors have ``spec``, but are on ``mesh``, or on the mesh of ``x`` if ``mesh`` is None.
+    Both have to be equal to the mesh of ``spec``, to which the function keeps no reference.
+    Autograd records nothing.
+
+    ``DTensor.from_local`` is the public way; it goes through autograd at 5 times the host time.
+    ``DTensorSpec`` computes a shard order and a hash (2.11 to 2.13); copying its fields takes a
+    fiftieth of the time of its constructor.
     """
     hash(spec)
     fields = {name: value for name, value in vars(spec).items() if name != "mesh"}
 
-    def on(mesh: DeviceMesh) -> Spec:
+    def make(local: Tensor, x: Any, mesh: DeviceMesh | None) -> DTensor:
         made = object.__new__(DTensorSpec)
-        vars(made).update(fields, mesh=mesh)
-        return made
+        vars(made).update(fields, mesh=x._spec.mesh if mesh is None else mesh)
+        # ``DTensor.__init__`` only excludes the compiler, which takes longer than all else here.
+        return DTensor.__new__(DTensor, local, made, requires_grad=False)
 
-    return on
-
-
-def as_dtensor(local: Tensor, spec: Spec) -> DTensor:
-    """Return ``local`` as a DTensor, without autograd.
-
-    ``DTensor.from_local`` is the public way; it goes through autograd at 5 times the host time.
-    ``DTensor.__init__`` does nothing but keep the compiler out, which takes longer than the rest.
-    """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return make
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -146,13 +150,9 @@ def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(told.values())
 
 
-def flattened_count(mesh: DeviceMesh) -> int:
-    """Return how many groups `flattened_meshes` and `alias_groups` give, at less cost.
-
-    ``DeviceMesh._root_mesh`` (2.11 to 2.13) is None for a root.
-    """
-    root = (mesh._root_mesh or mesh).__dict__
-    return len(root["_flatten_mapping"]) + len(root.get("_alias_groups", ()))
+def group_count(mesh: DeviceMesh) -> int:
+    """Return the number of groups of `flattened_meshes` and `alias_groups`."""
+    return len(flattened_meshes(mesh)) + len(alias_groups(mesh))
 
 
 def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
@@ -248,16 +248,9 @@ def group_name(group: Any) -> str:
     return str(group.group_name)
 
 
-_resolve: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
-
-
-def resolve_group(name: str) -> ProcessGroup:
-    """Return the group of a name.
-
-    ``distributed_c10d._resolve_process_group`` (seen in 2.13), by which the groups of functional
-    collectives are found in a graph; no public name.
-    """
-    return _resolve(name)
+# Returns the process group with a name. Functional collectives find their groups in this way. Seen
+# in torch 2.11 to 2.13; there is no public name.
+resolve_group: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
 
 
 def registered_group(name: str) -> ProcessGroup | None:

@@ -1,0 +1,85 @@
+"""`explain`: the plan of a redistribution, for tensors and for layouts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ._errors import LayoutError, MeshError
+from ._layout import Layout
+from ._planner import Plan, explain_layouts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ._prepare import Distributed, PlanOptions
+
+
+def explain(
+    x: "Distributed | Layout",
+    placements: "Sequence[Any] | Layout | None" = None,
+    *,
+    mesh: "DeviceMesh | None" = None,
+    shape: Sequence[int] | None = None,
+    rank: int | None = None,
+    itemsize: int | None = None,
+    **options: "Unpack[PlanOptions]",
+) -> Plan:
+    """Return the plan that `redistribute` would carry out. Communicates nothing.
+
+    ``print(plan)`` lists the steps with their bytes, peak memory and time.
+
+    Args:
+        x: A DTensor, a `RaggedTensor` or a `NonMember`: the plan uses the process groups that
+            exist. Or a `Layout`: the plan assumes a process group for every set of axes, and torch
+            is not needed.
+        placements: Target placements, as in `redistribute`; or a `Layout`, which may be on another
+            mesh if ``x`` is a `Layout` too.
+        mesh: Target mesh of a tensor. Not allowed with a `Layout`.
+        shape: Global shape. Required for a `Layout`, not allowed for a tensor.
+        rank: Global rank of the plan, for a `Layout` only. Defaults to 0.
+        itemsize: Bytes per element, for a `Layout` only. Defaults to 4.
+        **options: ``shard_order``, ``max_bytes``, ``cost`` and ``groups``, as in `redistribute`.
+            ``shard_order`` is not allowed if ``placements`` is a `Layout`, ``groups`` not if ``x``
+            is a `Layout`.
+
+    Returns:
+        The plan of this rank, or of ``rank``. Its attributes are ``steps``, ``bytes_received``
+        (payload from other ranks), ``step_bytes`` (the payload of each step), ``peak_bytes``
+        (memory), ``time`` (seconds by the cost model), ``why`` (how many plans were compared) and
+        ``note`` (a process group that would allow a faster plan, or empty).
+
+    Raises:
+        LayoutError: `redistribute` does not support this change; ``shape`` is missing; or an
+            argument is not allowed for this kind of ``x``.
+        MeshError: ``rank`` is in neither mesh; ``mesh`` is given with a `Layout`; or a required
+            process group does not exist.
+        NoPlanError: Every plan needs more than ``max_bytes``.
+
+    Examples:
+        >>> plan = explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024))
+        >>> [step.kind for step in plan.steps], plan.bytes_received
+        (['all_gather'], 3670016)
+    """
+    for layout in (x, placements):
+        if mesh is not None and isinstance(layout, Layout):
+            raise MeshError(
+                f"mesh={mesh!r} beside a Layout, which has its own mesh of shape "
+                f"{layout.mesh_shape}; leave mesh= out"
+            )
+    shard_order = options.get("shard_order")
+    if shard_order is not None and isinstance(placements, Layout):
+        raise LayoutError(
+            f"shard_order={shard_order!r} beside the Layout {placements}, which has its own; leave "
+            "shard_order= out"
+        )
+    if isinstance(x, Layout):
+        return explain_layouts(x, placements, shape=shape, rank=rank, itemsize=itemsize, **options)
+    from ._prepare import options_of, plan_for  # They need torch; plans between layouts do not.
+
+    plan = plan_for(x, placements, mesh, options_of(options))
+    if not (shape is None and rank is None and itemsize is None):
+        raise LayoutError(
+            f"shape={shape!r}, rank={rank!r} and itemsize={itemsize!r} beside a tensor, which "
+            "has its own, of which this is the plan on this rank; leave them out, or give a "
+            "Layout in its place"
+        )
+    return plan

@@ -1,0 +1,209 @@
+"""Run a redistribution: local tensors in and out, autograd, and results that are pending."""
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ._between_meshes import NO_GRADIENT, ConsistencyCheck
+from ._convert import TorchPartial, torch_step
+from ._errors import LayoutError, UnsupportedError
+from ._execute import start
+from ._layout import ShardOrder, reduced_layout
+from ._prepare import Distributed, Options, Prepared, local_of, prepare
+from ._torch import local_part, writes_into
+from .collectives._c10d import TorchCollectives
+from .collectives._checked import checking
+
+Result = TypeVar("Result", bound=Distributed)
+Finish = Callable[[], Tensor]
+
+
+class Prepare(Protocol):
+    """The function that prepares a call: `prepare`, or its variant for compiled functions."""
+
+    def __call__(self, x: Any, placements: Any, mesh: Any, options: Options, /) -> Prepared: ...
+
+
+class Pending(Generic[Result]):
+    """Handle of a redistribution in flight."""
+
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        self._finish = finish
+        self._done = False
+        self._error: BaseException | None = None
+
+    def wait(self) -> Result:
+        """Return the result, ready for use on the caller's stream. Can be called again.
+
+        Do not write to the input before this method returns. If a collective fails, the later steps
+        are not started, and every call raises the first error.
+
+        Raises:
+            RuntimeError: The input was written to in place while it was being sent.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._done:
+            try:
+                self._result = self._finish()
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                del self._finish  # It holds the buffers of the last collective.
+            self._done = True
+        return self._result
+
+
+def run(
+    x: Distributed,
+    placements: Any,
+    mesh: Any,
+    options: Options,
+    async_op: bool = False,
+    prepare: Prepare = prepare,
+) -> Distributed | Pending[Any]:
+    """Redistribute ``x``, as `redistribute` documents it."""
+    try:
+        prepared = prepare(x, placements, mesh, options)
+    except TorchPartial:
+        return _run_after_torch(x, placements, mesh, options, async_op, prepare)
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if prepared.unchanged and not recorded:
+        return Pending(lambda: x) if async_op else x
+    if not prepared.crosses:
+        mesh = None
+        if recorded and options.max_bytes is not None:
+            prepared.check_backward()
+    elif recorded and prepared.check is None:
+        raise UnsupportedError(NO_GRADIENT)
+    compare = None
+    if prepared.check is not None:
+        compare = _compare(prepared.check, prepared.fault(local_of(x)), recorded, async_op)
+    if async_op:
+        return _pending(x, mesh, prepared, options, recorded, prepare, compare)
+    if recorded:
+        return _record(x, prepared, options, prepare, None)
+    return prepared.wrap(_start(x, prepared, options)(), x, mesh)
+
+
+def _run_after_torch(
+    x: Any, placements: Any, mesh: Any, options: Options, async_op: bool, prepare: Prepare
+) -> Distributed | Pending[Any]:
+    """Redistribute a tensor with partial values that only torch can reduce."""
+    step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
+    # Errors about the rest are raised before torch communicates.
+    prepare(step.spec, step.then, mesh, options)
+    y = step.run(cast(DTensor, x))
+    if step.whole:
+        return Pending(lambda: y) if async_op else y
+    return run(y, step.then, mesh, options, async_op, prepare)
+
+
+def _compare(
+    check: ConsistencyCheck, fault: str, recorded: bool, async_op: bool
+) -> Callable[[], None] | None:
+    """Compare the calls of the ranks of two meshes. Return the rest of the comparison, if any.
+
+    If an earlier call with the same plan passed, an asynchronous call does not wait for the other
+    ranks here.
+    """
+    finish = check.start(fault, recorded)
+    if async_op and check.has_passed and not (fault or recorded):
+        return finish
+    finish()
+    return None
+
+
+def _pending(
+    x: Distributed,
+    mesh: Any,
+    prepared: Prepared,
+    options: Options,
+    recorded: bool,
+    prepare: Prepare,
+    compare: Callable[[], None] | None,
+) -> Pending[Distributed]:
+    """Start the first step. The handle finishes the other steps, and records them if needed."""
+    local = local_of(x)
+    sent = (cast(Tensor, x), local) if local is not None and prepared.steps else ()
+    before = writes_into(*sent)
+    finish = _start(x, prepared, options)
+
+    def wait() -> Distributed:
+        if compare is not None:
+            compare()
+        with torch.set_grad_enabled(recorded):
+            if recorded:
+                result = _record(x, prepared, options, prepare, finish)
+            else:
+                result = prepared.wrap(finish(), x, mesh)
+        # Some steps send the memory of x, others a copy; users get one rule for all.
+        if writes_into(*sent) != before:
+            raise RuntimeError(
+                "a tensor was written into between redistribute(x, async_op=True) and wait(), "
+                "while it was being sent, so that the result may hold any of both; write into x "
+                "after wait(), or give redistribute a copy"
+            )
+        return result
+
+    return Pending(wait)
+
+
+def _start(x: Distributed, prepared: Prepared, options: Options) -> Finish:
+    """Start the first step on the local tensor. Return the function that finishes all steps."""
+    local = local_part(x) if type(x) is DTensor else local_of(x)
+    collectives, plan = options.collectives, prepared.plan
+    fault = prepared.fault(local) if local is None or local.shape != prepared.local_shape else ""
+    checked = None if type(collectives) is TorchCollectives else checking(collectives)
+    if checked is not None and prepared.first_group is not None and not prepared.crosses:
+        checked.check(
+            prepared.first_group.find(),
+            "redistribute",
+            f"{prepared.dtype} of shape {list(plan.shape)} from {plan.source} to {plan.target}",
+            fault=fault,
+        )
+    if fault:
+        raise LayoutError(fault)
+    if local is None or (prepared.local_shape is None and prepared.steps is not None):
+        local = torch.empty(0, dtype=prepared.dtype, device=prepared.device)
+    if prepared.steps is None:
+        held = local
+        return lambda: held
+    return start(prepared.steps, local, collectives)
+
+
+def _record(
+    x: Distributed, prepared: Prepared, options: Options, prepare: Prepare, finish: Finish | None
+) -> Distributed:
+    arguments = x, prepared, options, prepare, finish
+    result: Distributed = _Redistribute.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Redistribute(torch.autograd.Function):
+    """A redistribution on one mesh. Backward redistributes the gradient to the input's layout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Any,
+        prepared: Prepared,
+        options: Options,
+        prepare: Prepare,
+        finish: Finish | None,
+    ) -> Any:
+        layout = reduced_layout(prepared.source)
+        order = cast(ShardOrder | None, layout.shard_order)
+        ctx.back = layout.placements, options._replace(shard_order=order), prepare
+        local = (_start(x, prepared, options) if finish is None else finish)()
+        return prepared.wrap(local, x, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        placements, options, prepare = ctx.back
+        back = run(grads[0], placements, None, options, prepare=prepare)
+        return back, None, None, None, None
