@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ class NonMember:
     layout: Layout
     shape: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: ClassVar[bool] = False  # Gradients do not pass between meshes.
 
     def __post_init__(self) -> None:
         if not isinstance(cast(object, self.layout), Layout):

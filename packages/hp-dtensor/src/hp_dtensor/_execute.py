@@ -1,4 +1,4 @@
-"""A plan's steps on one rank's part of a tensor: what is cut out, sent, and put together."""
+"""The steps of a plan, bound to shapes and groups: pack, communicate, unpack."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +18,23 @@ from ._torch import counts_messages
 from ._transfer import Transfer, plan_transfer
 from .collectives._interface import Collectives, ReduceOp
 
+# Waits for the collective of a step and returns the local result.
 Finish: TypeAlias = Callable[[], Tensor]
-# Starts a step's collective, or does a step that needs none.
+# Starts the collective of a step on a local tensor, or returns the result of a step without one.
 BoundStep: TypeAlias = Callable[[Tensor, Collectives], Finish | Tensor]
 Shape: TypeAlias = tuple[int, ...]
 Change: TypeAlias = Callable[[Tensor], Tensor]
-Cut: TypeAlias = tuple[tuple[int, int, int], ...]  # (dim, start, length) where not everything
-Pieces: TypeAlias = list[tuple[int, Box]]  # (group index of the peer, global box)
+# Arguments of Tensor.narrow: (dim, start, length) for each dim that is narrowed.
+Narrow: TypeAlias = tuple[tuple[int, int, int], ...]
+# Pairs (index of the peer in the group, global box).
+Pieces: TypeAlias = list[tuple[int, Box]]
 
 
 def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
-    """Return the steps of a plan that its rank takes part in, ready to run.
+    """Return the steps in which the plan's rank takes part, ready to run.
 
-    All that follows from shapes is worked out here. ``groups`` has the group of each step that
-    communicates. What is returned keeps no tensor and no process group.
+    Everything that depends on shapes only is computed here. ``groups`` has the group of each step
+    that communicates. The bound steps keep no tensor and no process group.
     """
     rank = plan.rank
     steps = [
@@ -39,7 +42,7 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
         for step in plan.steps
         if step.source.holds(rank) or step.target.holds(rank)
     ]
-    # Plans take an axis of degree one as replicated, where ragged runs would flatten dims.
+    # Plans treat an axis with one rank as replicated. A RaggedShard on it flattens dims.
     source, target = replicated(plan.source), replicated(plan.target)
     if plan.source.ragged != source.ragged and source.holds(rank):
         steps.insert(0, _viewed(source.local_shape(plan.shape, rank)))
@@ -49,14 +52,14 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
 
 
 def start(steps: Sequence[BoundStep], local: Tensor, collectives: Collectives) -> Finish:
-    """Start the first collective and return what finishes the steps and gives the result.
+    """Start the first collective. Return a function that finishes all steps.
 
-    The result shares memory with ``local`` only if there are no steps. Until the end ``local``
-    must stay untouched.
+    The result shares memory with ``local`` only if there are no steps. Do not write to ``local``
+    before the returned function returns.
     """
-    # What is sent are bytes: they must be those of the values, not of their conjugates.
+    # Bytes are sent, so lazy conjugation and negation have to be carried out first.
     result = local.detach().resolve_conj().resolve_neg()
-    del local  # what later steps start from is not kept beside what they make
+    del local  # Later steps must not keep the memory of their inputs alive.
     for number, step in enumerate(steps, 1):
         started = step(result, collectives)
         if isinstance(started, Tensor):
@@ -82,29 +85,21 @@ def _viewed(shape: tuple[int, ...]) -> BoundStep:
 
 
 def _empty(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
-    """Return what makes the rank's part of a tensor without elements."""
+    """Return a step for a tensor without elements."""
     result = step.target.local_shape(shape, rank) if step.target.holds(rank) else (0,)
     return lambda x, collectives: x.new_empty(result)
 
 
 def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
-    """Return what copies the part to keep."""
+    """Return a step that copies a part of the local tensor."""
     coordinate = step.source.coordinate(rank)
     held = LocalView(step.source, shape, coordinate)
     kept = LocalView(step.target, shape, coordinate)
     if kept.box is not None and held.box is not None:
         look = held.view(kept.box)
         return lambda x, collectives: look(x).clone(memory_format=torch.contiguous_format)
-    local = plan_transfer(step.source, step.target, shape, rank).local
-    views = [(held.view(box), kept.view(box)) for box in local]
-
-    def copy(x: Tensor, collectives: Collectives) -> Tensor:
-        out = x.new_empty(kept.shape)
-        for here, there in views:
-            there(out).copy_(here(x))
-        return out
-
-    return copy
+    copy_own = _own_copier(plan_transfer(step.source, step.target, shape, rank).local, held, kept)
+    return lambda x, collectives: copy_own(x)
 
 
 def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
@@ -196,15 +191,16 @@ def _scatter_by_all_to_all(step: Step, group: AxisGroup) -> BoundStep:
 
 
 def _sharded_dims(step: Step) -> tuple[int, int]:
-    """Return the dims that the step's axes shard before and after; -1 where they shard none."""
+    """Return the dims that the axes of a step shard in its source and in its target; -1 if none."""
     old, new = (layout.placements[step.axes[0]] for layout in (step.source, step.target))
     return old.dim if isinstance(old, Shard) else -1, new.dim if isinstance(new, Shard) else -1
 
 
 def _reduction(step: Step) -> tuple[ReduceOp, int]:
-    """Return the reduction, and by how many terms the result is then to be divided.
+    """Return the reduction of a step, and a number by which its result has to be divided.
 
-    Averages over some of the axes and sums over the others are one sum.
+    If some axes average and others sum, the reduction is a sum, and the number is the number of
+    ranks of the averaging axes. Otherwise the number is 1.
     """
     found: dict[ReduceOp, int] = {}
     for axis in step.axes:
@@ -230,10 +226,10 @@ _REDUCTIONS: dict[ReduceOp, Change] = {
 
 
 def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return what carries out a direct step: pack, one all-to-all, unpack.
+    """Return a direct step: pack, one all-to-all with sizes in elements, unpack.
 
-    Splits are in elements, pieces in group order. The rank's own piece travels along where what
-    arrives is then the result itself, or one copy away from it.
+    If the received buffer is then the result itself, or one copy away from it, the rank also sends
+    itself its own piece. Otherwise it copies its own piece while the all-to-all runs.
     """
     transfer, held, needed = _moved(step, shape, rank)
     mine = _index(step, group, rank)
@@ -247,16 +243,14 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
     splits = _splits(sends, group.size), _splits(receives, group.size)
     pack = packer([box for _, box in sends], held.box, held.view)
     unpack = unpacker([box for _, box in receives], needed.view)
-    own = [(held.view(box), needed.view(box)) for _, box in kept]
-    find, result = group.find, needed.shape
+    copy_own = _own_copier([box for _, box in kept], held, needed)
+    find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         work = collectives.all_to_all(find(), pack(x), *splits)
         if arranged is not None:
             return lambda: arranged(work.wait()[0])
-        out = x.new_empty(result)
-        for here, there in own:
-            there(out).copy_(here(x))
+        out = copy_own(x)
 
         def finish() -> Tensor:
             unpack(work.wait()[0], out)
@@ -268,32 +262,29 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
 
 
 def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return what carries out a transfer: one message to and from each peer, over ``group``.
+    """Return a transfer: at most one message to each peer and one from each peer.
 
-    A rank that is not in the source's mesh gives an empty tensor, one that is not in the target's
-    gets one.
+    The local tensor of a rank outside the source mesh is empty, and so is the result of a rank
+    outside the target mesh.
     """
     transfer, held, needed = _moved(step, shape, rank)
     outgoing = _messages([(_index(step, group, peer), box) for peer, box in transfer.sends])
     incoming = _messages([(_index(step, group, peer), box) for peer, box in transfer.recvs])
-    # Peers that get the same boxes are sent the same buffer.
+    # Peers that receive the same boxes share one buffer.
     parts = list(dict.fromkeys(outgoing.values()))
     sizes = [_size(boxes) for boxes in parts]
     pack = packer([box for boxes in parts for box in boxes], held.box, held.view)
     arrive = [_size(boxes) for boxes in incoming.values()]
     unpack = unpacker([box for boxes in incoming.values() for box in boxes], needed.view)
-    own = [(held.view(box), needed.view(box)) for box in transfer.local]
-    find, result = group.find, needed.shape
-    # Ranks send different numbers of messages, but all of them make this one call.
+    copy_own, find = _own_copier(transfer.local, held, needed), group.find
+    # An all-to-all, for groups that require the same calls on all ranks.
     in_one_call = _direct(step, shape, rank, group)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish | Tensor:
         axis = find()
         if counts_messages(axis.group, x.device):
             return in_one_call(x, collectives)
-        out = x.new_empty(result)
-        for here, there in own:
-            there(out).copy_(here(x))
+        out = copy_own(x)
         if not outgoing and not incoming:
             return out
         packed = dict(zip(parts, pack(x).split(sizes) if parts else (), strict=True))
@@ -314,10 +305,23 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
     return begin
 
 
+def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") -> Change:
+    """Return a function that copies the boxes that a rank keeps into a new local result."""
+    views = [(held.view(box), needed.view(box)) for box in boxes]
+
+    def copy(x: Tensor) -> Tensor:
+        out = x.new_empty(needed.shape)
+        for source, target in views:
+            target(out).copy_(source(x))
+        return out
+
+    return copy
+
+
 def _moved(
     step: Step, shape: tuple[int, ...], rank: int
 ) -> "tuple[Transfer, LocalView, LocalView]":
-    """Return what a rank sends, receives and keeps in a step, and its part before and after."""
+    """Return the messages of a rank in a step, and its local tensor before and after the step."""
     held, needed = (
         LocalView(layout, shape, layout.coordinate(rank) if layout.holds(rank) else None)
         for layout in (step.source, step.target)
@@ -335,7 +339,10 @@ def _index(step: Step, group: AxisGroup, rank: int) -> int:
 
 
 def _arranged(arriving: Sequence[Box], needed: "LocalView") -> Change | None:
-    """Return what makes the result of all pieces in a row; None if they are to be placed singly."""
+    """Return a function from the received buffer to the result.
+
+    Returns None if no view and no single concatenation does it.
+    """
     if needed.box is None:
         return None
     if fills(arriving, needed.box):
@@ -352,7 +359,7 @@ def _splits(pieces: Pieces, size: int) -> list[int]:
 
 
 def _messages(pieces: Pieces) -> dict[int, tuple[Box, ...]]:
-    """Return the boxes that go to or come from each peer; in ascending order."""
+    """Group boxes by peer, in ascending order of peers."""
     return {
         peer: tuple(box for _, box in group)
         for peer, group in groupby(sorted(pieces), key=lambda piece: piece[0])
@@ -374,10 +381,14 @@ _BINDERS = {
 
 
 class LocalView:
-    """What one position of a layout holds, and how to look at a part of it.
+    """The local tensor at a coordinate of a layout, and views of boxes in it.
 
-    ``box`` is the one box that it holds, perhaps empty; None where it may hold several. Outside of
-    the mesh, without a coordinate, it is nothing.
+    Without a coordinate, which stands for a rank outside the mesh, it is empty.
+
+    Attributes:
+        shape: Shape of the local tensor.
+        box: The global box that the local tensor covers, which can be empty. None if the local
+            tensor can cover several boxes.
     """
 
     def __init__(
@@ -391,7 +402,8 @@ class LocalView:
             self.box = layout.box_at(shape, coordinate)
         self._leading = 0
         self._runs: list[tuple[Box, int]] = []
-        self._ranges: list[list[tuple[int, int, int]]] = []  # (start, stop, place) for each dim
+        # For each dim (start, stop, offset): global range, and its offset in the local tensor.
+        self._ranges: list[list[tuple[int, int, int]]] = []
         lengths = []
         for ranges in layout.intervals_at(shape, coordinate):
             placed, place = [], 0
@@ -417,13 +429,13 @@ class LocalView:
             place += volume(box)
 
     def view(self, box: Box) -> Change:
-        """Return what takes ``box``, a part of one that is held, out of the local tensor, shared.
+        """Return a function from the local tensor to its view of ``box``.
 
-        The view has the lengths of the box.
+        ``box`` has to lie within one box of the local tensor. The view has the lengths of ``box``.
         """
         if self.box is not None:
-            cut = within(box, self.box)
-            return lambda x: taken(x, cut)
+            part = within(box, self.box)
+            return lambda x: narrowed(x, part)
         moved = 1 - self._leading if self._leading else 0
         cuts = []
         for dim in range(self._leading, len(box)):
@@ -433,14 +445,14 @@ class LocalView:
             )
             cuts.append((dim + moved, place + lo - start, hi - lo))
         if not self._leading:
-            return lambda x: taken(x, tuple(cuts))
+            return lambda x: narrowed(x, tuple(cuts))
         lead = box[: self._leading]
         run, first = next((run, place) for run, place in self._runs if _inside(lead, run))
         lengths, count, inner = extent(run), volume(run), within(lead, run)
 
         def look(x: Tensor) -> Tensor:
-            rows = taken(x, tuple(cuts)).narrow(0, first, count)
-            return taken(rows.view(*lengths, *rows.shape[1:]), inner)
+            rows = narrowed(x, tuple(cuts)).narrow(0, first, count)
+            return narrowed(rows.view(*lengths, *rows.shape[1:]), inner)
 
         return look
 
@@ -452,10 +464,11 @@ def _inside(box: Box, frame: Box) -> bool:
 
 
 def splitter(shape: Shape, dim: int, parts: int, order: Sequence[int] | None = None) -> Change:
-    """Return what lays the equal parts of ``dim`` of a tensor of ``shape`` one after another.
+    """Return a function that splits ``dim`` of a tensor into equal parts and stacks the parts.
 
-    ``order`` says which part comes when, if not one after another. The result is contiguous,
-    ``[parts, ...]``; for the first dim in order that is the tensor itself.
+    The result is contiguous, ``[parts, ...]``. For dim 0 without ``order``, the parts are not
+    stacked, because the tensor itself already has their elements in order. ``order[i]`` is the part
+    at position ``i`` of the stack; None means ascending order.
     """
     if order is not None:
 
@@ -472,9 +485,9 @@ def splitter(shape: Shape, dim: int, parts: int, order: Sequence[int] | None = N
 
 
 def concatenator(part: Shape, dim: int, parts: int, order: Sequence[int] | None = None) -> Change:
-    """Return what lays contiguous parts of shape ``part`` end to end along ``dim``.
+    """Return the inverse of `splitter`: a function that concatenates stacked parts along ``dim``.
 
-    It undoes `splitter` with the same ``order`` and takes the parts in any shape.
+    ``part`` is the shape of one part. The argument can have any shape with as many elements.
     """
     stacked = (parts, *part)
     if order is not None:
@@ -488,9 +501,10 @@ def concatenator(part: Shape, dim: int, parts: int, order: Sequence[int] | None 
 
 
 def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change]) -> Change:
-    """Return what packs boxes of a tensor into one flat buffer.
+    """Return a function that packs boxes of a local tensor into one flat buffer.
 
-    ``view`` takes a box out of the tensor, which covers the box ``frame``, or several if None.
+    ``frame`` is the box that the tensor covers, or None if it covers several boxes. ``view(box)``
+    returns a function from the tensor to its view of the box.
     """
     if frame is not None and fills(boxes, frame):
         return lambda x: x.reshape(-1)
@@ -502,7 +516,7 @@ def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change
     if not views:
         return lambda x: x.new_empty(0)
     if len(set(shapes)) == 1:
-        # Stacking copies once; flattening pieces before they are joined would copy twice.
+        # Stacking copies once. Flattening the pieces before concatenating them copies twice.
         return lambda x: torch.stack([look(x) for look in views]).view(-1)
     sizes = [math.prod(shape) for shape in shapes]
 
@@ -518,7 +532,7 @@ def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change
 def unpacker(
     boxes: Sequence[Box], view: Callable[[Box], Change]
 ) -> Callable[[Tensor, Tensor], None]:
-    """Return what writes a flat buffer of the boxes into a tensor of which ``view`` takes them."""
+    """Return a function that copies a flat buffer of boxes into a local tensor; see `packer`."""
     views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
     sizes = [math.prod(shape) for shape in shapes]
@@ -530,15 +544,15 @@ def unpacker(
     return unpack if boxes else lambda buffer, out: None
 
 
-def taken(x: Tensor, cut: Cut) -> Tensor:
-    """Return the part of ``x`` that a cut says, sharing memory."""
-    for dim, start, length in cut:
+def narrowed(x: Tensor, arguments: Narrow) -> Tensor:
+    """Return a view of ``x`` that is narrowed in several dims."""
+    for dim, start, length in arguments:
         x = x.narrow(dim, start, length)
     return x
 
 
-def within(box: Box, frame: Box) -> Cut:
-    """Return how to cut ``box`` out of a tensor that covers ``frame``."""
+def within(box: Box, frame: Box) -> Narrow:
+    """Return how to narrow a tensor that covers ``frame`` to ``box``."""
     return tuple(
         (dim, lo - start, hi - lo)
         for dim, ((lo, hi), (start, end)) in enumerate(zip(box, frame, strict=True))
@@ -547,17 +561,17 @@ def within(box: Box, frame: Box) -> Cut:
 
 
 def fills(boxes: Sequence[Box], frame: Box) -> bool:
-    """Return whether the boxes, in order, lie one after another in a tensor that is the frame."""
-    place = 0
+    """Return whether the boxes, in order, have all elements of ``frame`` in row-major order."""
+    offset = 0
     for box in boxes:
-        if place_in(frame, [lo for lo, _ in box]) != place or not _is_run(box, frame):
+        if place_in(frame, [lo for lo, _ in box]) != offset or not _is_contiguous(box, frame):
             return False
-        place += volume(box)
-    return bool(boxes) and bool(frame) and place == volume(frame)
+        offset += volume(box)
+    return bool(boxes) and bool(frame) and offset == volume(frame)
 
 
 def equal_parts(boxes: Sequence[Box], frame: Box) -> int | None:
-    """Return the dim of which the boxes, in order, are all the parts, of one length; or None."""
+    """Return the dim along which ``frame``, split equally, gives the boxes in order; else None."""
     for dim in range(len(frame)):
         lengths = {box[dim][1] - box[dim][0] for box in boxes}
         if len(lengths) == 1 and _consecutive(boxes, frame, dim):
@@ -574,8 +588,8 @@ def _consecutive(boxes: Sequence[Box], frame: Box, dim: int) -> bool:
     return position == frame[dim][1]
 
 
-def _is_run(box: Box, frame: Box) -> bool:
-    """Return whether the elements of ``box`` lie one after another in a tensor of ``frame``."""
+def _is_contiguous(box: Box, frame: Box) -> bool:
+    """Return whether the elements of ``box`` are contiguous in a tensor that covers ``frame``."""
     whole = True
     for interval, full in zip(reversed(box), reversed(frame), strict=True):
         if not whole and interval[1] - interval[0] != 1:
