@@ -21,8 +21,9 @@ from hp_dtensor import (
     RecordingCollectives,
     TorchCollectives,
 )
-from hp_dtensor.collectives._c10d import _backend, _reduction
+from hp_dtensor.collectives._c10d import _reduction
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.torch_compat import backend_of
 
 Program = Callable[[Collectives, Axis], list[Tensor]]
 
@@ -988,7 +989,7 @@ def by_a_registered_name(rank: int) -> tuple[str, list[Tensor]]:
     small = [numbers(axis.index, 2), numbers(axis.index + 9, 4)]  # what gloo gathers packed
     gathered = TorchCollectives().all_gather(axis, small).wait()
     mean = TorchCollectives().all_reduce(axis, [numbers(axis.index, 3)], "avg").wait()
-    return _backend(group, torch.device("cpu")), [*gathered, *mean]
+    return backend_of(group, torch.device("cpu")), [*gathered, *mean]
 
 
 @pytest.mark.gloo

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
+from hp_dtensor.torch_compat import autocast_dtype, keep_eager
 
 from ._blockwise import as_slice, fuses_merges
 from ._errors import InputError, described
@@ -24,7 +25,7 @@ from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
 from ._plan import AttentionPlan, executed_part_of, plan_attention, rank_plan_of
 from ._routes import Schedule
 from ._schedules import RankSchedule, attend, rank_schedule_of
-from ._torch import has_values, keep_eager
+from ._torch import has_values
 from ._ulysses import Exchange, heads_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backends
 from .kernels._interface import PLAIN, AttentionBackend, Dropout, ScoreOptions
@@ -556,14 +557,6 @@ def check_rows(
         f"S={plan.seq_len}) gives rank {groups.rank} {plan.lengths[groups.rank]}; shard with "
         f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
     )
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast on a kind of device, None where it is off."""
-    kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 def as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,15 +11,16 @@ their sums are made once for all launches over the same rows.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial, wraps
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from hp_dtensor import torch_compat
 
 from ._blocks import Block
 from ._errors import BackendError, InputError
@@ -740,7 +741,7 @@ def fault_of_fused_merge(device: torch.device, dtype: torch.dtype) -> str | None
     out = torch.zeros(2, 3, 4, 8, dtype=accumulator(dtype), device=device).transpose(1, 2)
     lse = out.new_zeros(2, 4, 3)
     try:
-        with torch.no_grad(), without_autocast(device):  # as in a forward
+        with torch.no_grad(), torch_compat.without_autocast(device):  # as in a forward
             fused_merge()(out, lse, torch.zeros_like(out, dtype=dtype), lse.clone(), None)
     except Exception as error:  # noqa: BLE001 - what compilers raise has no common type
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -770,30 +771,12 @@ def sum_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
     return torch.cat([part.sum(2, keepdim=True) for part in x.split(list(repeats), 2)], 2)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which operations keep the dtypes of their inputs."""
-    kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
-
-
 def first_order(backward: Backward) -> Backward:
-    """Return ``backward`` of an autograd function, made to refuse ``create_graph=True``.
-
-    torch's ``once_differentiable`` puts an error into the graph of the gradients instead. A second
-    backward does not meet it where the incoming gradient needs none, or where it asks for some
-    inputs alone, and would lack terms without an error.
-    """
-
-    @wraps(backward)
-    def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise InputError(
-                "a backward with create_graph=True through context_parallel_attention is not "
-                "supported: its gradients have no graph, and second derivatives would lack terms; "
-                "leave create_graph out"
-            )
-        return backward(ctx, *grads)
-
-    return checked
+    """Make the backward of an autograd function raise an error if ``create_graph`` is True."""
+    return torch_compat.first_order(
+        backward,
+        InputError,
+        "a backward with create_graph=True through context_parallel_attention is not "
+        "supported: its gradients have no graph, and second derivatives would lack terms; "
+        "leave create_graph out",
+    )

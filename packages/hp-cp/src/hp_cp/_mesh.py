@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_dtensor import Axis, AxisMesh, Collectives, Work
+from hp_dtensor.torch_compat import keep_eager
 
 from ._errors import InputError, described
 from ._plan import check_degree
-from ._torch import has_values, keep_eager
+from ._torch import has_values
 
 # Groups that made their first call. A group itself does not say so; it is not kept alive here.
 _CONNECTED: WeakSet[object] = WeakSet()

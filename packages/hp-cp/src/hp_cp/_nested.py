@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hp_dtensor.torch_compat import pytree_node
+
 from ._errors import InputError, described
-from ._torch import pytree_node
 
 _PLAIN = (dict, OrderedDict, defaultdict, list, tuple)  # which pytree knows too
 _PASSING = (str, bytes, bytearray, range)  # hold no tensors

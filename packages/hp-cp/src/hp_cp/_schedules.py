@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hp_dtensor import Work
+from hp_dtensor.torch_compat import backward_keeps_graph, without_autocast
 
 from ._blocks import Part, local_rows
 from ._blockwise import (
@@ -32,7 +33,6 @@ from ._blockwise import (
     first_order,
     forward_batch,
     gradient_of_sinks,
-    without_autocast,
 )
 from ._lineage import Origin
 from ._mask_mod import whole_function
@@ -40,7 +40,7 @@ from ._mesh import Pair, Peers, RankGroups
 from ._plan import AttentionPlan, executed_part_of, rank_plan_of
 from ._ranges import Ranges, size, within
 from ._routes import Ring, ScheduleName, name_of
-from ._torch import as_one, frees_graph
+from ._torch import as_one
 from .kernels._choose import Backends
 from .kernels._interface import ScoreOptions, ints_on
 
@@ -617,7 +617,7 @@ class _Attend(torch.autograd.Function):
                     share.add(batch.keys, dk, dv)
                     del part, dk, dv
                 if source != schedule.rank:
-                    spent = (held_k, held_v) if not kept or frees_graph() else None
+                    spent = (held_k, held_v) if not (kept and backward_keeps_graph()) else None
                     returns.add(source, share if batches else None, spent)
             returns.finish()
         own_k, own_v = own.pair

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_dtensor import AxisMesh, Collectives
+from hp_dtensor.torch_compat import autocast_dtype, keep_eager
 
 from ._arguments import (
     Call,
@@ -31,7 +32,6 @@ from ._attention import (
     TORCH,
     AttentionOptions,
     as_autocast,
-    autocast_dtype,
     check_dims,
     check_rows,
     check_tensors,
@@ -48,7 +48,6 @@ from ._masks import MaskSpec, check_mask
 from ._mesh import default_degree, device_of, place_of, rank_groups_of
 from ._plan import check_balance
 from ._routes import Schedule, check_schedule, ring_of
-from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads
 from .kernels._choose import check_backend_name, check_device
 from .kernels._interface import PLAIN, AttentionBackend, ScoreOptions

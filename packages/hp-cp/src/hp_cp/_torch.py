@@ -4,21 +4,13 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 # Tensors of shapes alone (2.11 to 2.13), with which memory is estimated. No public module yet.
 from torch._subclasses.fake_tensor import FakeTensor
-
-# torch.utils._pytree (2.11 to 2.13), with which libraries register containers of tensors. No public
-# module yet; the optree package has the same functions.
-from torch.utils import _pytree
-
-# torch.compiler.disable (2.11 to 2.13) that loads the compiler with the first call, as torch's
-# optimizers have it. The public one loads it with this module.
-_disable: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 
 # The flash kernels of scaled_dot_product_attention on CPU (2.11 to 2.13), forward and backward.
 # The public function returns no log-sum-exp, without which partial results cannot be merged.
@@ -261,15 +253,6 @@ def largest_output(node: Any) -> int:
     return max((math.prod(output.shape) for output in outputs), default=0)
 
 
-def frees_graph() -> bool:
-    """Return whether the backward under way frees what was saved for it: no other one follows.
-
-    By which torch's own compiled backwards (2.11 to 2.13) tell that saved memory may be used anew.
-    There is no public name.
-    """
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 # Whether two tensors are views of one storage (2.11 to 2.13), also if they have no values. There is
 # no public name.
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -288,20 +271,3 @@ def as_one(a: Tensor, b: Tensor) -> Tensor | None:
 def has_values(x: Tensor) -> bool:
     """Return whether a tensor has values that can be read."""
     return not (x.is_meta or isinstance(x, FakeTensor))
-
-
-def keep_eager(function: F) -> F:
-    """Return ``function`` as one that compilers call as it is, without a look inside."""
-    return cast(F, _disable(function))
-
-
-def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return what a value of a type that is registered with pytree holds, and what makes another.
-
-    None for values of other types.
-    """
-    node = _pytree.SUPPORTED_NODES.get(type(value))
-    if node is None:
-        return None
-    children, context = node.flatten_fn(value)
-    return list(children), lambda new: node.unflatten_fn(new, context)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
+from hp_dtensor.torch_compat import keep_eager
 
 from ._agreement import (
     BatchHash,
@@ -43,7 +44,6 @@ from ._mesh import place_of, rank_groups_of
 from ._nested import map_tensors
 from ._routes import Schedule, check_schedule
 from ._sequence import IGNORED, check_local, position_ids, shard_sequence, shift_labels
-from ._torch import keep_eager
 from .kernels._choose import check_backend_name
 from .kernels._interface import AttentionBackend
 

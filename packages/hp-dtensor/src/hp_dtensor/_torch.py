@@ -1,12 +1,14 @@
-"""Names of torch that differ between versions or are not public, resolved once.
+"""Private names of torch, each wrapped once in a typed function.
 
-Those that carry collectives are in ``collectives/_c10d``. ``DTensorSpec``, ``TensorMeta`` and
-``_StridedShard`` describe a DTensor from inside; what they are used for, and the public way, stands
-at each function. ``AsyncCollectiveTensor`` is what torch's functional collectives return before
-they are waited for.
+The names exist in torch 2.11 to 2.13, unless a docstring says otherwise. The names for collectives
+are in ``collectives/_c10d.py``. `torch_compat` exports some of these functions to other packages.
 """
 
+import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import wraps
 from itertools import count
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -19,24 +21,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._errors import LayoutError
-from .collectives._c10d import timeout_of
 
 Spec: TypeAlias = DTensorSpec
 T = TypeVar("T", bound=Tensor)
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXTRA_STATE_KEY: str = _EXTRA_STATE_KEY_SUFFIX
+"""Last part of the state dict key under which ``nn.Module.get_extra_state`` is saved."""
+
+# Hooks that torch.distributed.checkpoint calls on tensors that it saves and loads in pieces. They
+# return the items to write, the chunks to read, and the data of one chunk. DTensor has them too.
+CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Join submeshes of one root into one mesh; ``DeviceMesh._concatenate`` has no public name."""
+    """Join submeshes of one root mesh into one mesh, with ``DeviceMesh._concatenate``."""
     return DeviceMesh._concatenate(meshes)
 
 
 def local_part(x: DTensor) -> Tensor:
-    """Return a DTensor's local tensor, complete, without autograd.
+    """Return the local tensor of a DTensor, without autograd. Waits for a pending collective.
 
-    ``DTensor.to_local`` is the public way; it goes through autograd at 4 times the host time.
+    The public ``DTensor.to_local`` goes through autograd, which takes 4 times the host time.
     """
     local = x._local_tensor
     if type(local) is not Tensor and isinstance(local, AsyncCollectiveTensor):
@@ -45,16 +56,36 @@ def local_part(x: DTensor) -> Tensor:
 
 
 def writes_into(*tensors: Tensor | None) -> int:
-    """Return how often tensors were written into in place, all in all.
+    """Return how often tensors were modified in place, as a sum over the tensors.
 
-    Of a distributed tensor that is the tensor and its part: torch counts in the one it was told of.
-    Inference tensors have no count.
+    Pass a DTensor together with its local tensor: torch counts a write through the DTensor only in
+    the DTensor, and a write to the local tensor only there.
+
+    Args:
+        tensors: Tensors of any type. None counts as 0. Inference tensors count as 0, because torch
+            does not count writes into them.
+
+    Returns:
+        The sum of the version counters. Compare it with an earlier sum of the same tensors.
+
+    Examples:
+        >>> x = torch.zeros(2)
+        >>> before = writes_into(x)
+        >>> writes_into(x.zero_()) - before
+        1
     """
-    return sum(x._version for x in tensors if x is not None and not x.is_inference())
+    total = 0
+    for x in tensors:
+        if x is not None and not x.is_inference():
+            total += x._version
+    return total
 
 
 def spec_of(x: object) -> Spec:
-    """Return the ``DTensorSpec`` of a DTensor. Raises `LayoutError` if ``x`` has none."""
+    """Return the spec of a DTensor: mesh, placements, global shape, strides and dtype.
+
+    Raises `LayoutError` if ``x`` is not a DTensor. Catching the error costs nothing for a DTensor.
+    """
     try:
         return cast(DTensor, x)._spec
     except AttributeError:
@@ -76,14 +107,15 @@ def spec_parts(x: object) -> tuple[Spec, DeviceMesh, Any, int]:
 
 
 def shard_order_of(spec: Spec) -> Any:
-    """Return ``DTensorSpec.shard_order`` (2.11 to 2.13), None without one; no public name."""
+    """Return ``DTensorSpec.shard_order``, or None if the spec has none."""
     return getattr(spec, "shard_order", None)
 
 
 def order_of(order: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return what `shard_order_of` gives in plain numbers, None where the placements say it all.
+    """Convert a shard order of torch to tuples ``(tensor dim, mesh dims)``.
 
-    Placements spell it with `strided_shard`.
+    Returns None if every tensor dim is split over its mesh dims from the outermost to the innermost
+    one. Placements alone describe this order. Placements with `strided_shard` describe the others.
     """
     if order is None or all(list(axes) == sorted(axes) for _, axes in order):
         return None
@@ -93,7 +125,7 @@ def order_of(order: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
 def spec_for(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Spec:
-    """Return the spec of a contiguous tensor of a global shape."""
+    """Return the spec of a DTensor with contiguous strides and the given global shape."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
@@ -122,32 +154,44 @@ def dtensor_maker(spec: Spec) -> Callable[[Tensor, Any, DeviceMesh | None], DTen
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return ``_StridedShard``, torch's spelling of a dim that later axes split first."""
+    """Return torch's placement for a shard whose dim was split over later mesh dims before.
+
+    DTensor uses ``_StridedShard`` if a tensor dim is split over several mesh dims, and not from the
+    outermost to the innermost one. Torch has no public name for it.
+
+    Args:
+        dim: Tensor dim that is split.
+        split_factor: Number of parts into which later mesh dims have split the dim before.
+
+    Returns:
+        The placement.
+
+    Examples:
+        >>> strided_shard(0, split_factor=2).dim
+        0
+    """
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def split_factor(placement: Placement) -> int | None:
-    """Return the split factor of a ``_StridedShard``, None for any other placement."""
+    """Return the split factor of a ``_StridedShard``, or None for any other placement."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
 def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Return the meshes that were flattened from axes of ``mesh``'s root.
-
-    ``DeviceMesh._flatten_mapping`` (2.11 to 2.13); there is no public list of them.
-    """
+    """Return the meshes that were flattened from several dims of the root mesh of ``mesh``."""
     return list(mesh._get_root_mesh()._flatten_mapping.values())
 
 
 def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of groups over several axes that the root of ``mesh`` was told of.
+    """Return the names of process groups over several dims that are registered with the root mesh.
 
-    ``_alias_groups`` of a root mesh, ``{alias: name of a process group}``, is no attribute of
-    torch's: hp-mesh sets it on its meshes, and so may whoever builds a mesh with groups for
-    `resolve_group`. Torch's own DTensor does not see them.
+    The root mesh stores them in the dict ``_alias_groups``, from an alias to the name of a process
+    group. torch does not have this attribute. hp-mesh sets it on its meshes. Other code that
+    creates such groups may set it too.
     """
-    told: dict[str, str] = vars(mesh._get_root_mesh()).get("_alias_groups", {})
-    return tuple(told.values())
+    names: dict[str, str] = vars(mesh._get_root_mesh()).get("_alias_groups", {})
+    return tuple(names.values())
 
 
 def group_count(mesh: DeviceMesh) -> int:
@@ -156,52 +200,38 @@ def group_count(mesh: DeviceMesh) -> int:
 
 
 def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return each tensor's norm, in one launch where the device has a fused kernel.
-
-    ``torch._foreach_norm``; public: ``torch.linalg.vector_norm`` of each.
-    """
+    """Return the norm of each tensor. CUDA computes all norms in one kernel."""
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
 def foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor in place; ``torch._foreach_mul_``, public: ``Tensor.mul_`` of each."""
+    """Multiply each tensor by ``factor`` in place. CUDA uses one kernel for all tensors."""
     torch._foreach_mul_(tensors, factor)
 
 
 def disabled_torch_function() -> Any:
-    """Return the ``__torch_function__`` of a tensor subclass that handles operators only.
+    """Return the ``__torch_function__`` for a tensor subclass that implements only operators.
 
-    ``torch._C._disabled_torch_function_impl`` (2.11 to 2.13), as ``DTensor`` uses; no public name.
+    ``DTensor`` uses the same function.
     """
     return torch._C._disabled_torch_function_impl
 
 
 def wrapper_tensor(cls: type[T], shape: Sequence[int], like: Tensor) -> T:
-    """Return a tensor of ``cls`` with a global shape, the dtype and device of ``like``, no storage.
-
-    ``torch.Tensor._make_wrapper_subclass`` (2.11 to 2.13); torch documents it, but has no public
-    name for it.
-    """
+    """Return a tensor of class ``cls`` without storage, with the dtype and device of ``like``."""
     return Tensor._make_wrapper_subclass(
         cls, tuple(shape), dtype=like.dtype, device=like.device, layout=like.layout
     )
 
 
 def operator_name(op: Any) -> tuple[str, str]:
-    """Return an operator's namespace and its name without the overload.
-
-    ``OpOverload.overloadpacket`` and ``_qualified_op_name`` (2.11 to 2.13); the public ``name()``
-    has the overload behind a dot.
-    """
+    """Return the namespace and the name of an operator, without the name of the overload."""
     namespace, _, name = op.overloadpacket._qualified_op_name.partition("::")
     return namespace, name
 
 
 def written_arguments(op: Any) -> tuple[int | str, ...]:
-    """Return which arguments an operator writes to, by place, or by name if they have no place.
-
-    ``OpOverload._schema`` (2.11 to 2.13); no public name.
-    """
+    """Return the arguments that an operator modifies: positions, or names if keyword-only."""
     return tuple(
         argument.name if argument.kwarg_only else place
         for place, argument in enumerate(op._schema.arguments)
@@ -210,27 +240,23 @@ def written_arguments(op: Any) -> tuple[int | str, ...]:
 
 
 def argument_place(op: Any, name: str) -> int:
-    """Return the place of an operator's argument, as `written_arguments`."""
+    """Return the position of an argument of an operator."""
     return [argument.name for argument in op._schema.arguments].index(name)
-
-
-# What torch.distributed.checkpoint calls on objects that it saves and loads in pieces (2.11 to
-# 2.13; DTensor has them too): which items to write, which chunks to read, the data of a chunk.
-# There is no public protocol for them.
-CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
 Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
-    """Put functions around what makes the tensors of a state dict whole, and what cuts whole ones.
+    """Wrap the functions of torch that gather and shard the tensors of a full state dict.
 
-    ``torch.distributed.checkpoint.state_dict`` (2.11 to 2.13) does so for
-    ``StateDictOptions(full_state_dict=True)``, with ``_gather_state_dict``, and to load with
-    ``_distribute_state_dict`` and ``_broadcast_state_dict``. They know ``DTensor`` and
-    ``ShardedTensor`` by type, leave every other tensor as it is, and ask nothing of it. There is no
-    public hook.
+    ``torch.distributed.checkpoint.state_dict`` uses them for
+    ``StateDictOptions(full_state_dict=True)``. They handle only ``DTensor`` and ``ShardedTensor``,
+    and there is no public hook for other tensor classes.
+
+    Args:
+        gather: Returns a replacement of the function that gathers a state dict.
+        scatter: Returns a replacement of each of the two functions that shard a full state dict.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -244,7 +270,7 @@ def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
 
 
 def group_name(group: Any) -> str:
-    """Return the name under which torch finds a group; see `resolve_group`."""
+    """Return the name of a process group, for `resolve_group`."""
     return str(group.group_name)
 
 
@@ -254,49 +280,131 @@ resolve_group: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_
 
 
 def registered_group(name: str) -> ProcessGroup | None:
-    """Return the group of a name if there is one; ``_world.pg_names`` (2.11 to 2.13)."""
+    """Return the process group with a name, or None if no such group exists."""
     known = distributed_c10d._world.pg_names.values()
     return resolve_group(name) if name in known else None
 
 
-def counts_messages(group: Any, device: torch.device) -> bool:
-    """Return whether a group counts messages among the calls that its ranks are to make alike.
+def group_identity(group: object) -> str:
+    """Return a text that distinguishes a process group from others, and is equal on its ranks.
 
-    Groups that are made under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` do, over gloo: where ranks have
-    sent and received different numbers of messages the next collective raises. They are wrapped in
-    ``_ProcessGroupWrapper`` (2.11 to 2.13), on all ranks; there is no public predicate.
+    This is the name of the group, with one exception. ``split_group`` computes the name as a hash
+    that can differ between ranks. The result is then the description of the group, in which torch
+    counts the splits of the parent group.
+
+    Args:
+        group: Process group, or any other object.
+
+    Returns:
+        The text. It is empty for an object that is not a ``ProcessGroup``.
+
+    Examples:
+        >>> group_identity(dist.group.WORLD)
+        '0'
+    """
+    if not isinstance(group, ProcessGroup):
+        return ""
+    name = str(group.group_name)
+    return str(group.group_desc) if re.fullmatch("[0-9a-f]{40}", name) else name
+
+
+def default_store() -> Any:
+    """Return the key-value store of the default process group.
+
+    Returns:
+        The store.
+
+    Examples:
+        >>> default_store().set("hp_dtensor/example", "1")
+    """
+    return distributed_c10d._get_default_store()
+
+
+def backend_object(group: object, device: torch.device) -> Any:
+    """Return the backend of a process group for a device, or None if there is none.
+
+    Simulated groups and process groups written in Python have no backend.
+    """
+    if isinstance(group, ProcessGroup):
+        try:
+            return group._get_backend(device)
+        except RuntimeError:
+            pass
+    return None
+
+
+def backend_of(group: object, device: torch.device) -> str:
+    """Return the name of the backend that a process group uses for a device.
+
+    ``torch.distributed.get_backend`` returns the name with which the group was created, such as
+    ``"cpu:gloo,cuda:nccl"``. This function asks the backend itself.
+
+    Args:
+        group: Process group, or any other object.
+        device: Device of the tensors that are communicated.
+
+    Returns:
+        A name such as ``"nccl"``. It is empty if the group has no backend for the device. Process
+        groups written in Python and simulated groups have none.
+
+    Examples:
+        >>> backend_of(dist.group.WORLD, torch.device("cpu"))
+        'gloo'
+    """
+    backend = backend_object(group, device)
+    return "" if backend is None else str(backend.name())
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return the timeout of a process group, or torch's default if no backend has a timeout.
+
+    ``ProcessGroup`` has a public ``set_timeout``, but no getter.
+    """
+    c10d: Any = distributed_c10d
+    for device in cast(Any, group)._device_types:
+        options = cast(Any, group)._get_backend(device).options
+        if (timeout := getattr(options, "_timeout", None)) is not None:
+            return cast(timedelta, timeout)
+    return cast(timedelta, c10d._get_default_timeout(c10d.Backend(dist.get_backend(group))))
+
+
+def counts_messages(group: object, device: torch.device) -> bool:
+    """Return whether a group requires that all ranks send and receive equally many messages.
+
+    Gloo groups created with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` do. If the numbers differ, their
+    next collective raises an error. On all ranks they are wrapped in ``_ProcessGroupWrapper``.
     """
     wrapper = getattr(distributed_c10d, "_ProcessGroupWrapper", None)
-    if wrapper is None or not isinstance(group, ProcessGroup):
-        return False
-    try:
-        return isinstance(cast(Any, group)._get_backend(device), wrapper)
-    except RuntimeError:  # a group written in Python has no backend
-        return False
+    return wrapper is not None and isinstance(backend_object(group, device), wrapper)
 
 
 def makes_groups_alone() -> bool:
-    """Return whether the members of a group can make it without the other ranks.
+    """Return whether the members of a new group can create it without the other ranks.
 
-    Not where new groups are split off the world's communicator: ``ProcessGroup.bound_device_id`` is
-    set when NCCL was initialised eagerly; ``torch.distributed.config.use_torchcomms`` (2.13) asks
-    for the same. There is no public predicate.
+    This is False if new groups are split from the communicator of the default group: NCCL was
+    initialized eagerly, or ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True. It is
+    also False without a default group.
     """
     world = dist.group.WORLD
     config = getattr(dist, "config", None)
-    split = world is None or world.bound_device_id is not None
-    return not split and not getattr(config, "use_torchcomms", False)
+    splits = world is None or world.bound_device_id is not None
+    return not splits and not getattr(config, "use_torchcomms", False)
 
 
 def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
-    """Make a process group of ascending ranks under a name; its members call, and no others.
+    """Create a process group with a given name. Only its members call this function.
 
-    It has the timeout of the world's group, also for the wait for the other members. A member that
-    waited in vain leaves its address in the store: the next attempt looks elsewhere.
+    The group has the timeout of the default group. Members wait for each other for at most this
+    time. A failed attempt leaves the addresses of its members in the store, so the next attempt
+    uses another prefix.
 
-    ``_new_process_group_helper`` (2.11 to 2.13). The public way is ``new_group`` with
-    ``use_local_synchronization=True``, which names a group after how many groups a rank is in:
-    ranks that differ in that would wait for each other for ever.
+    The public ``new_group(use_local_synchronization=True)`` is not used, because it computes the
+    name from the number of groups of a rank. Ranks with different numbers would wait for each other
+    forever.
+
+    Args:
+        ranks: Global ranks of the members, ascending.
+        name: Name of the group, equal on all members.
     """
     c10d: Any = distributed_c10d
     backend, store = c10d._world.pg_map[dist.group.WORLD]
@@ -315,22 +423,173 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
     except RuntimeError:
         store.set(f"{name}/failed/{attempt}", "")
         raise
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
 
 
 def _next_attempt(store: Any, name: str) -> int:
-    """Return the number of attempts to make a group that failed on some rank."""
+    """Return the number of failed attempts to create a group."""
     try:
         return next(n for n in count() if not store.check([f"{name}/failed/{n}"]))
     except RuntimeError:  # the store of fake groups has no methods, and no addresses
         return 0
 
 
-def no_modes() -> Any:
-    """Return a context in which tensors are real, also while a graph is traced.
+def inside_backward() -> bool:
+    """Return whether this thread runs a backward pass of autograd.
 
-    ``torch.utils._python_dispatch._disable_current_modes`` (seen in 2.13); no public name.
+    Returns:
+        True inside autograd functions and hooks that a backward pass calls.
+
+    Examples:
+        >>> inside_backward()
+        False
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the running backward pass retains the graph and its saved tensors.
+
+    If it does not, a backward function may overwrite the tensors that were saved for it. Call this
+    function only if `inside_backward` is True.
+
+    Returns:
+        True if ``retain_graph`` or ``create_graph`` is True.
+
+    Examples:
+        >>> x = torch.ones((), requires_grad=True)
+        >>> _ = x.register_hook(lambda grad: print(backward_keeps_graph()))
+        >>> x.backward()
+        False
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def first_order(backward: F, error: type[Exception], message: str) -> F:
+    """Make the backward of an autograd function raise an error if ``create_graph`` is True.
+
+    torch's ``once_differentiable`` instead raises the error when the gradients are differentiated.
+    It raises nothing if the second backward differentiates only some of the inputs, or if the
+    incoming gradient does not require grad. The second derivatives then lack terms.
+
+    Args:
+        backward: The static method ``backward`` of a ``torch.autograd.Function``.
+        error: Class of the error.
+        message: Message of the error.
+
+    Returns:
+        A function with the arguments of ``backward``.
+
+    Examples:
+        >>> def backward(ctx, grad):
+        ...     return grad
+        >>> first_order(backward, RuntimeError, "no second derivatives")(None, torch.ones(1))
+        Traceback (most recent call last):
+        RuntimeError: no second derivatives
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():  # autograd enables it in backward only for create_graph=True
+            raise error(message)
+        return backward(ctx, *grads)
+
+    return cast(F, checked)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast converts operands on a type of device.
+
+    Args:
+        device: Device of the operands.
+
+    Returns:
+        The dtype, or None if autocast is off or does not exist for the device.
+
+    Examples:
+        >>> with torch.autocast("cpu"):
+        ...     autocast_dtype(torch.device("cpu"))
+        torch.bfloat16
+    """
+    kind = device.type
+    # Dynamo cannot trace is_autocast_available in torch 2.11. Only meta has no autocast.
+    compiling = torch.compiler.is_compiling()
+    exists = kind != "meta" if compiling else torch.amp.is_autocast_available(kind)
+    if not exists or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context manager that disables autocast for a type of device.
+
+    Args:
+        device: Device of the tensors in the ``with`` block.
+
+    Returns:
+        A context manager. It is a no-op if autocast is off already.
+
+    Examples:
+        >>> with torch.autocast("cpu"), without_autocast(torch.device("cpu")):
+        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        torch.float32
+    """
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+_disable: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def keep_eager(function: F) -> F:
+    """Exclude a function, and all functions that it calls, from ``torch.compile``.
+
+    The public ``torch.compiler.disable`` imports the compiler. This function imports it only when
+    the result is called, as torch's optimizers do.
+
+    Args:
+        function: Any function.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Examples:
+        >>> keep_eager(torch.add)(torch.ones(1), 1)
+        tensor([2.])
+    """
+    return cast(F, _disable(function))
+
+
+def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the children of a container that is registered with pytree.
+
+    Libraries register the classes of their outputs with ``torch.utils._pytree``.
+
+    Args:
+        value: Any object.
+
+    Returns:
+        The children, and a function that builds an equal container from a list of new children. It
+        is None if the class of ``value`` is not registered.
+
+    Examples:
+        >>> children, rebuild = pytree_node({"a": 1, "b": 2})
+        >>> rebuild([x + 1 for x in children])
+        {'a': 2, 'b': 3}
+    """
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda new: node.unflatten_fn(new, context)
+
+
+def no_modes() -> Any:
+    """Return a context manager that disables dispatch modes.
+
+    New tensors in the ``with`` block are real, also while a graph is traced with fake tensors.
     """
     return _disable_current_modes()
 
@@ -338,11 +597,16 @@ def no_modes() -> Any:
 def opaque_op(
     name: str, run: Callable[[Tensor, str], Tensor], fake: Callable[[Tensor, str], Tensor]
 ) -> Callable[[Tensor, str], Tensor]:
-    """Return ``run`` as an operator of a graph, of which the compiler knows what ``fake`` makes.
+    """Register ``run`` as a custom operator, which compiled graphs neither trace nor reorder.
 
-    Operators of one graph keep their order, as ranks must meet: ``register_effect`` is a public
-    method (seen in 2.13), its argument ``torch._library.effects.EffectType`` has no public name;
-    it is imported here, for the compiler's sake alone.
+    All operators that are registered here keep their order in a graph, because ranks have to
+    communicate in the same order. ``EffectType`` has no public name. It is imported here, because
+    only compiled code needs it.
+
+    Args:
+        name: Name of the operator, with its namespace.
+        run: Implementation.
+        fake: Returns an empty tensor with the shape, dtype and device of the result.
     """
     from torch._library.effects import EffectType
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_dtensor import Axis, mark_repeated_rows
+from hp_dtensor.torch_compat import EXTRA_STATE_KEY, backward_keeps_graph
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
@@ -22,15 +23,7 @@ from ._products import (
     products,
 )
 from ._sizes import check_factors, check_sizes
-from ._torch import (
-    EXTRA_STATE,
-    as_autocast,
-    before_loading,
-    first_order,
-    is_saved,
-    keeps_graph,
-    run_function,
-)
+from ._torch import as_autocast, before_loading, first_order, is_saved, run_function
 from .placement._replicas import ReplicaSum
 from .placement._replicas import place_rows as place_experts
 
@@ -228,8 +221,9 @@ class GroupedExperts(nn.Module):
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
             kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
             raise ExpertConfigError(
-                f"the order of the experts in the state dict ({EXTRA_STATE}) is {kind}; it must be "
-                "torch.int64: leave that entry as it was saved when others are cast or averaged"
+                f"the order of the experts in the state dict ({EXTRA_STATE_KEY}) is {kind}; it "
+                "must be torch.int64: leave that entry as it was saved when others are cast or "
+                "averaged"
             )
         saved, here = state.tolist(), self.row_order()
         if saved != here:
@@ -532,7 +526,7 @@ class _DownProduct(torch.autograd.Function):
         _, gate_up_needs, weights_need, down_needs, _ = ctx.needs_input_grad
         # The gradient of the hidden numbers; where that was used, the numbers take its place.
         hidden = products(grads[0], down.transpose(1, 2), blocks)
-        found = torch.empty_like(gate_up) if keeps_graph() else gate_up
+        found = torch.empty_like(gate_up) if backward_keeps_graph() else gate_up
         inner = []
         for part in row_parts(gate_up):
             grad = hidden[part]
@@ -571,7 +565,7 @@ def _put_in_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         value, dims = state_dict.get(name), 2 if name.endswith("bias") else 3
         if isinstance(value, Tensor) and value.dim() == dims and value.shape[1] % 2 == 0:
             state_dict[name] = value.unflatten(1, (2, -1))  # the rows of gate, then those of up
-    key, replicas = prefix + EXTRA_STATE, module.replicas
+    key, replicas = prefix + EXTRA_STATE_KEY, module.replicas
     if key in state_dict and is_saved(state_dict[key]):
         module.check_order(state_dict[key])
         if replicas is None:  # saved when all layers had one; torch would not expect it

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import first_order, inside_backward, run_function
+from hp_dtensor.torch_compat import inside_backward
+
+from ._torch import first_order, run_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hp_dtensor.torch_compat import backward_keeps_graph
+
 from ._errors import ExpertConfigError
-from ._torch import first_order, keeps_graph, run_function
+from ._torch import first_order, run_function
 
 _BLOCK = 1 << 18  # elements of a temporary
 
@@ -389,7 +391,7 @@ class _Scatter(torch.autograd.Function):
         flat = rows.view(-1)
         each = weights.new_empty(flat.shape).index_copy_(0, flat, weights.reshape(-1))
         scale = each.to(grads[0].dtype)[:, None]
-        if x is not None and ctx.consume and not keeps_graph():
+        if x is not None and ctx.consume and not backward_keeps_graph():
             found = x
         else:
             found = grads[0].new_empty(tokens.shape[0], grads[0].shape[1])

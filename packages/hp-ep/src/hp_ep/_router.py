@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
+from hp_dtensor.torch_compat import without_autocast
 
 from ._errors import ExpertConfigError
 from ._losses import (
@@ -22,7 +23,7 @@ from ._losses import (
 )
 from ._parameters import local_weight
 from ._sizes import check_choices, check_factors, check_groups, check_sizes, is_count
-from ._torch import KeepsDtype, fenced, without_autocast
+from ._torch import KeepsDtype, fenced
 from .dispatch._local import count_ids
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -295,7 +296,7 @@ class TopKRouter(KeepsDtype):
         )
         # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        with without_autocast(x):
+        with without_autocast(x.device):
             gate_bias = None if bias is None else bias.to(dtype)
             logits = F.linear(x.to(dtype), weight.to(dtype), gate_bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

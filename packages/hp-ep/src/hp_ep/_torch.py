@@ -8,23 +8,18 @@ the other and copies the offsets to the host for that, three times in forward an
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from hp_dtensor import torch_compat
 
 from ._errors import UnsupportedError
 
-Backward = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
-
-EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
-"""What ``nn.Module`` calls the entry of ``get_extra_state`` in a state dict."""
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
@@ -164,52 +159,20 @@ def graph_op(
     return cast(Callable[..., Tensor], op)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which products of ``x`` are computed: autocast's, if it is on."""
+    dtype = torch_compat.autocast_dtype(x.device)
+    return x.dtype if dtype is None or x.dtype not in _GROUPED_DTYPES else dtype
+
+
 def as_autocast(x: Tensor) -> Tensor:
     """Return ``x`` in autocast's dtype where that is on for its device; as torch, not float64."""
     return x.to(autocast_dtype(x))
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return what dtype autocast, if it is on, has products of ``x`` computed in."""
-    device = x.device.type
-    # Devices without autocast, as meta, have no dtype to ask for.
-    known = _has_autocast(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if known and x.dtype in _GROUPED_DTYPES else x.dtype
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which products of tensors on the device of ``x`` keep their dtype."""
-    device = x.device.type
-    known = _has_autocast(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if known else nullcontext()
-
-
-def _has_autocast(device: str) -> bool:
-    # Dynamo cannot trace the question in 2.11; only the meta device is without.
-    if torch.compiler.is_compiling():
-        return device != "meta"
-    return torch.amp.is_autocast_available(device)
-
-
 def is_saved(value: object) -> bool:
     """Return whether ``value`` is of a checkpoint: torch fills in an entry that one lacks."""
     return type(value).__module__ != "torch.distributed.checkpoint.state_dict"
-
-
-def inside_backward() -> bool:
-    """Return whether an autograd backward runs on this thread.
-
-    ``_current_graph_task_id`` (2.11 to 2.13); there is no public question.
-    """
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def keeps_graph() -> bool:
-    """Return whether the backward that runs on this thread keeps what was saved for another one.
-
-    ``_get_current_graph_task_keep_graph`` (2.11 to 2.13); there is no public question.
-    """
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
@@ -239,24 +202,15 @@ def name_in_state(model: nn.Module, name: str) -> str:
     return found
 
 
-def first_order(backward: Backward) -> Backward:
-    """Return ``backward`` of an autograd function, made to refuse ``create_graph=True``.
-
-    torch's ``once_differentiable`` puts an error into the graph of the gradients instead, which a
-    second backward that asks for some inputs alone does not meet: it would lack terms silently.
-    """
-
-    @wraps(backward)
-    def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "a backward with create_graph=True through a mixture of experts is not supported: "
-                "its gradients have no graph, and second derivatives would lack terms; leave "
-                "create_graph out, or take second derivatives of the other layers alone"
-            )
-        return backward(ctx, *grads)
-
-    return checked
+def first_order(backward: F) -> F:
+    """Make the backward of an autograd function raise an error if ``create_graph`` is True."""
+    return torch_compat.first_order(
+        backward,
+        UnsupportedError,
+        "a backward with create_graph=True through a mixture of experts is not supported: "
+        "its gradients have no graph, and second derivatives would lack terms; leave "
+        "create_graph out, or take second derivatives of the other layers alone",
+    )
 
 
 def run_function(function: type[torch.autograd.Function], *args: object) -> Tensor:

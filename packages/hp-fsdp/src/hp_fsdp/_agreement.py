@@ -38,11 +38,11 @@ from hp_dtensor import (
     RecordingCollectives,
     TorchCollectives,
 )
+from hp_dtensor.torch_compat import backend_of, default_store, group_identity
 
 from ._errors import DisagreementError
 from ._streams import Begun, SideStream
 from ._tags import FLAG_BITS, TAG_BITS, flags_agree, number_of, tag_flags, tag_width
-from ._torch import backend_of, default_store, group_identity
 
 # Seconds that a rank waits for the reports of others: after a timeout, and after a lost connection.
 REPORT_SECONDS = 10.0

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hp_dtensor import Axis, Collectives
+from hp_dtensor.torch_compat import inside_backward, writes_into
 
 from ._buffers import ResizeBuffer
 from ._errors import (
@@ -30,7 +31,7 @@ from ._mesh import MeshInfo
 from ._param import Owner, RaggedParameter, ShardedParameter
 from ._states import ParameterState
 from ._streams import Streams, Waitable
-from ._torch import inside_backward, is_extended, preserved_versions, writes_to
+from ._torch import is_extended, preserved_versions
 
 
 class ExtendedLayout(Layout):
@@ -380,7 +381,7 @@ class ExtendedGroup(ParameterGroup):
         self.table.show_unsharded()
 
     def _writes(self) -> int:
-        return sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
+        return sum(writes_into(p.sharded, p.part(p.sharded)) for p in self.parameters)
 
 
 def _check_on_device(group: ParameterGroup, names: Sequence[str]) -> None:

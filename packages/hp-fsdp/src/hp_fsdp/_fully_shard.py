@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from hp_dtensor import Collectives, TorchCollectives
+from hp_dtensor.torch_compat import backend_of
 
 from ._buffers import Buffers, Resize
 from ._errors import (
@@ -46,14 +47,7 @@ from ._select import (
     ShardPlacement,
     select_parameters,
 )
-from ._torch import (
-    backend_of,
-    composed_by,
-    has_forward_hooks,
-    managed_by_torch,
-    note_composed,
-    noted_state,
-)
+from ._torch import composed_by, has_forward_hooks, managed_by_torch, note_composed, noted_state
 from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 LayoutName = Literal["exact", "ragged"]

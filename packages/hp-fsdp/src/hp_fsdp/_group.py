@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from hp_dtensor import Axis, Collectives, RaggedTensor
+from hp_dtensor.torch_compat import writes_into
 
 from ._agreement import Tag, is_exact
 from ._buffers import Buffers, Resize
@@ -46,16 +47,7 @@ from ._reduction import Reduction, StreamedReduction
 from ._reduction_plan import PartialSum, ReducedGradients, ReductionPlan
 from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
-from ._torch import (
-    gradient_of,
-    graph_task,
-    local_of,
-    named_range,
-    profiled,
-    training,
-    uncompiled,
-    writes_to,
-)
+from ._torch import gradient_of, graph_task, local_of, named_range, profiled, training, uncompiled
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
@@ -324,8 +316,8 @@ class ParameterGroup:
 
     def _writes(self) -> int:
         # What is written through a DTensor is counted there, what is written below it is not.
-        parts = sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
-        return writes_to(self.layout.shard) + parts
+        parts = sum(writes_into(p.sharded, p.part(p.sharded)) for p in self.parameters)
+        return writes_into(self.layout.shard) + parts
 
     def unshard(self) -> None:
         """Wait for the all-gather, started here if need be, and register unsharded parameters.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hp_dtensor.torch_compat import inside_backward
+
 from ._errors import StateError, UnsupportedError
 from ._precision import (
     can_look_into,
@@ -24,7 +26,6 @@ from ._torch import (
     base_since,
     compiler,
     graph_task,
-    inside_backward,
     inside_transform,
     next_number,
     outside_transforms,

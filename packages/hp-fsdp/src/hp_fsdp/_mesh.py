@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hp_dtensor import Axis, concatenate_meshes
+from hp_dtensor.torch_compat import strided_shard
 
 from ._errors import MeshError, MeshTypeError, ParameterError, shown
-from ._torch import flatten_axes, strided_shard
+from ._torch import flatten_axes
 
 
 class Alone:

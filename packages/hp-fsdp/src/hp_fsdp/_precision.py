@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils.rnn import PackedSequence
 
+from hp_dtensor.torch_compat import pytree_node
+
 from ._errors import ArgumentTypeError
-from ._torch import pytree_node
 
 _PLAIN = (dict, list, tuple)  # which pytree knows too, at a higher cost
 _NO_CONTAINERS = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

@@ -3,7 +3,6 @@
 Tried with torch 2.13, in short with 2.11.
 """
 
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch.autograd import Variable, forward_ad
-from torch.distributed import ProcessGroup, distributed_c10d, fsdp
+from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -28,21 +27,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
-from torch.distributed.tensor import DTensor, Placement
-
-# A shard of a dimension that later axes of the mesh shard already. No public name; without it the
-# order of shards cannot be said in placements.
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
-from torch.utils import _pytree
+
+from hp_dtensor.torch_compat import backend_of
 
 from ._errors import ModuleStateError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
-# Last part of the name that ``nn.Module.get_extra_state`` has in a state dict.
-EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -84,11 +77,6 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """Return the module's own registry of buffers."""
     return module._buffers
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return the placement of a shard that later axes have split in ``split_factor`` before."""
-    return _StridedShard(dim, split_factor=split_factor)
 
 
 def wrapper_like(parameter: DTensor) -> Callable[[Tensor], DTensor]:
@@ -188,11 +176,6 @@ def uncompiled_itself(function: F) -> F:
 
 # The number of the autograd backward that runs on this thread, or -1; there is no public question.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def inside_backward() -> bool:
-    """Return whether an autograd backward runs on this thread."""
-    return graph_task() >= 0
 
 
 # Whether a transform of ``torch.func`` runs; there is no public question.
@@ -311,11 +294,6 @@ def any_hooks_after_gradient(parameters: Iterable[nn.Parameter]) -> bool:
     """Return whether any of them has `hooks_after_gradient`."""
     with plain_attributes():
         return any(map(_hooks_of, parameters))
-
-
-def writes_to(tensor: Tensor) -> int:
-    """Return how often a tensor or a view of it was written to; there is no public counter."""
-    return tensor._version
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -447,38 +425,9 @@ def noted_state(module: nn.Module) -> Any:
     return _fully_shard.state(module)
 
 
-def group_identity(group: ProcessGroup) -> str:
-    """Return a name of a group that is the same on all of its ranks.
-
-    ``split_group`` names groups by a hash of how many groups a rank is in. Their description does
-    not depend on that.
-    """
-    name = str(group.group_name)
-    return str(group.group_desc) if re.fullmatch("[0-9a-f]{40}", name) else name
-
-
-def default_store() -> Any:
-    """Return the store of the default process group; ``_get_default_store`` has no public name."""
-    return cast(Any, distributed_c10d)._get_default_store()
-
-
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return the 1-D mesh over several axes, ``DeviceMesh._flatten``, which has no public name."""
     return mesh[names]._flatten("_".join(names))
-
-
-def backend_of(group: object, device: torch.device) -> str:
-    """Return the name of the backend that serves a device in a process group; "" without one.
-
-    It may have been made by another name; ``_get_backend`` has no public one.
-    """
-    if not isinstance(group, ProcessGroup):
-        return ""  # this rank alone, or simulated
-    try:
-        found: Any = cast(Any, group)._get_backend(device)
-    except RuntimeError:
-        return ""
-    return str(found.name())
 
 
 def averages(group: object, device: torch.device) -> bool:
@@ -507,21 +456,6 @@ def registers_memory(group: object, device: torch.device) -> bool:
 def is_extended(tensor: Tensor) -> bool:
     """Return whether a tensor gathers itself: torch's `fully_shard` looks for these names on it."""
     return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
-
-
-def pytree_node(
-    value: object,
-) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return what a value of a registered type holds, and what makes another of it; else None.
-
-    ``torch.utils._pytree``, with which libraries register the types of their outputs; it has no
-    public name.
-    """
-    node = _pytree.SUPPORTED_NODES.get(type(value))
-    if node is None:
-        return None
-    children, context = node.flatten_fn(value)
-    return list(children), lambda new: node.unflatten_fn(new, context)
 
 
 def preserved_versions(tensor: Tensor) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor import Axis
+from hp_dtensor.torch_compat import inside_backward
 
 from ._agreement import (
     Collective,
@@ -34,7 +35,7 @@ from ._mesh import Alone, DataAxes
 from ._options import Options
 from ._param import are_shown
 from ._states import AFTER, Event, GradientState, ParameterState
-from ._torch import graph_task, inside_backward, runs_after_new_ones
+from ._torch import graph_task, runs_after_new_ones
 
 if TYPE_CHECKING:
     from ._schedule import Schedule

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .._torch import keep_eager
 from ._c10d import TorchCollectives
 from ._interface import Axis, Collectives
 
@@ -184,11 +185,7 @@ def _communicate(x: Tensor, change: Change, adjoint: Change) -> Tensor:
     return result
 
 
-# torch.compiler.disable (2.11 to 2.13) that loads the compiler with the first call, as torch's
-# optimizers have it. The public one loads it with this module.
-_communicate_outside: Callable[..., Tensor] = torch._disable_dynamo(  # type: ignore[attr-defined]
-    _communicate
-)
+_communicate_outside = keep_eager(_communicate)
 
 
 class _Linear(torch.autograd.Function):

@@ -1,10 +1,9 @@
 """Collectives of ``torch.distributed`` on an axis's process group, and torch's names for them."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +14,11 @@ from torch._C._distributed_c10d import (  # the option structs of the coalesced 
     AllToAllOptions,
     ReduceScatterOptions,
 )
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
+from .._torch import backend_object, backend_of, timeout_of
 from ._interface import (
     Axis,
-    Group,
     Parts,
     ReduceOp,
     Waitable,
@@ -70,11 +69,11 @@ def _takes_lists(group: ProcessGroup, names: tuple[str, ...], device: torch.devi
     A group written in Python without a backend can do so only if it overrides the method. gloo
     reduces lists of CPU tensors only.
     """
-    if names is _REDUCE and device.type != "cpu" and _backend(group, device) == "gloo":
+    if names is _REDUCE and device.type != "cpu" and backend_of(group, device) == "gloo":
         return False
     if type(group) is ProcessGroup or _overridden(group, names):
         return True
-    return _backend_of(group, device) is not None
+    return backend_object(group, device) is not None
 
 
 def _asynchronous(options: Any, op: Any = None) -> Any:
@@ -297,7 +296,7 @@ class TorchCollectives:
             work = _all_gather_single(*pairs[0], group)
             return _Pending(_call("all_gather", axis), [work], outs, inputs, finish)
         alone, together = pairs, list[_Pair]()
-        if pairs and _backend(group, inputs[0].device) == "gloo":
+        if pairs and backend_of(group, inputs[0].device) == "gloo":
             alone, together = _split_to_pack(pairs)
         elif pairs and _takes_lists(group, _GATHER, inputs[0].device):
             parts = [_real(x) for x in dense], [_real(x) for x in inputs]
@@ -553,7 +552,7 @@ def _sent_and_received(
     For other backends, such as gloo, this calls the group's methods one by one. torch's function
     does the same in the same order, but looks up the group and the peer several times.
     """
-    backend = _backend_of(group, (*sends, *receives)[0][1].device)
+    backend = backend_object(group, (*sends, *receives)[0][1].device)
     if backend is None or backend.supports_coalescing:
         operations = [
             dist.P2POp(act, tensor, axis.ranks[peer], group)
@@ -568,20 +567,6 @@ def _sent_and_received(
             work = start([torch.view_as_real(x) if x.is_complex() else x], peer, 0)
             works.append(_WithTimeout(work, timeout))
     return works
-
-
-def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout of a group, or torch's default timeout if its backend has none.
-
-    Reads ``Backend.options._timeout`` (2.11 to 2.13) of the first device type that has one.
-    ``ProcessGroup`` has a public ``set_timeout``, but no getter.
-    """
-    c10d: Any = distributed_c10d
-    for device in cast(Any, group)._device_types:
-        options = cast(Any, group)._get_backend(device).options
-        if (timeout := getattr(options, "_timeout", None)) is not None:
-            return cast(timedelta, timeout)
-    return cast(timedelta, c10d._get_default_timeout(c10d.Backend(dist.get_backend(group))))
 
 
 def _is_one_pair(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
@@ -650,7 +635,7 @@ def _needs_staging(group: ProcessGroup, tensors: Sequence[Tensor]) -> bool:
     CUDA memory ends the process. The collectives of gloo copy CUDA tensors themselves.
     """
     devices = {x.device for x in tensors if x.device.type != "cpu"}
-    return any(_backend(group, device) == "gloo" for device in devices)
+    return any(backend_of(group, device) == "gloo" for device in devices)
 
 
 def _dense(
@@ -682,7 +667,7 @@ def _has_bools(tensors: Sequence[Tensor]) -> bool:
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
     small = sum(map(bytes_of, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
-    return small and _backend(group, inputs[0].device) == "gloo"
+    return small and backend_of(group, inputs[0].device) == "gloo"
 
 
 def _both(first: Finish | None, then: Finish | None) -> Finish | None:
@@ -716,28 +701,6 @@ def _prepared_group(axis: Axis) -> dist.ProcessGroup:
     return _group(axis)
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend that serves a device, as the backend itself gives it.
-
-    The name that the group was made by may be another one ("cpu:gloo,cuda:nccl", one that was
-    registered, None). A group that is written in Python has no backends, only the name.
-    """
-    found = _backend_of(group, device)
-    return str(dist.get_backend(group)) if found is None else str(found.name())
-
-
-def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that serves a device; None for a group that is written in Python.
-
-    ``ProcessGroup._get_backend`` (2.11 to 2.13) has no public name.
-    """
-    asked: Any = group
-    try:
-        return asked._get_backend(device)
-    except RuntimeError:
-        return None
-
-
 def _outputs(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, rows: Callable[[int], int]
 ) -> list[Tensor]:
@@ -757,7 +720,7 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
 
 def _reduction(op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]) -> tuple[Any, Finish | None]:
     # Where the backend has no average the sum is divided once it is complete.
-    if op != "avg" or (tensors and _backend(_group(axis), tensors[0].device) in _AVERAGING):
+    if op != "avg" or (tensors and backend_of(_group(axis), tensors[0].device) in _AVERAGING):
         return _OPS[op], None
 
     def divide(outputs: list[Tensor]) -> None:
@@ -765,30 +728,6 @@ def _reduction(op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]) -> tuple[Any
             output.div_(axis.size)
 
     return _OPS["sum"], divide
-
-
-def group_identity(group: Group) -> str:
-    """Return what tells a group from others of its ranks, the same on all of them; may be empty.
-
-    That is the name under which its ranks have met in a store. ``split_group`` needs none, and
-    names groups by a hash of how many groups a rank is in: these have a description instead, in
-    which torch counts how often the parent was split, unless the caller gave another.
-    """
-    if not isinstance(group, ProcessGroup):
-        return ""
-    name = str(group.group_name)
-    return str(group.group_desc) if _SHA1.fullmatch(name) else name
-
-
-_SHA1 = re.compile("[0-9a-f]{40}")
-
-
-def default_store() -> Any:
-    """Return the store of the default process group.
-
-    ``distributed_c10d._get_default_store`` (2.11 to 2.13); no public name.
-    """
-    return distributed_c10d._get_default_store()
 
 
 def is_store_timeout(error: RuntimeError) -> bool:

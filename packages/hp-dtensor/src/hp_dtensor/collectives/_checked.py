@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._c10d import TorchCollectives, default_store, group_identity, is_store_timeout
+from .._torch import default_store, group_identity
+from ._c10d import TorchCollectives, is_store_timeout
 from ._interface import (
     Axis,
     Collectives,

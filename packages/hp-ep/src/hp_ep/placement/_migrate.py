@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hp_dtensor import Axis
+from hp_dtensor.torch_compat import EXTRA_STATE_KEY
 
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts, order_entry
 from .._moe import MoE
-from .._torch import EXTRA_STATE, name_in_state
+from .._torch import name_in_state
 from ..dispatch._interface import TokenDispatcher
 from ..dispatch._wrappers import Placed, Summed
 from ._plan import Migration, Placement, plan_migration
@@ -226,7 +227,7 @@ def _reorder(model: nn.Module, state: Mapping[str, Any], *, to_experts: bool) ->
         for name, _ in experts.named_parameters(recurse=False):
             full = name_in_state(model, f"{layer}.{name}" if layer else name)
             moves[full] = migration, experts.replicas
-            entries[full] = full.removesuffix(name) + EXTRA_STATE
+            entries[full] = full.removesuffix(name) + EXTRA_STATE_KEY
 
     def find(path: str) -> str | None:
         """Return the parameter that an entry belongs to, itself or by its optimizer."""

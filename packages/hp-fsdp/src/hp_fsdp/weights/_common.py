@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from hp_dtensor.torch_compat import EXTRA_STATE_KEY
+
 from .._errors import CheckpointError
-from .._torch import EXTRA_STATE
 
 T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]
@@ -88,20 +89,20 @@ def check_extra_states(model: nn.Module, given: Collection[str]) -> None:
     """
     for key in model.state_dict(keep_vars=True):
         prefix, _, name = plain_name(key).rpartition(".")
-        if name != EXTRA_STATE:
+        if name != EXTRA_STATE_KEY:
             continue
         module = model.get_submodule(key.rpartition(".")[0])
         path = f"{prefix or 'the model'}, a {type(module).__name__},"
         own = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters()]
         if not own:
             warnings.warn(
-                f"{path} has extra state ({EXTRA_STATE}), which files of weights do not store",
+                f"{path} has extra state ({EXTRA_STATE_KEY}), which files of weights do not store",
                 stacklevel=2,
             )
         lacking = [name for name in own if name not in given]
         if lacking:
             raise CheckpointError(
-                f"{path} has extra state ({EXTRA_STATE}), which files of weights cannot store; "
+                f"{path} has extra state ({EXTRA_STATE_KEY}), which files of weights cannot store; "
                 f"pass sources= for {listed(lacking)}, as hp_ep.expert_sources(model) makes them"
             )
 
