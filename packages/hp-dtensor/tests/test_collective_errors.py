@@ -71,7 +71,7 @@ def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dic
         outputs = [torch.zeros(LARGE * axis.size) for _ in inputs]
         where: Any = collectives._c10d
         name, expected = (
-            "_all_gather_single",
+            "_gather",
             [
                 torch.cat([torch.full((LARGE,), 10.0 * i + r) for r in range(axis.size)])
                 for i in range(3)

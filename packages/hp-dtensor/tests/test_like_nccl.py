@@ -172,11 +172,10 @@ def test_outputs_are_undefined_until_the_wait_and_if_the_input_changes_before(
 
 def unwaited(rank: int, forgets: bool) -> Tensor:
     x = DTensor.from_local(torch.full((2,), float(rank)), mesh(2), [Shard(0)])
-    forget: Any = mock.patch.object(_c10d._Pending, "wait", lambda self: self._outputs)
-    single: Any = mock.patch.object(_c10d._Single, "wait", lambda self: [self._output])
+    forget: Any = mock.patch.object(_c10d._PendingWork, "wait", lambda self: self._outputs)
     if not forgets:
         return redistribute(x, [Replicate()]).to_local()
-    with forget, single:
+    with forget:
         return redistribute(x, [Replicate()]).to_local().clone()
 
 
