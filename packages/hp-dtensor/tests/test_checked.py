@@ -377,6 +377,44 @@ def test_a_shared_store_checks_a_simulated_world() -> None:
     assert threading.active_count() < 50
 
 
+class Noting:
+    """A stand-in for a recorder of calls in flight: passes calls on and notes their names."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.noted = inner, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.noted.append(name)
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("recording_is_outside", [True, False])
+def test_a_refused_call_is_counted_outside_the_check_and_reaches_nothing_inside(
+    recording_is_outside: bool,
+) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def live(rank: int, simulated: SimulatedCollectives) -> tuple[list[int], list[str]]:
+        recorder: Any = Noting(simulated)
+        wrapped: RecordingCollectives | CheckedCollectives
+        if recording_is_outside:
+            counted = RecordingCollectives(CheckedCollectives(recorder, store=store, deadline=20))
+            wrapped = counted
+        else:
+            counted = RecordingCollectives(recorder)
+            wrapped = CheckedCollectives(counted, store=store, deadline=20)
+        axis, calls = simulated.axis(), []
+        wrapped.all_reduce(axis, [torch.ones(1)]).wait()
+        calls.append(counted.by_axis["world"].calls)
+        with pytest.raises(RankMismatchError, match="ranks make different calls"):
+            wrapped.broadcast(axis, [torch.ones(1 + rank)])
+        calls.append(counted.by_axis["world"].calls)
+        return calls, recorder.noted
+
+    counts = [1, 2] if recording_is_outside else [1, 1]
+    assert SimulatedWorld(2).run(live) == [(counts, ["all_reduce"])] * 2
+
+
 @pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan"), "x"])
 def test_a_deadline_is_a_time(deadline: Any) -> None:
     with pytest.raises(ValueError, match="seconds above 0"):

@@ -686,11 +686,3 @@ class _WorkWithTimeout:
 
     def wait(self) -> None:
         self._work.wait(self._timeout)
-
-
-def is_store_timeout(error: RuntimeError) -> bool:
-    """Return whether ``wait`` of a store failed because of a timeout.
-
-    Only TCP stores raise ``DistStoreError``. Others raise a RuntimeError with this text.
-    """
-    return "timeout" in str(error).lower()

@@ -1,8 +1,8 @@
-"""Compare what the ranks of an axis are about to do, through a store, before they do it."""
+"""Compare the calls of all ranks of an axis through a store, before each call runs."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import count
@@ -11,75 +11,81 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch import default_store, group_identity
-from ._c10d import TorchCollectives, is_store_timeout
 from ._interface import (
     Axis,
     Collectives,
-    Parts,
     RankMismatchError,
-    ReduceOp,
-    Work,
     as_tensors,
     described,
     dtype_name,
     own_fault,
 )
-from ._recording import RecordingCollectives
+from ._wrapper import CollectiveCall, CollectivesWrapper
 
 _ROOT = "hp_dtensor/checked"
 _MEMBERS = f"{_ROOT}/ranks"
-_GO = "go"
-# All ranks make their objects in the same order, so that a number means the same one on each.
+_GO = "go"  # outcome of a call that all ranks make
+# All ranks create their objects in the same order, so a number means the same object on each rank.
 _numbers = count(1)
 
 
-class _Call(NamedTuple):
-    """The fingerprint of one call on one rank.
+class _Fingerprint(NamedTuple):
+    """One call on one rank, as it is written to the store.
 
-    ``must_match``, ``group`` and ``devices`` are equal on all ranks of a legal call, ``details``
-    says the rest for a reader. ``instance`` is the number of the rank's `CheckedCollectives`, 0 for
-    one with its own store.
+    Attributes:
+        rank: Global rank.
+        axis: Name of the axis.
+        ranks: Global ranks of the axis.
+        operation: Name of the operation, with its reduction or source.
+        must_match: Text that is equal on all ranks of a legal call.
+        group: Identity of the process group, equal on all ranks of a legal call.
+        devices: Types of the tensors' devices, equal on all ranks of a legal call.
+        instance: Number of the `CheckedCollectives`, or 0 if it has its own store.
+        details: Text for the error message.
+        fault: Description of a problem on this rank. Empty if there is none.
+        sent: Rows to each rank. Empty if the operation has no splits.
+        received: Rows from each rank.
+        number: Number of the call on the axis, from 1.
     """
 
     rank: int
     axis: str
     ranks: Sequence[int]
-    number: int
     operation: str
     must_match: str
-    details: str
+    group: str
+    devices: str
+    instance: int
+    details: str = ""
     fault: str = ""
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
-    instance: int = 0
-    group: str = ""
-    devices: str = ""
+    number: int = 0
 
     @staticmethod
-    def read(text: Any) -> "_Call":
-        """Return what `written` was made of."""
-        call = _Call(*json.loads(text))
+    def read(text: Any) -> "_Fingerprint":
+        """Return the fingerprint that `written` converted to text."""
+        call = _Fingerprint(*json.loads(text))
         runs: Any = call.ranks
         return call._replace(ranks=[rank for run in runs for rank in range(*run)])
 
     def written(self) -> str:
-        """Return the fingerprint as text, with the ranks as few evenly spaced runs."""
+        """Return the fingerprint as text. The ranks are written as arguments of ``range``."""
         runs: Any = _runs(self.ranks)
         return json.dumps(self._replace(ranks=runs))
 
     def in_full(self) -> str:
-        """Return the text with what else must match."""
+        """Return the message text with the process group and the devices."""
         group = f" in process group {self.group} of these ranks" if self.group else ""
         return f"{self}{group} on {self.devices or 'no device'}"
 
     def __str__(self) -> str:
         text = " ".join(filter(None, (self.operation, self.must_match, self.details)))
-        where = f"over axis {self.axis!r}, ranks {self.ranks}"
         made = f" of CheckedCollectives object {self.instance}" if self.instance else ""
-        return f"{text} {where}, call {self.number}{made}"
+        return f"{text} over axis {self.axis!r}, ranks {self.ranks}, call {self.number}{made}"
 
 
-class CheckedCollectives:
+class CheckedCollectives(CollectivesWrapper):
     """`Collectives` that raise one error on all ranks if the ranks make different calls.
 
     Use them to find the rank, axis and operation behind a hang or a wrong result. Before each call,
@@ -113,6 +119,11 @@ class CheckedCollectives:
           create a new object on all ranks.
         - All ranks have to create their objects in the same order.
         - Point to point messages are compared only between sender and receiver.
+        - If several wrappers are used, nest them in this order, from the outermost one:
+          `AutogradCollectives`, `RecordingCollectives`, `CheckedCollectives`, a recorder of calls
+          in flight, `TorchCollectives`. Then the counts include a call that is refused, and the
+          recorder sees only calls that run. ``CheckedCollectives(RecordingCollectives())`` works
+          too. It does not count a call that is refused.
     """
 
     def __init__(
@@ -121,18 +132,13 @@ class CheckedCollectives:
         given: object = deadline
         if not isinstance(given, int | float) or not 0 < given < math.inf:
             raise ValueError(f"deadline={deadline!r} is no time to wait; give seconds above 0")
-        self._inner: Collectives = TorchCollectives() if inner is None else inner
-        self._given = store
-        self._number = next(_numbers) if store is None else 0
+        super().__init__(inner)
+        self._given_store = store
+        self._instance = next(_numbers) if store is None else 0
         self._deadline = timedelta(seconds=deadline)
-        self._prefixes: dict[tuple[int, ...], str] = {}
-        self._numbers: dict[str, int] = {}
+        self._prefixes: dict[tuple[int, ...], str] = {}  # from the ranks of an axis
+        self._counts: dict[str, int] = {}  # from the key of an axis, or of a sender and receiver
         self._failure = ""
-
-    @property
-    def inner(self) -> Collectives:
-        """`Collectives` that communicate after the check."""
-        return self._inner
 
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
         """Check that all ranks of an axis are about to perform the same operation.
@@ -157,177 +163,127 @@ class CheckedCollectives:
             >>> axis = Axis.of(init_device_mesh("cpu", (4,)))
             >>> CheckedCollectives().check(axis, "place experts", details="0 1 2 3")
         """
-        self._compare(axis, operation, (), details, fault=fault)
+        call = self._fingerprint(axis, operation, ())
+        self._compare(axis, call._replace(must_match=details, fault=fault))
 
-    def all_gather(
-        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
-    ) -> Work:
-        """Check that all ranks make this call, then run it; see `Collectives.all_gather`."""
-        fault = _misfit(inputs, outputs, lambda numel: numel * axis.size)
-        self._compare(axis, "all_gather", inputs, fault=fault)
-        return self._inner.all_gather(axis, inputs, outputs)
+    def _before(self, call: CollectiveCall) -> None:
+        axis, collective = call.axis, call.collective
+        if collective == "send_recv":
+            self._compare_pairs(call)
+        elif collective == "all_to_all":
+            self._compare(axis, self._exchange(call))
+        else:
+            n, gathers = axis.size, collective == "all_gather"
+            sizes = [x.numel() * n if gathers else x.numel() // n for x in call.inputs]
+            mine = self._fingerprint(axis, call.operation, call.inputs)
+            self._compare(axis, mine._replace(fault=_output_fault(call, sizes)))
 
-    def reduce_scatter(
-        self,
-        axis: Axis,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor] | None = None,
-        op: ReduceOp = "sum",
-    ) -> Work:
-        """Check that all ranks make this call, then run it; see `Collectives.reduce_scatter`."""
-        fault = _misfit(inputs, outputs, lambda numel: numel // axis.size)
-        self._compare(axis, f"reduce_scatter {op}", inputs, fault=fault)
-        return self._inner.reduce_scatter(axis, inputs, outputs, op)
-
-    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
-        """Check that all ranks make this call, then run it; see `Collectives.all_reduce`."""
-        self._compare(axis, f"all_reduce {op}", tensors)
-        return self._inner.all_reduce(axis, tensors, op)
-
-    def all_to_all(
-        self,
-        axis: Axis,
-        input: Tensor,
-        send_splits: Sequence[int] | None = None,
-        receive_splits: Sequence[int] | None = None,
-        output: Tensor | None = None,
-    ) -> Work:
-        """Check that calls and splits match, then run the call; see `Collectives.all_to_all`."""
-        equal = [input.shape[0] // axis.size] * axis.size
-        sent = equal if send_splits is None else list(send_splits)
-        received = equal if receive_splits is None else list(receive_splits)
-        row = f"{dtype_name(input)} rows {list(input.shape[1:])}"
-        details = f"sending {sent} and expecting {received}"
-        fault, rows = "", input.shape[0]
+    def _exchange(self, call: CollectiveCall) -> _Fingerprint:
+        """Return the fingerprint of an all-to-all. Its numbers of rows may differ between ranks."""
+        axis, (x,) = call.axis, call.inputs
+        equal = [x.shape[0] // axis.size] * axis.size
+        sent = equal if call.send_splits is None else list(call.send_splits)
+        received = equal if call.receive_splits is None else list(call.receive_splits)
         if len(sent) != axis.size or len(received) != axis.size:
             fault = f"splits must have {axis.size} lengths, one for each rank of the axis"
-        elif sum(sent) != rows:
-            fault = f"it would send {sum(sent)} rows in {axis.size} blocks and has {rows}"
-        elif output is not None:
-            numel = sum(received) * math.prod(input.shape[1:])
-            fault = _misfit([input], [output], lambda _: numel)
-        self._compare(axis, "all_to_all", [input], row, details, fault, sent, received)
-        return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
+        elif sum(sent) != x.shape[0]:
+            fault = f"it would send {sum(sent)} rows in {axis.size} blocks and has {x.shape[0]}"
+        else:
+            fault = _output_fault(call, [sum(received) * math.prod(x.shape[1:])])
+        return self._fingerprint(axis, "all_to_all", [x])._replace(
+            must_match=f"{dtype_name(x)} rows {list(x.shape[1:])}",
+            details=f"sending {sent} and expecting {received}",
+            fault=fault,
+            sent=sent,
+            received=received,
+        )
 
-    def send_recv(
-        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
-    ) -> Work:
-        """Check that sender and receiver agree, then run the call; see `Collectives.send_recv`."""
-        self._compare_pairs(axis, sends, receives)
-        return self._inner.send_recv(axis, sends, receives)
+    def _fingerprint(self, axis: Axis, operation: str, tensors: Sequence[Tensor]) -> _Fingerprint:
+        devices = [tensor.device.type for tensor in tensors]
+        return _Fingerprint(
+            rank=axis.ranks[axis.index],
+            axis=axis.name,
+            ranks=list(axis.ranks),
+            operation=operation,
+            must_match=described(tensors),
+            group=group_identity(axis.group),
+            devices=", ".join(devices if len(set(devices)) > 1 else devices[:1]),
+            instance=self._instance,
+        )
 
-    def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Check that all ranks make this call, then run it; see `Collectives.broadcast`."""
-        self._compare(axis, f"broadcast from {source}", tensors)
-        return self._inner.broadcast(axis, tensors, source)
-
-    def _compare(
-        self,
-        axis: Axis,
-        operation: str,
-        tensors: Sequence[Tensor],
-        must_match: str | None = None,
-        details: str = "",
-        fault: str = "",
-        sent: Sequence[int] = (),
-        received: Sequence[int] = (),
-    ) -> None:
+    def _compare(self, axis: Axis, call: _Fingerprint) -> None:
+        """Raise on all ranks of the axis if their fingerprints do not fit together."""
+        if axis.size == 1 and call.fault:
+            raise RankMismatchError(f"rank {call.rank} cannot do {call.operation}: {call.fault}")
         if axis.size == 1:
-            if fault:
-                raise RankMismatchError(f"rank {axis.ranks[0]} cannot do {operation}: {fault}")
             return
         prefix = self._prefix(axis)
-        number = self._next(prefix)
-        mine = _Call(
-            axis.ranks[axis.index],
-            axis.name,
-            list(axis.ranks),
-            number,
-            operation,
-            described(tensors) if must_match is None else must_match,
-            details,
-            fault,
-            list(sent),
-            list(received),
-            self._number,
-            group_identity(axis.group),
-            _devices(tensors),
-        )
-        keys = [f"{prefix}/{number}/{rank}" for rank in axis.ranks]
-        calls = self._met(mine, f"{prefix}/{number}", keys[axis.index], keys)
-        # All came to this call, so that all have read the one before.
-        if number > 1:
-            self._store.delete_key(f"{prefix}/{number - 1}/{mine.rank}")
-            if axis.index == 0:
-                self._store.delete_key(f"{prefix}/{number - 1}")
-        self._conclude(f"{prefix}/{number}", _difference(calls))
+        call = call._replace(number=self._next(prefix))
+        outcome, previous = f"{prefix}/{call.number}", f"{prefix}/{call.number - 1}"
+        keys = [f"{outcome}/{rank}" for rank in axis.ranks]
+        self._store.set(keys[axis.index], call.written())
+        calls = self._met(call, outcome, keys)
+        # All ranks have come to this call, so all have read the fingerprints of the previous one.
+        self._store.delete_key(f"{previous}/{call.rank}")
+        if axis.index == 0:
+            self._store.delete_key(previous)
+        self._conclude(outcome, _difference(calls))
 
-    def _compare_pairs(
-        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
-    ) -> None:
-        """Compare what each pair of ranks sends and expects; others may take no part."""
-        me, fault = axis.index, own_fault(axis, sends, receives)
+    def _compare_pairs(self, call: CollectiveCall) -> None:
+        """Compare the messages of each sender and receiver. Other ranks need not take part."""
+        axis = call.axis
+        me, fault = axis.index, own_fault(axis, call.sends, call.receives)
         prefix = self._prefix(axis)
-        posted, awaited = [], []
-        for peers, kind, other in ((sends, "send", "receive"), (receives, "receive", "send")):
-            for peer, parts in peers.items():
+        posted: list[tuple[str, str, _Fingerprint]] = []
+        for kind, messages in (("send", call.sends), ("receive", call.receives)):
+            for peer, parts in messages.items():
                 if peer == me:
-                    continue
-                ends = (me, peer) if kind == "send" else (peer, me)
-                pair = f"{prefix}/{ends[0]}to{ends[1]}"
+                    continue  # `own_fault` has compared these messages
+                source, target = (me, peer) if kind == "send" else (peer, me)
+                pair = f"{prefix}/{source}to{target}"
+                operation = f"send from rank {axis.ranks[source]} to rank {axis.ranks[target]} of"
+                mine = self._fingerprint(axis, operation, as_tensors(parts))
                 number = self._next(f"{pair}/{kind}")
-                tensors = as_tensors(parts)
-                call = _Call(
-                    axis.ranks[me],
-                    axis.name,
-                    list(axis.ranks),
-                    number,
-                    f"send from rank {axis.ranks[ends[0]]} to rank {axis.ranks[ends[1]]} of",
-                    described(tensors),
-                    f"({kind})",
-                    fault,
-                    instance=self._number,
-                    group=group_identity(axis.group),
-                    devices=_devices(tensors),
-                )
-                posted.append((f"{pair}/{number}/{kind}", call))
-                awaited.append((f"{pair}/{number}", f"{pair}/{number}/{other}"))
-        for key, call in posted:
-            self._store.set(key, call.written())
-        for (_, call), (outcome, key) in zip(posted, awaited, strict=True):
-            met = sorted([*self._met(call, outcome, None, [key]), call])
+                mine = mine._replace(details=f"({kind})", fault=fault, number=number)
+                self._store.set(f"{pair}/{number}/{kind}", mine.written())
+                posted.append((pair, kind, mine))
+        for pair, kind, mine in posted:
+            outcome = f"{pair}/{mine.number}"
+            key = f"{outcome}/{'receive' if kind == 'send' else 'send'}"
+            both = sorted([*self._met(mine, outcome, [key]), mine])
             self._store.delete_key(key)
-            self._conclude(outcome, _difference(met))
-            if call.rank == met[0].rank:
-                self._store.delete_key(f"{outcome.rpartition('/')[0]}/{call.number - 1}")
+            self._conclude(outcome, _difference(both))
+            if mine.rank == both[0].rank:
+                self._store.delete_key(f"{pair}/{mine.number - 1}")
 
-    def _met(self, mine: _Call, outcome: str, key: str | None, keys: list[str]) -> list[_Call]:
-        """Return what all ranks put under ``keys``; raise where some do not before the deadline."""
-        written = mine.written()
-        self._store.set(f"{_ROOT}/last/{mine.rank}", written)
-        if key is not None:
-            self._store.set(key, written)
+    def _met(self, mine: _Fingerprint, outcome: str, keys: list[str]) -> list[_Fingerprint]:
+        """Wait until all ranks have written their fingerprints under ``keys``; return these.
+
+        Raises RankMismatchError if a rank has not written before the deadline.
+        """
+        self._store.set(f"{_ROOT}/last/{mine.rank}", mine.written())
         try:
             self._store.wait(keys, self._deadline)
         except RuntimeError as error:
-            if not is_store_timeout(error):
+            # Only TCP stores raise DistStoreError, others a RuntimeError with this text.
+            if "timeout" not in str(error).lower():
                 raise
-            # Where a peer has gone on all the same, all have come meanwhile.
+            # If a peer has concluded that all ranks came, this returns, and the keys exist.
             self._conclude(outcome, self._late(mine))
-        return [_Call.read(text) for text in self._store.multi_get(keys)]
+        return [_Fingerprint.read(text) for text in self._store.multi_get(keys)]
 
-    def _late(self, mine: _Call) -> str:
-        """Say what each rank of this store did last."""
-        known = {int(rank) for rank in self._store.get(_MEMBERS).split()}
-        told = dict.fromkeys(sorted({*mine.ranks} - known), "no call")
-        ranks = [rank for rank in sorted(known) if self._store.check([f"{_ROOT}/last/{rank}"])]
-        told |= dict.fromkeys(known.difference(ranks), "no call")
-        last = self._store.multi_get([f"{_ROOT}/last/{rank}" for rank in ranks])
-        told |= {rank: str(_Call.read(text)) for rank, text in zip(ranks, last, strict=True)}
-        alike: dict[str, list[int]] = {}
-        for rank in sorted(told):
-            alike.setdefault(told[rank], []).append(rank)
-        calls = "; ".join(f"ranks {ranks}: {call}" for call, ranks in alike.items())
+    def _late(self, mine: _Fingerprint) -> str:
+        """Return the error message for a missed deadline, with the last call of each rank."""
+        members = {int(rank) for rank in self._store.get(_MEMBERS).split()}
+        key = f"{_ROOT}/last/{{}}".format
+        called = [rank for rank in sorted(members) if self._store.check([key(rank)])]
+        last = dict.fromkeys(sorted({*mine.ranks} | members), "no call")
+        texts = self._store.multi_get([key(rank) for rank in called])
+        last |= {rank: str(_Fingerprint.read(x)) for rank, x in zip(called, texts, strict=True)}
+        by_call: dict[str, list[int]] = {}
+        for rank, text in last.items():
+            by_call.setdefault(text, []).append(rank)
+        calls = "; ".join(f"ranks {ranks}: {call}" for call, ranks in by_call.items())
         return (
             f"ranks have waited {self._deadline.total_seconds()} s for calls that others do not "
             f"make; the last calls: {calls}; all ranks of an axis must make the same calls over "
@@ -335,9 +291,10 @@ class CheckedCollectives:
         )
 
     def _conclude(self, key: str, failure: str) -> None:
-        """Say how a call ended for this rank, and raise what a rank said before it, if anything.
+        """Publish the outcome of a call, and raise if the first published outcome is a failure.
 
-        The first says it for all: none goes on into a call that a peer has given up.
+        The first outcome counts for all ranks, so no rank goes on with a call that a peer has
+        refused.
         """
         first = self._store.compare_set(key, "", failure or _GO).decode()
         if first != _GO:
@@ -345,7 +302,7 @@ class CheckedCollectives:
             raise RankMismatchError(first)
 
     def _prefix(self, axis: Axis) -> str:
-        """Return where calls on the axis's ranks are kept: of this object, not of another."""
+        """Return the prefix of the store keys of this object's calls over the axis."""
         if self._failure:
             raise RankMismatchError(
                 "an earlier call ended this object, which no longer knows what each rank has done; "
@@ -356,22 +313,23 @@ class CheckedCollectives:
             rank = axis.ranks[axis.index]
             if not self._store.check([f"{_ROOT}/last/{rank}"]):
                 self._store.append(_MEMBERS, f"{rank} ")
-            # Long lists of ranks would make long keys.
+            # A hash, because the keys would be long for many ranks.
             name = sha256(repr(axis.ranks).encode()).hexdigest()[:16]
-            prefix = self._prefixes[axis.ranks] = f"{_ROOT}/{self._number}/{name}"
+            prefix = self._prefixes[axis.ranks] = f"{_ROOT}/{self._instance}/{name}"
         return prefix
 
-    def _next(self, counted: str) -> int:
-        self._numbers[counted] = self._numbers.get(counted, 0) + 1
-        return self._numbers[counted]
+    def _next(self, key: str) -> int:
+        """Return the number of the next call, from 1."""
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return self._counts[key]
 
     @property
     def _store(self) -> Any:
-        return default_store() if self._given is None else self._given
+        return default_store() if self._given_store is None else self._given_store
 
 
-def _difference(calls: Sequence[_Call]) -> str:
-    """Say why these calls do not go together, in the same words on all ranks; empty if they do."""
+def _difference(calls: Sequence[_Fingerprint]) -> str:
+    """Return why calls do not fit together, or an empty text. The text is equal on all ranks."""
     for call in calls:
         if call.fault:
             return f"rank {call.rank} cannot take part in {call}: {call.fault}"
@@ -396,30 +354,26 @@ def _difference(calls: Sequence[_Call]) -> str:
     return ""
 
 
-def _misfit(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, numel: Callable[[int], int]
-) -> str:
-    """Say which output that a rank gave cannot take what comes; empty if all can."""
-    if outputs is None:
+def _output_fault(call: CollectiveCall, sizes: Sequence[int]) -> str:
+    """Return which given output has a wrong number of elements or dtype, or an empty text.
+
+    Args:
+        call: The call, which may have no given outputs.
+        sizes: Number of elements that each output must have.
+    """
+    if call.outputs is None:
         return ""
-    if len(outputs) != len(inputs):
-        return f"it gives {len(outputs)} outputs for {len(inputs)} inputs"
-    for tensor, output in zip(inputs, outputs, strict=True):
-        if output.dtype != tensor.dtype or output.numel() != numel(tensor.numel()):
-            return (
-                f"its output is {described([output])}, which must have {numel(tensor.numel())} "
-                f"elements of {dtype_name(tensor)}"
-            )
+    if len(call.outputs) != len(call.inputs):
+        return f"it gives {len(call.outputs)} outputs for {len(call.inputs)} inputs"
+    for x, output, size in zip(call.inputs, call.outputs, sizes, strict=True):
+        if output.dtype != x.dtype or output.numel() != size:
+            wanted = f"{size} elements of {dtype_name(x)}"
+            return f"its output is {described([output])}, which must have {wanted}"
     return ""
 
 
-def _devices(tensors: Sequence[Tensor]) -> str:
-    kinds = [tensor.device.type for tensor in tensors]
-    return ", ".join(kinds if len(set(kinds)) > 1 else kinds[:1])
-
-
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return evenly spaced ranks as few arguments of ``range``."""
+    """Return ranks as a list of arguments of ``range``, short if they are evenly spaced."""
     found: list[tuple[int, int, int]] = []
     for rank in ranks:
         first, stop, step = found[-1] if found else (rank, rank, 1)
@@ -434,7 +388,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def checking(collectives: Collectives) -> CheckedCollectives | None:
-    """Return the `CheckedCollectives` that calls go through first, also behind recording ones."""
-    while isinstance(collectives, RecordingCollectives):
-        collectives = collectives.inner
-    return collectives if isinstance(collectives, CheckedCollectives) else None
+    """Return the outermost `CheckedCollectives` among nested wrappers, or None."""
+    if isinstance(collectives, CheckedCollectives):
+        return collectives
+    return checking(collectives.inner) if isinstance(collectives, CollectivesWrapper) else None

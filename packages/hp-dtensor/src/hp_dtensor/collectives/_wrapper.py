@@ -1,0 +1,141 @@
+"""Base of the `Collectives` that observe each call and pass it on unchanged."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ._c10d import TorchCollectives, bytes_of
+from ._interface import Axis, Collectives, Parts, ReduceOp, Work, as_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """The arguments of one call of a method of `Collectives`.
+
+    Attributes:
+        axis: Ranks that take part.
+        collective: Name of the method.
+        inputs: Tensors of the call. Empty for ``send_recv``.
+        outputs: Given outputs, or None.
+        op: Reduction, or None if the method has none.
+        source: Coordinate of the sender of a ``broadcast``.
+        send_splits: Rows to each rank of an ``all_to_all``. None means equal blocks.
+        receive_splits: Rows from each rank of an ``all_to_all``. None means equal blocks.
+        sends: Messages of a ``send_recv`` to each peer.
+        receives: Messages of a ``send_recv`` from each peer.
+    """
+
+    axis: Axis
+    collective: str
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] | None = None
+    op: ReduceOp | None = None
+    source: int = 0
+    send_splits: Sequence[int] | None = None
+    receive_splits: Sequence[int] | None = None
+    sends: Mapping[int, Parts] = field(default_factory=dict)
+    receives: Mapping[int, Parts] = field(default_factory=dict)
+
+    @property
+    def operation(self) -> str:
+        """Name of the method with the reduction or the source, such as ``"all_reduce sum"``."""
+        if self.collective == "broadcast":
+            return f"broadcast from {self.source}"
+        return self.collective if self.op is None else f"{self.collective} {self.op}"
+
+    def received_bytes(self) -> int:
+        """Return the payload in bytes that this rank receives from other ranks."""
+        axis, collective = self.axis, self.collective
+        sent = sum(map(bytes_of, self.inputs))
+        if collective == "all_gather":
+            return (axis.size - 1) * sent
+        if collective == "all_reduce":  # of the bandwidth-optimal algorithm
+            return 2 * sent * (axis.size - 1) // axis.size
+        if collective == "broadcast":
+            return 0 if axis.index == self.source else sent
+        if collective == "send_recv":
+            others = (parts for peer, parts in self.receives.items() if peer != axis.index)
+            return sum(bytes_of(x) for parts in others for x in as_tensors(parts))
+        if self.receive_splits is not None:
+            (rows,) = self.inputs
+            from_others = sum(self.receive_splits) - self.receive_splits[axis.index]
+            return from_others * math.prod(rows.shape[1:]) * rows.element_size()
+        return sent * (axis.size - 1) // axis.size  # reduce_scatter, or all_to_all of equal blocks
+
+
+class CollectivesWrapper:
+    """Observes each call in `_before`, then passes it on to other `Collectives`.
+
+    Args:
+        inner: `Collectives` that run the calls. Defaults to `TorchCollectives`.
+    """
+
+    def __init__(self, inner: Collectives | None = None) -> None:
+        self._inner: Collectives = TorchCollectives() if inner is None else inner
+
+    @property
+    def inner(self) -> Collectives:
+        """`Collectives` that run the calls."""
+        return self._inner
+
+    def _before(self, call: CollectiveCall) -> None:
+        """Observe a call before it starts. An error that is raised here prevents the call."""
+        raise NotImplementedError
+
+    def all_gather(
+        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> Work:
+        """Observe the call, then run it; see `Collectives.all_gather`."""
+        self._before(CollectiveCall(axis, "all_gather", inputs, outputs))
+        return self._inner.all_gather(axis, inputs, outputs)
+
+    def reduce_scatter(
+        self,
+        axis: Axis,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        op: ReduceOp = "sum",
+    ) -> Work:
+        """Observe the call, then run it; see `Collectives.reduce_scatter`."""
+        self._before(CollectiveCall(axis, "reduce_scatter", inputs, outputs, op))
+        return self._inner.reduce_scatter(axis, inputs, outputs, op)
+
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Observe the call, then run it; see `Collectives.all_reduce`."""
+        self._before(CollectiveCall(axis, "all_reduce", tensors, op=op))
+        return self._inner.all_reduce(axis, tensors, op)
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        """Observe the call, then run it; see `Collectives.all_to_all`."""
+        outputs = None if output is None else [output]
+        call = CollectiveCall(
+            axis,
+            "all_to_all",
+            [input],
+            outputs,
+            send_splits=send_splits,
+            receive_splits=receive_splits,
+        )
+        self._before(call)
+        return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
+
+    def send_recv(
+        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
+    ) -> Work:
+        """Observe the call, then run it; see `Collectives.send_recv`."""
+        self._before(CollectiveCall(axis, "send_recv", sends=sends, receives=receives))
+        return self._inner.send_recv(axis, sends, receives)
+
+    def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Observe the call, then run it; see `Collectives.broadcast`."""
+        self._before(CollectiveCall(axis, "broadcast", tensors, source=source))
+        return self._inner.broadcast(axis, tensors, source)
