@@ -141,6 +141,9 @@ def _times(figures: dict[str, str], unit: str) -> Callable[[Json], Iterator[Row]
 
 def _bytes(result: Json) -> Iterator[Row]:
     for row in result["rows"]:
+        if row["part"] == "plans":
+            yield Row(name=row["case"], ours=row["plan_us"], unit="us")
+            continue
         for key, against in (("greedy", "torch, greedy"), ("min_cost", "torch, min-cost")):
             ours, theirs = row["ours_bytes"] / 1e6, row[f"{key}_bytes"] / 1e6
             yield _compared(f"{row['case']}, {row['pairs']} pairs", ours, theirs, "MB", against)
@@ -158,6 +161,17 @@ def _redistribute(result: Json) -> Iterator[Row]:
             low=1 / row["ratio_high"],
             high=1 / row["ratio_low"],
         )
+        if "bare_us" in row:
+            yield Row(
+                name=f"{row['part']}, {row['case']}",
+                ours=row["ours_us"],
+                peer=row["bare_us"],
+                unit="us",
+                against="the bare collective",
+                ratio=row["over_bare"],
+                low=row["over_bare_low"],
+                high=row["over_bare_high"],
+            )
 
 
 def _balance(result: Json) -> Iterator[Row]:

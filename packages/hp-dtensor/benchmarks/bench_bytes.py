@@ -1,13 +1,14 @@
 """Count received bytes over all pairs of placements: ours, torch's greedy and min-cost planners.
 
-torch is given what it does on GPUs: on CPU meshes it replaces its shard-to-shard all-to-all by an
-all-gather, so that function is replaced here by a real all-to-all (even sizes). No mesh is
-flattened beforehand on either side; ours has the group of the world, as torch has.
+On CPU meshes, torch replaces its shard-to-shard all-to-all by an all-gather. This benchmark gives
+torch the all-to-all that it runs on GPUs (for even sizes). Neither side has a flattened mesh. Both
+sides may use the group of the world.
 
-Bytes are counted, not timed, as payload received from others (an all-reduce ``2 (n-1) / n`` times
-its tensor) for a tensor of 64 MB: our plans averaged over all ranks, and torch's collectives on
-fake groups and tensors without data. Plans weigh bytes against calls, torch's min-cost planner too:
-sums are those of default costs, pairs on which ours receives more are counted with calls for free.
+Bytes are counted, not timed: the payload received from other ranks for a tensor of 64 MB. An
+all-reduce counts ``2 (n-1) / n`` times its tensor. Our plans are averaged over all ranks. torch's
+collectives run on fake groups and on tensors without data. Plans weigh bytes against calls, also
+those of torch's min-cost planner. The sums are of plans with default costs. To count the pairs on
+which ours receives more, calls cost nothing. The last row is the time of a plan over five axes.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.placement_types as placement_types
-from placed import OURS, S0, S1, P, Placements, R, fake_world, make_mesh
+from placed import OURS, S0, S1, P, Placements, R, fake_world, five_axes_row, make_mesh
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -35,7 +36,7 @@ LENGTH = 4096  # of the sides of a square of 64 MB
 
 
 class Counter(TorchDispatchMode):
-    """Adds up what torch's functional collectives would receive."""
+    """Adds up the bytes that torch's functional collectives receive."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def compared(
     pairs = [pair for pair in itertools.product(sources, targets) if pair[0] != pair[1]]
     planners = []
     for graph in (False, True):
-        # What one planner found is kept, and would be taken by the other.
+        # Both planners share one cache. Empty it, so that each makes its own plans.
         their_planner._gen_transform_infos.cache_clear()
         their_planner.clear_redistribute_planner_cache()
         planners.append([their_bytes(*pair, mesh, counter, graph) for pair in pairs])
@@ -121,7 +122,7 @@ def compared(
         "min_cost_bytes": sum(least),
         "greedy_ratio": sum(greedy) / ours,
         "min_cost_ratio": sum(least) / ours,
-        # Of pairs without partial values this is 1 where every rank receives just what it lacks.
+        # Without partial values, 1 means that every rank receives exactly the bytes that it lacks.
         "lower_bound_ratio": ours / bound if bound else None,
         "pairs_more_than_greedy": more[0],
         "pairs_more_than_min_cost": more[1],
@@ -131,7 +132,7 @@ def compared(
 def their_bytes(
     source: Placements, target: Placements, mesh: DeviceMesh, counter: Counter, graph: bool
 ) -> float:
-    """Return what a rank receives in torch for a 64 MB tensor."""
+    """Return the bytes that a rank receives in torch for a tensor of 64 MB."""
     shape = [LENGTH, LENGTH]
     for axis, placement in enumerate(source):
         if isinstance(placement, Shard):
@@ -149,7 +150,7 @@ def their_bytes(
 def our_bytes(
     source: Placements, target: Placements, mesh: tuple[int, ...], cost: AlphaBeta
 ) -> tuple[float, float]:
-    """Return what a rank receives here for 64 MB, and what it lacks, averaged over all ranks."""
+    """Return the bytes that a rank receives and lacks here, averaged over all ranks."""
     src, dst = (Layout(mesh, tuple(OURS[p] for p in which)) for which in (source, target))
     shape = (LENGTH, LENGTH)
     plans = [explain(src, dst, shape=shape, rank=rank, cost=cost) for rank in range(src.size)]
@@ -175,7 +176,8 @@ def main() -> None:
         shapes += [(8, 8), (2, 2, 2), (2, 8, 4)]
     print("torch: real all-to-all between shards as on GPUs; nothing flattened on either side")
     print("MB received per rank, float32 [4096, 4096], summed over all pairs")
-    rows = rows_of(shapes)
+    rows = [*rows_of(shapes), five_axes_row(5 if options.quick else 50)]
+    print(f"{rows[-1]['case']:30s} {rows[-1]['plan_us']:.0f} us")
     if options.json:
         options.json.write_text(json.dumps({"name": "bytes", "rows": rows}, indent=1))
 

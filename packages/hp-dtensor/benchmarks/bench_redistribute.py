@@ -1,14 +1,15 @@
-"""Compare `redistribute` with torch's: time on 4 gloo ranks, host time per call.
+"""Compare `redistribute` with torch's: time on 4 gloo ranks, and host time per call.
 
-torch is given what it does on GPUs: on CPU meshes it replaces its shard-to-shard all-to-all by an
-all-gather, so that function is replaced here by a real all-to-all (even sizes). Its planner is the
-default (greedy) one; no mesh is flattened beforehand on either side. torch does not go from one
-mesh to another; there it is given what one writes instead: make the tensor whole, and wrap each
-rank's slice on the other mesh.
+On CPU meshes, torch replaces its shard-to-shard all-to-all by an all-gather. This benchmark gives
+torch the all-to-all that it runs on GPUs (for even sizes). torch's planner is the default one,
+which is greedy. Neither side has a flattened mesh. torch cannot move a tensor to another mesh, so
+the peer there is the code that a user would write: gather the tensor, and wrap each rank's slice on
+the other mesh.
 
-gloo times say something about copies, calls and bytes, nothing about GPUs. Times are taken in turn,
-torch, ours, torch, ours, in the same processes; a ratio is torch's over ours, paired by round, as
-median with quartiles. Host times are calls on fake groups, which move nothing.
+Times on gloo compare copies, calls and bytes. They say nothing about GPUs. Host times are calls on
+fake groups, which move no data. Their floor is the bare collective: one call on the process group
+with buffers that exist already, without packing, planning or a DTensor. The sides run in turn in
+the same processes. A ratio is the median over rounds, with quartiles, of two times of one round.
 """
 
 import argparse
@@ -48,17 +49,24 @@ MESH_PAIRS: list[tuple[Placements, Placements, list[int]]] = [
     ((S0, S1), (S0,), [0, 1, 2, 3]),
     ((S0, R), (S1,), [3, 1, 2, 0]),
 ]
-HOST_PAIRS: list[tuple[str, Placements, Placements]] = [
-    ("one axis", (S0,), (S1,)),
-    ("one axis", (S0,), (R,)),
-    ("one axis", (R,), (S0,)),
-    ("one axis", (P,), (S0,)),
-    ("several axes", (S0, S1), (S1, S0)),
-    ("several axes", (S0, R), (R, S0)),
-    ("several axes", (S0, S0), (S1, S1)),
-    ("no-op", (S0,), (S0,)),
-    ("no-op", (S0, S1), (S0, S1)),
+# The last entry is the bare collective of the change. It is empty if the change needs none.
+HOST_PAIRS: list[tuple[str, Placements, Placements, str]] = [
+    ("one axis", (S0,), (R,), "all-gather"),
+    ("one axis", (R,), (S0,), ""),
+    ("one axis", (S0,), (S1,), "all-to-all"),
+    ("one axis", (P,), (R,), "all-reduce"),
+    ("one axis", (P,), (S0,), "reduce-scatter"),
+    ("several axes", (S0, S0), (R, R), "all-gather"),
+    ("several axes", (S0, S1), (R, R), "all-gather"),
+    ("several axes", (S0, S1), (S1, S0), "all-to-all"),
+    ("several axes", (S0, R), (R, S0), "all-to-all"),
+    ("several axes", (S0, S0), (S1, S1), "all-to-all"),
+    ("several axes", (P, P), (R, R), "all-reduce"),
+    ("several axes", (P, P), (S0, S0), "reduce-scatter"),
+    ("no-op", (S0,), (S0,), ""),
+    ("no-op", (S0, S1), (S0, S1), ""),
 ]
+HOST_LENGTH = 64  # side of the square tensor of the host times
 
 
 def gpu_all_to_all(
@@ -184,7 +192,7 @@ def gloo_rows(length: int, rounds: int, deadline: float) -> list[dict[str, Any]]
 
 
 def host_rows(rounds: int, calls: int) -> list[dict[str, Any]]:
-    """Time calls on fake groups of 8 ranks: what remains is host time."""
+    """Time calls on fake groups of 8 ranks, so that only host time remains."""
     fake_world(8)
     placement_types.shard_dim_alltoall = gpu_all_to_all
     meshes = {1: make_mesh((8,)), 2: make_mesh((4, 2))}
@@ -196,44 +204,86 @@ def host_rows(rounds: int, calls: int) -> list[dict[str, Any]]:
             call()
         return (time.perf_counter() - start) / calls
 
-    for kind, source, target in HOST_PAIRS:
+    for kind, source, target, collective in HOST_PAIRS:
         mesh = meshes[len(source)]
-        x = wrapped(source, mesh, 64)
-        theirs, ours = [], []
+        x = wrapped(source, mesh, HOST_LENGTH)
+        sides: dict[str, Callable[[], Any]] = {
+            "torch": partial(x.redistribute, mesh, target),
+            "ours": partial(redistribute, x, target),
+        }
+        if collective:
+            sides["bare"] = bare_collective(collective, x.to_local())
+        times: dict[str, list[float]] = {side: [] for side in sides}
         with torch.no_grad():
             for round_number in range(rounds + 1):
-                a = many(partial(x.redistribute, mesh, target))
-                b = many(partial(redistribute, x, target))
-                if round_number:
-                    theirs.append(a)
-                    ours.append(b)
-        rows.append(summary("host", f"{kind}: {named(source)} -> {named(target)}", theirs, ours))
+                for side, call in sides.items():
+                    seconds = many(call)
+                    if round_number:  # the first round warms up
+                        times[side].append(seconds)
+        case = f"{kind}: {named(source)} -> {named(target)}"
+        rows.append(summary("host", case, times["torch"], times["ours"], times.get("bare")))
         show(rows[-1])
     dist.destroy_process_group()
     return rows
 
 
-def summary(part: str, case: str, theirs: list[float], ours: list[float]) -> dict[str, Any]:
-    """Return medians in microseconds, and the paired ratio with its quartiles."""
-    ratios = sorted(a / b for a, b in zip(theirs, ours, strict=True))
-    return {
+def bare_collective(name: str, local: Tensor) -> Callable[[], Any]:
+    """Return a call of one collective on the world's process group, with buffers that exist."""
+    group: Any = dist.group.WORLD
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    flat, size = local.flatten(), dist.get_world_size()
+    calls: dict[str, Callable[[], Any]] = {
+        "all-gather": partial(gather, flat.new_empty(flat.numel() * size), flat),
+        "all-reduce": partial(group.allreduce, [flat]),
+        "all-to-all": partial(group.alltoall_base, torch.empty_like(flat), flat, [], []),
+        "reduce-scatter": partial(scatter, flat.new_empty(flat.numel() // size), flat),
+    }
+    start = calls[name]
+    return lambda: start().wait()
+
+
+def summary(
+    part: str,
+    case: str,
+    theirs: list[float],
+    ours: list[float],
+    bare: list[float] | None = None,
+) -> dict[str, Any]:
+    """Return medians in microseconds, and ratios paired by round with their quartiles."""
+    row: dict[str, Any] = {
         "part": part,
         "case": case,
         "torch_us": statistics.median(theirs) * 1e6,
         "ours_us": statistics.median(ours) * 1e6,
-        "ratio": statistics.median(ratios),
-        "ratio_low": ratios[len(ratios) // 4],
-        "ratio_high": ratios[3 * len(ratios) // 4],
+        **quartiles("ratio", theirs, ours),
+    }
+    if bare is not None:
+        row["bare_us"] = statistics.median(bare) * 1e6
+        row |= quartiles("over_bare", ours, bare)
+    return row
+
+
+def quartiles(name: str, above: list[float], below: list[float]) -> dict[str, float]:
+    """Return the median of the ratios of two sides, and their quartiles as ``_low``, ``_high``."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    return {
+        name: statistics.median(ratios),
+        f"{name}_low": ratios[len(ratios) // 4],
+        f"{name}_high": ratios[3 * len(ratios) // 4],
     }
 
 
 def show(row: dict[str, Any]) -> None:
     """Print a timed row."""
-    print(
+    spread = f"({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+    text = (
         f"{row['case']:36s} torch {row['torch_us']:10.1f} us  ours {row['ours_us']:10.1f} us  "
-        f"ratio {row['ratio']:5.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})",
-        flush=True,
+        f"torch/ours {row['ratio']:5.2f} {spread}"
     )
+    if "bare_us" in row:
+        text += f"  bare {row['bare_us']:6.1f} us  ours/bare {row['over_bare']:5.2f}"
+    print(text, flush=True)
 
 
 def main() -> None:
@@ -244,7 +294,8 @@ def main() -> None:
     options = parser.parse_args()
     length, rounds, deadline = (256, 5, 45.0) if options.quick else (2048, 15, 200.0)
     print("torch: greedy planner, real all-to-all between shards as on GPUs; nothing flattened")
-    print(f"host time per call, fake group, float32 [64, 64], {rounds} paired rounds")
+    size = f"[{HOST_LENGTH}, {HOST_LENGTH}]"
+    print(f"host time per call, fake group, float32 {size}, {rounds} paired rounds")
     rows = host_rows(rounds, 20 if options.quick else 100)
     print(f"4 gloo ranks, {length * length * 4 / 2**20:g} MB, {rounds} paired rounds")
     rows += gloo_rows(length, rounds, deadline)

@@ -1,17 +1,22 @@
-"""What the benchmarks share: placements, meshes of fake or real ranks, and quiet output."""
+"""Shared by the benchmarks: placements, meshes of fake or real ranks, one plan, quiet output."""
 
 import logging
+import statistics
+import time
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from hp_dtensor import Layout, explain
 from hp_dtensor import Partial as OurPartial
 from hp_dtensor import Replicate as OurReplicate
 from hp_dtensor import Shard as OurShard
+from hp_dtensor.testing import clear_caches
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Placements = tuple[Placement, ...]
@@ -55,3 +60,18 @@ def quiet() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+
+
+def five_axes_row(rounds: int) -> dict[str, Any]:
+    """Time one plan over five axes of two ranks, with empty caches: the worst case of a search."""
+    mesh = (2,) * 5
+    source = Layout(mesh, tuple(OURS[p] for p in (P, S0, S1, R, S0)))
+    target = Layout(mesh, tuple(OURS[p] for p in (R, S1, S0, S0, R)))
+    times = []
+    for _ in range(rounds):
+        clear_caches()
+        start = time.perf_counter()
+        explain(source, target, shape=(4096, 4096), rank=1)
+        times.append(time.perf_counter() - start)
+    median = statistics.median(times) * 1e6
+    return {"part": "plans", "case": "plan for 5 axes, cold", "ranks": 32, "plan_us": median}
