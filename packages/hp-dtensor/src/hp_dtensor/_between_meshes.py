@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from ._errors import LayoutError, MeshError, UnsupportedError
 from ._groups import ranks_of_both
-from ._layout import Box, Layout, checked_sizes, replicated
+from ._layout import Layout, checked_sizes, replicated
 from ._planner import Plan
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, RankMismatchError
-from .ragged._tensor import checkpointed
+from .ragged._checkpoint import checkpointed
 
 # The message for a transfer between meshes that autograd would have to record.
 NO_GRADIENT = (
@@ -28,15 +28,7 @@ class _NoTensor(TypeError, AttributeError):
     """A TypeError that is also an AttributeError, so that ``hasattr`` returns False."""
 
 
-def _no_boxes(absent: "NonMember") -> tuple[Box, ...]:
-    return ()
-
-
-def _no_data(absent: "NonMember", start: Sequence[int]) -> NoReturn:
-    absent._refuse("a checkpoint")
-
-
-@checkpointed(_no_boxes, _no_data)
+@checkpointed(lambda absent: ())
 @dataclass(frozen=True, slots=True)
 class NonMember:
     """Represents a tensor on a rank that is not in the tensor's mesh.

@@ -16,7 +16,8 @@ from ._placements import in_tuple
 from ._redistribute import redistribute
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
-from .ragged._tensor import RaggedTensor, find_spec
+from .ragged._spec import find_spec
+from .ragged._tensor import RaggedTensor
 
 Partition: TypeAlias = Callable[[str, nn.Module, DeviceMesh], None]
 Hook: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]

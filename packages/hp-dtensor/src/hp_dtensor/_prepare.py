@@ -44,7 +44,8 @@ from ._torch import dtensor_maker, group_count, local_part, spec_for, spec_parts
 from ._transfer import same_mesh
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
-from .ragged._tensor import RaggedSpec, RaggedTensor
+from .ragged._spec import RaggedSpec
+from .ragged._tensor import RaggedTensor
 
 Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None

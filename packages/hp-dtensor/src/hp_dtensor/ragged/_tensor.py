@@ -1,229 +1,53 @@
-"""Tensors whose ranks hold contiguous runs of unequal lengths, also in distributed checkpoints."""
+"""Tensors that one mesh axis splits into contiguous runs of unequal lengths."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
-from .._boxes import Box, ravel
-from .._convert import AnyPlacement, to_layout, to_torch
-from .._errors import LayoutError, MeshError
-from .._execute import LocalView
-from .._layout import Layout, with_placement
-from .._placements import RaggedShard, Replicate, StridedShard, in_tuple
-from .._torch import CHECKPOINT_HOOKS, disabled_torch_function, wrap_full_states, wrapper_tensor
+from .._boxes import Box
+from .._convert import AnyPlacement
+from .._execute import bind, start
+from .._groups import group_for, spanned_axes
+from .._layout import Layout
+from .._placements import RaggedShard, Replicate
+from .._planner import make_plan
+from .._torch import disabled_torch_function, local_part, wrapper_tensor
 from ..collectives._interface import Collectives
-from ._ops import BINARY, check_all, described, mean, norm, run, total
+from ._checkpoint import checkpointed
+from ._ops import (
+    BINARY_METHODS,
+    REDUCTIONS,
+    UNSCALE,
+    check_arguments,
+    elementwise_form,
+    operator_traits,
+)
+from ._reductions import checked_collectives, fill_at_random, reduce_all, unscale
+from ._spec import RaggedSpec, find_spec
 
-C = TypeVar("C", bound=type)
-R = TypeVar("R", bound="type[RaggedTensor]")
-# What works on a tensor's memory, of which a ragged tensor has none besides its part: torch would
-# read and write at address 0, or name its own reasons.
-_ON_MEMORY = (
+# Methods that use the memory of a tensor. The memory of a ragged tensor is that of its local
+# tensor, so torch would read and write at address 0, or raise an error with another reason.
+_MEMORY_METHODS = (
     *("untyped_storage", "storage", "share_memory_", "is_shared", "apply_", "map_", "map2_"),
     *("__dlpack__", "__array__", "numpy", "tolist"),
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaggedSpec:
-    """A mesh, a layout over it with one ragged axis, and a global shape.
-
-    ``placements`` are torch's, with ours on the ragged axis. Raises `LayoutError` unless the layout
-    has such an axis, fits the shape, and replicates or shards on the other axes.
-    """
-
-    mesh: DeviceMesh
-    layout: Layout
-    shape: tuple[int, ...]
-    placements: tuple[Placement | RaggedShard, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        layout, found = self.layout, self.layout.ragged
-        if found is None or layout.has_partial:
-            raise LayoutError(
-                "a ragged tensor has RaggedShard(dims, sizes) on one mesh axis and Replicate() or "
-                f"Shard(dim) on the others, got {layout}; make other tensors with "
-                "DTensor.from_local"
-            )
-        layout.check_shape(self.shape)
-        if any(isinstance(placement, StridedShard) for placement in layout.placements):
-            raise LayoutError(
-                f"a ragged tensor divides frames of one box each, got {layout}; use Shard(dim) for "
-                "StridedShard on the other axes"
-            )
-        axis, runs = found
-        torchs = to_torch(with_placement(layout, axis, Replicate()))
-        object.__setattr__(self, "placements", (*torchs[:axis], runs, *torchs[axis + 1 :]))
-
-    def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
-        """Return the same on an equal mesh; on None it is of use for another `on` alone."""
-        made = object.__new__(RaggedSpec)
-        for name in ("layout", "shape", "placements"):
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "mesh", mesh)
-        return made
-
-    def __deepcopy__(self, memo: object) -> "RaggedSpec":
-        # A mesh stands for running processes: a copied tensor is on the same one.
-        return self
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """Return this rank's coordinate; raises `MeshError`."""
-        coordinate = self.mesh.get_coordinate()
-        if coordinate is None:
-            raise MeshError(
-                f"this rank is not in {self.mesh}, so it holds nothing of the tensor; its ranks: "
-                f"{self.mesh.mesh.flatten().tolist()}; a NonMember stands for the tensor here"
-            )
-        return tuple(coordinate)
-
-    @property
-    def position(self) -> int:
-        """Return this rank's row-major position in the mesh."""
-        return ravel(self.coordinate, self.layout.mesh_shape)
-
-    def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of this rank's part."""
-        return self.layout.local_shape(self.shape, self.position)
-
-    def boxes(self) -> tuple[Box, ...]:
-        """Return the boxes that this rank holds, none of them empty."""
-        return self.layout.boxes(self.shape, self.position)
-
-    def view(self, part: Tensor, corner: Sequence[int]) -> Tensor:
-        """Return the view, in this rank's part, of the box of `boxes` that starts at ``corner``."""
-        box = next(box for box in self.boxes() if [lo for lo, _ in box] == list(corner))
-        return LocalView(self.layout, self.shape, self.coordinate).view(box)(part)
-
-
-def find_spec(
-    mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
-) -> RaggedSpec:
-    """Return the spec of a tensor of a global ``shape``; ``placements`` may be ours or torch's.
-
-    Raises what a `RaggedSpec` and a `Layout` raise that do not fit the mesh or the shape.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(
-            f"a ragged tensor is on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
-        )
-    layout = to_layout(in_tuple(placements), tuple(mesh.shape), len(shape))
-    return RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape))
-
-
-def refuse_by_name(cls: R) -> R:
-    """Let a tensor class without memory of its own tell what is wrong; return the class.
-
-    torch takes a TypeError in an infix operator for an operand that is not its own, and Python then
-    says no more than that there is no such operator.
-    """
-    for name in BINARY:
-        setattr(cls, name, _explained(cls, name, getattr(Tensor, name)))
-    for name in _ON_MEMORY:
-        setattr(cls, name, _refusing(cls, name))
-    return cls
-
-
-def _explained(
-    kind: "type[RaggedTensor]", name: str, method: Callable[[Any, Any], Any]
-) -> Callable[[Any, Any], Any]:
-    def operate(self: Any, other: Any) -> Any:
-        result = method(self, other)
-        if result is NotImplemented and isinstance(other, Tensor | int | float | complex):
-            raise TypeError(
-                f"{name} of {described(self, kind)} and {described(other, kind)}: ragged "
-                "tensors have operators that act on each element alone, on operands of one "
-                "layout, numbers and 0-dim tensors; redistribute to Replicate() or Shard(dim) "
-                "first, or work on to_local()"
-            )
-        return result
-
-    operate.__name__ = name
-    return operate
-
-
-def _refusing(kind: "type[RaggedTensor]", name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *args: object, **named: object) -> NoReturn:
-        raise TypeError(
-            f"{name} of {described(self, kind)}, which has no memory of its own; use that of "
-            "to_local(), or full_tensor() for the whole tensor"
-        )
-
-    refuse.__name__ = name
-    return refuse
-
-
-def checkpointed(
-    boxes: Callable[[Any], Sequence[Box]], view: Callable[[Any, Sequence[int]], Tensor]
-) -> Callable[[C], C]:
-    """Return a class decorator that lets a distributed checkpoint save and load objects in pieces.
-
-    ``boxes(x)`` are the boxes that this rank holds of ``x``, of which none is empty unless all of
-    ``x`` is; ``view(x, start)`` is the data of the box that starts there, which a load overwrites.
-    Objects have a global ``shape`` and a ``dtype``. A checkpoint keeps boxes and no layout, so that
-    what was saved in one layout loads into any other. Communicates nothing.
-    """
-
-    def chunks(x: Any) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(
-                offsets=torch.Size([lo for lo, _ in box]),
-                sizes=torch.Size([hi - lo for lo, hi in box]),
-            )
-            for box in boxes(x)
-        ]
-
-    def items(x: Any, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=x.dtype)
-        size = torch.Size(x.shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for chunk in chunks(x)
-        ]
-
-    def data(x: Any, index: MetadataIndex) -> Tensor:
-        return view(x, index.offset or ())
-
-    def decorate(cls: C) -> C:
-        for name, hook in zip(CHECKPOINT_HOOKS, (items, chunks, data), strict=True):
-            setattr(cls, name, hook)
-        return cls
-
-    return decorate
-
-
-def _boxes(x: "RaggedTensor") -> tuple[Box, ...]:
+def _pieces(x: "RaggedTensor") -> Iterable[tuple[Box, Tensor]]:
     if x.numel() == 0:
-        # Nobody holds a box, but the tensor has a name that a load looks for.
-        return (tuple((0, length) for length in x.shape),)
-    return x._spec.boxes()
+        # No rank has elements, but a load looks for the name of the tensor.
+        return [(tuple((0, length) for length in x.shape), x._local.new_empty(x.shape))]
+    return x._spec.box_views(x._local)
 
 
-def _view(x: "RaggedTensor", corner: Sequence[int]) -> Tensor:
-    return x._local.new_empty(x.shape) if x.numel() == 0 else x._spec.view(x._local, corner)
-
-
-@refuse_by_name
-@checkpointed(_boxes, _view)
+@checkpointed(_pieces)
 class RaggedTensor(Tensor):
     """A distributed tensor that a `RaggedShard` splits unevenly over one mesh axis.
 
@@ -240,8 +64,8 @@ class RaggedTensor(Tensor):
     - A distributed checkpoint can save a ragged tensor, and load it in another layout.
 
     Args:
-        local: Local tensor of this rank.
-        spec: Mesh, placements and global shape.
+        local: Local tensor of this rank. Its shape is not checked; use `from_local` or `like`.
+        spec: Mesh, layout and global shape.
 
     Examples:
         On 2 ranks:
@@ -258,7 +82,7 @@ class RaggedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: RaggedSpec) -> "RaggedTensor":
-        """Return ``local`` as the part of this rank, without autograd; see `from_local`."""
+        """Create a ragged tensor without autograd and without checks; see `from_local`."""
         x = wrapper_tensor(cls, spec.shape, local)
         x._local = local
         x._spec = spec
@@ -306,7 +130,7 @@ class RaggedTensor(Tensor):
             torch.Size([8, 4])
         """
         spec = find_spec(mesh, placements, shape)
-        return _tensor_of(local, spec, spec.local_shape())
+        return _from_local(local, spec, spec.local_shape())
 
     def like(self, local: Tensor) -> "RaggedTensor":
         """Create a ragged tensor with the layout of this one. Communicates nothing.
@@ -323,7 +147,7 @@ class RaggedTensor(Tensor):
         Raises:
             LayoutError: ``local`` has a wrong shape. Raised on this rank only.
         """
-        return _tensor_of(local, self._spec, self._local.shape)
+        return _from_local(local, self._spec, self._local.shape)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -332,7 +156,7 @@ class RaggedTensor(Tensor):
 
     @property
     def placements(self) -> tuple[Placement | RaggedShard, ...]:
-        """One placement for each mesh axis: one `RaggedShard`; all others are of torch."""
+        """One placement for each mesh axis: one `RaggedShard`, and torch's placements."""
         return self._spec.placements
 
     @property
@@ -351,13 +175,13 @@ class RaggedTensor(Tensor):
                 f"data of {self!r} set to {value!r}; set it to a RaggedTensor of the same layout, "
                 "or use copy_"
             )
-        # torch's setter replaces what it knows of, which is all but the part.
+        # torch's setter does not know the attribute with the local tensor.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local = value._local
 
-    # No function of Python: what holds many asks all of them in every step.
+    # A getter in C, because hp-fsdp reads this property of all parameters in every step.
     local: ClassVar[Any] = property(
-        attrgetter("_local"), doc="This rank's part itself, without autograd; to read only."
+        attrgetter("_local"), doc="Local tensor of this rank, without autograd. Read-only."
     )
 
     def to_local(self) -> Tensor:
@@ -384,15 +208,21 @@ class RaggedTensor(Tensor):
         compute the same gradient of the result. Each rank keeps its part of this gradient.
 
         Args:
-            collectives: `Collectives` that communicate. Defaults to `TorchCollectives`.
+            collectives: Object that carries out the collectives. Defaults to `TorchCollectives`.
 
         Returns:
             A plain tensor with the global shape.
-        """
-        # It makes ragged tensors too, so that it is imported where it is needed.
-        from .._redistribute import redistribute
 
-        return redistribute(self, collectives=collectives).to_local()
+        Raises:
+            LayoutError: ``collectives`` is invalid. Or the local tensor has a wrong shape, which is
+                raised on this rank only.
+            MeshError: A required process group does not exist, or this rank is not in the mesh.
+        """
+        carrier = checked_collectives(collectives)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return _all_gather(self, carrier)
+        full: Tensor = _FullTensor.apply(self, carrier)  # type: ignore[no-untyped-call]
+        return full
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
         """Return the sum of all elements. Differentiable.
@@ -409,12 +239,12 @@ class RaggedTensor(Tensor):
 
         Raises:
             TypeError: The sum is over some dims only, or ``keepdim`` is True.
+            IndexError: A dim does not exist.
         """
-        check_all(self, "sum", dim, keepdim)
-        return total(self, self.to_local(), dtype)
+        return reduce_all(self.to_local(), self._spec, "sum", dim, keepdim, dtype)
 
     def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        """Return the mean of all elements. Differentiable.
+        """Return the mean of all elements. Differentiable. Communicates like `sum`.
 
         Args:
             dim: None, or all dims.
@@ -425,15 +255,18 @@ class RaggedTensor(Tensor):
             A plain scalar tensor, the same on every rank.
 
         Raises:
-            TypeError: The mean is over some dims only, or ``keepdim`` is True.
+            TypeError: The mean is over some dims only, ``keepdim`` is True, or the dtype is neither
+                floating nor complex.
+            IndexError: A dim does not exist.
         """
-        check_all(self, "mean", dim, keepdim)
-        return mean(self, self.to_local(), dtype)
+        return reduce_all(self.to_local(), self._spec, "mean", dim, keepdim, dtype)
 
     def norm(
         self, p: Any = 2.0, dim: Any = None, keepdim: bool = False, dtype: Any = None
     ) -> Tensor:
         """Return the norm of all elements. Differentiable.
+
+        Communicates like `sum`; three times as often if the order is ``inf``.
 
         Args:
             p: Order of the norm: a number above 0, ``inf``, or ``"fro"`` for 2.
@@ -445,10 +278,12 @@ class RaggedTensor(Tensor):
             A plain scalar tensor, the same on every rank.
 
         Raises:
-            TypeError: The norm is over some dims only, or ``keepdim`` is True.
+            TypeError: The norm is over some dims only, ``keepdim`` is True, the order is invalid,
+                or the dtype is neither floating nor complex.
+            IndexError: A dim does not exist.
         """
-        check_all(self, "norm", dim, keepdim)
-        return norm(self, self.to_local(), 2.0 if p == "fro" else p, dtype)
+        order = 2.0 if p == "fro" else p
+        return reduce_all(self.to_local(), self._spec, "norm", dim, keepdim, dtype, order)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -458,8 +293,7 @@ class RaggedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an elementwise operator on this rank's parts."""
-        return run(RaggedTensor, func, tuple(args), kwargs or {})
+        return _run_operator(func, tuple(args), kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RaggedTensor({self._local}, shape={list(self.shape)}, layout={self._spec.layout})"
@@ -473,13 +307,9 @@ class RaggedTensor(Tensor):
         return _rebuild, (self._local, spec.mesh, placements, spec.shape, *trained)
 
 
-def _tensor_of(local: Tensor, spec: RaggedSpec, shape: Sequence[int]) -> RaggedTensor:
-    if local.shape != shape:
-        raise LayoutError(
-            f"the local tensor has shape {list(local.shape)} where {spec.layout} of "
-            f"{list(spec.shape)} on mesh {list(spec.mesh.shape)} gives rank {spec.position} of the "
-            f"mesh {list(shape)}"
-        )
+def _from_local(local: Tensor, spec: RaggedSpec, shape: Sequence[int]) -> RaggedTensor:
+    """Return a ragged tensor, after a check that ``local`` has the local shape."""
+    spec.check_local(local, shape)
     if not local.requires_grad:
         return RaggedTensor(local.detach(), spec)
     x: RaggedTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
@@ -501,7 +331,8 @@ def _rebuild(
     return cast(RaggedTensor, x.requires_grad_(requires_grad))
 
 
-# A file that is not trusted may call it: it is given torch's own values, and checks the layout.
+# ``torch.load(weights_only=True)`` may call `_rebuild`, because it checks the layout, and its
+# arguments have types that torch can load safely.
 torch.serialization.add_safe_globals([_rebuild])
 
 
@@ -519,7 +350,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: RaggedTensor) -> Tensor:
         ctx.spec = x._spec
-        # As a view it cannot be written to, which the graph of x would not see.
+        # A view of a custom function raises if it is written to, which the autograd graph of x
+        # would not notice.
         return x._local.view_as(x._local)
 
     @staticmethod
@@ -528,81 +360,242 @@ class _ToLocal(torch.autograd.Function):
         return grad
 
 
-def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's gathering of a state dict that takes ragged tensors too, one at a time.
+def local_of(x: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor or `RaggedTensor`, and a plain tensor itself.
 
-    Every rank that it is called on gathers every tensor, and keeps it where torch keeps what it
-    gathers: on all ranks, or on those in ``ranks_only``.
+    The result is complete and has no autograd history of a distributed tensor.
     """
+    if isinstance(x, DTensor):
+        return local_part(x)
+    return x._local if isinstance(x, RaggedTensor) else x
 
-    def gathered(state: Any, options: dict[str, Any]) -> Any:
-        if isinstance(state, RaggedTensor):
-            # Made whole, so that torch moves it, or leaves it out, as it would a DTensor.
-            with torch.no_grad():
-                full = state.full_tensor()
-            return gather({"whole": full}, **options).get("whole")
-        if not _has_ragged(state):
-            return gather({"rest": state}, **options).get("rest")
-        if isinstance(state, dict):
-            found: Any = {key: gathered(value, options) for key, value in state.items()}
+
+def _all_gather(x: RaggedTensor, collectives: Collectives) -> Tensor:
+    """Return the whole tensor, without autograd. It may share memory with the local tensor."""
+    spec, local = x._spec, x._local
+    spec.check_local(local, spec.local_shape())
+    source, mesh = spec.layout, spec.mesh
+    target = Layout(source.mesh_shape, (Replicate(),) * mesh.ndim)
+    groups = spanned_axes(mesh)
+    plan = make_plan(source, target, spec.shape, spec.position, local.itemsize, groups=groups)
+    steps = plan.steps if x.numel() else ()
+    bound = bind(plan, {step: group_for(step, mesh) for step in steps if step.kind != "slice"})
+    return start(bound, local, collectives)()
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: RaggedTensor, collectives: Collectives) -> Tensor:
+        ctx.saved = x._spec, collectives
+        full = _all_gather(x, collectives)
+        # On a mesh of one rank the result shares memory with x; see `_ToLocal`.
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[RaggedTensor, None]:
+        grad: RaggedTensor = _KeepPart.apply(grads[0], *ctx.saved)  # type: ignore[no-untyped-call]
+        return grad, None
+
+
+class _KeepPart(torch.autograd.Function):
+    """Keeps this rank's part of a whole tensor; the backward of `_FullTensor`."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, spec: RaggedSpec, collectives: Collectives) -> RaggedTensor:
+        ctx.collectives = collectives
+        return RaggedTensor(spec.local_part(full), spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: RaggedTensor) -> tuple[Tensor, None, None]:
+        full: Tensor = _FullTensor.apply(grads[0], ctx.collectives)  # type: ignore[no-untyped-call]
+        return full, None, None
+
+
+def _run_operator(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a torch operator on the local tensors.
+
+    Operands have to be ragged tensors of one layout, numbers or plain scalar tensors. Results have
+    the layout of the operands.
+
+    Raises:
+        TypeError: The operator or the operands are not supported. The same on every rank.
+    """
+    op, args = elementwise_form(op, args)
+    traits = operator_traits(op)
+    if traits.special:
+        return _run_special(op, traits.special, args, kwargs)
+    check_arguments(op, traits, args, kwargs)
+    operands = (*args, *kwargs.values()) if kwargs else args
+    written = [args[at] if isinstance(at, int) else kwargs[at] for at in traits.writes]
+    locals_ = [_locals_of(value) for value in args]
+    named = {name: _locals_of(value) for name, value in kwargs.items()}
+    if traits.on_lists:
+        specs = _common_specs(op, operands)
+        result = op(*locals_, **named)
+        if not written:
+            pairs = zip(result, specs, strict=True)
+            return [x if spec is None else RaggedTensor(x, spec) for x, spec in pairs]
+    else:
+        spec = _common_spec(op, operands, written)
+        result = op(*locals_, **named)
+        if not written:
+            if isinstance(result, Tensor):
+                return RaggedTensor(result, spec)
+            return type(result)(RaggedTensor(x, spec) for x in result)
+    _count_writes(written)
+    if result is None:
+        return None
+    return written[0] if isinstance(result, Tensor) else type(result)(written)
+
+
+def _run_special(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a reduction, a random fill or the operator of a gradient scaler."""
+    if name == UNSCALE:
+        grads, found_inf, scale = args
+        meshes = [x.device_mesh for x in grads if isinstance(x, RaggedTensor)]
+        unscale(meshes, _locals_of(grads), found_inf, scale)
+        _count_writes([grads])
+        return None
+    x, *rest = args
+    if name not in REDUCTIONS:
+        fill_at_random(op, x._local, x._spec, rest, kwargs)
+        _count_writes([x])
+        return x
+    name = name.removeprefix("linalg_vector_")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise TypeError(
+            f"torch.{name} of a ragged tensor that requires a gradient is not differentiable; use "
+            f"x.{name}(), or torch.no_grad()"
+        )
+    # torch: linalg_vector_norm(x, ord, dim, keepdim, *, dtype). The others have no ord.
+    names = ["ord", "dim", "keepdim"] if name == "norm" else ["dim", "keepdim"]
+    given = {**kwargs, **dict(zip(names, rest, strict=False))}
+    order = given.pop("ord", None)
+    return reduce_all(x._local, x._spec, name, order=order, **given)
+
+
+def _locals_of(value: Any) -> Any:
+    """Return an operand with the local tensors of all ragged tensors in it."""
+    if isinstance(value, RaggedTensor):
+        return value._local
+    if _is_tensor_list(value):
+        return [x._local if isinstance(x, RaggedTensor) else x for x in value]
+    return value
+
+
+def _count_writes(written: list[Any]) -> None:
+    """Raise the version counters of tensors that an operator wrote to.
+
+    Autograd compares them with the versions of saved tensors. torch counts a write to a ragged
+    tensor only for the ragged tensor, and for lists of tensors it counts none.
+    """
+    tensors: list[Tensor] = []
+    for value in written:
+        if _is_tensor_list(value):
+            tensors += value
+            tensors += [x._local for x in value if isinstance(x, RaggedTensor)]
+        elif isinstance(value, RaggedTensor):
+            tensors.append(value._local)
+    increment_version(tensors)
+
+
+def _common_spec(use: object, operands: Sequence[object], written: Sequence[object]) -> RaggedSpec:
+    """Return the spec of the ragged operands; raise `TypeError` if operands do not fit.
+
+    Tensors that are written to have to be ragged. The others may be plain scalar tensors.
+    """
+    first = next(x for x in operands if isinstance(x, RaggedTensor))
+    spec = first._spec
+    for x in operands:
+        if isinstance(x, RaggedTensor):
+            fits = x._spec is spec or x._spec == spec
+        elif isinstance(x, Tensor):
+            fits = _is_scalar(x) and not any(x is target for target in written)
         else:
-            found = type(state)(gathered(value, options) for value in state)
-        only = options.get("ranks_only", ())
-        if only and dist.get_rank(options.get("pg")) not in only:
-            return {} if isinstance(found, dict) else None
-        return found
-
-    @wraps(gather)
-    def whole(state_dict: Any, **options: Any) -> Any:
-        if not _has_ragged(state_dict):
-            return gather(state_dict, **options)
-        return gathered(state_dict, options)
-
-    return whole
+            continue
+        if not fits:
+            raise TypeError(
+                f"{use} of {_described(first)} and {_described(x)}, whose layouts differ; use "
+                "operands of one layout, numbers or 0-dim tensors that are not written to, or "
+                "redistribute one first"
+            )
+    return spec
 
 
-def _scattering(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's loading of a full state dict that cuts whole tensors into ragged ones too.
+def _common_specs(use: object, operands: Sequence[object]) -> Sequence[RaggedSpec | None]:
+    """Return the spec of each row of lists of tensors; None if a row has no ragged tensor.
 
-    Communicates nothing besides what torch does, whose broadcasts are complete only at its end.
-    Until then each rank holds the whole tensors that it received.
+    A row has the tensors at one position of all lists, and the operands that are not lists.
     """
+    columns = [value for value in operands if _is_tensor_list(value)]
+    others = [value for value in operands if isinstance(value, Tensor)]
+    specs = [[x._spec if isinstance(x, RaggedTensor) else None for x in xs] for xs in columns]
+    ragged = [each for each in specs if any(each)]
+    plain = [xs for xs, each in zip(columns, specs, strict=True) if not any(each)]
+    # In optimizer steps all lists have equal layouts. One comparison for each list is then faster.
+    if (
+        all(each == ragged[0] for each in ragged)
+        and all(map(all, ragged[:1]))
+        and all(map(_is_scalar, (*others, *chain(*plain))))
+    ):
+        return ragged[0]
+    rows = [(*row, *others) for row in zip_longest(*columns)]
+    return [
+        _common_spec(use, row, ()) if any(isinstance(x, RaggedTensor) for x in row) else None
+        for row in rows
+    ]
 
-    @wraps(scatter)
-    def cut(full: Any, local: dict[str, Any], *args: Any, **options: Any) -> Any:
-        ragged = {name: held for name, held in local.items() if isinstance(held, RaggedTensor)}
-        result = scatter(full, local, *args, **options)
-        for name, held in ragged.items():
-            found = local.get(name)
-            if isinstance(found, Tensor) and not isinstance(found, RaggedTensor):
-                local[name] = _cut(name, found, held)
+
+def _is_tensor_list(value: object) -> TypeGuard[Sequence[Tensor]]:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _is_scalar(x: Tensor) -> bool:
+    return x.ndim == 0 and not isinstance(x, DTensor)
+
+
+def _described(x: Any) -> str:
+    """Describe an operand in an error message, with the same text on every rank."""
+    if isinstance(x, RaggedTensor):
+        mesh = tuple(x.device_mesh.shape)
+        return f"a {list(x.shape)} tensor as {x._spec.layout} on a mesh of shape {mesh}"
+    return f"a {list(x.shape)} {type(x).__name__}" if isinstance(x, Tensor) else repr(x)
+
+
+def _explaining(name: str) -> Callable[[Any, Any], Any]:
+    """Return a binary method whose TypeError names the reason.
+
+    If an operand makes torch's method raise TypeError, it returns NotImplemented, and Python's
+    error only names the two types.
+    """
+    method = getattr(Tensor, name)
+
+    def operate(self: RaggedTensor, other: Any) -> Any:
+        result = method(self, other)
+        if result is NotImplemented and isinstance(other, Tensor | int | float | complex):
+            raise TypeError(
+                f"{name} of {_described(self)} and {_described(other)}: ragged tensors support "
+                "elementwise operators on operands of one layout, numbers and 0-dim tensors; "
+                "redistribute to Replicate() or Shard(dim) first, or work on to_local()"
+            )
         return result
 
-    return cut
+    operate.__name__ = name
+    return operate
 
 
-def _cut(name: str, full: Tensor, like: RaggedTensor) -> RaggedTensor:
-    """Return this rank's part of a whole tensor, in memory of its own, laid as ``like``."""
-    if full.shape != like.shape:
-        raise LayoutError(
-            f"the full state dict has {name} of shape {list(full.shape)}, which loads into a "
-            f"ragged tensor of shape {list(like.shape)}; load a tensor of that shape"
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: RaggedTensor, *args: object, **named: object) -> NoReturn:
+        raise TypeError(
+            f"{name} of {_described(self)}, which has no memory of its own; use the memory of "
+            "to_local(), or full_tensor() for the whole tensor"
         )
-    spec = like._spec
-    with torch.no_grad():
-        part = full.new_empty(like._local.shape)
-        for box in spec.boxes():
-            view = spec.view(part, [lo for lo, _ in box])
-            view.copy_(full[tuple(slice(lo, hi) for lo, hi in box)])
-    return type(like)(part, spec)
+
+    refuse.__name__ = name
+    return refuse
 
 
-def _has_ragged(state: Any) -> bool:
-    if isinstance(state, dict):
-        return any(map(_has_ragged, state.values()))
-    if isinstance(state, list | tuple):
-        return any(map(_has_ragged, state))
-    return isinstance(state, RaggedTensor)
-
-
-wrap_full_states(_gathering, _scattering)
+for _name in BINARY_METHODS:
+    setattr(RaggedTensor, _name, _explaining(_name))
+for _name in _MEMORY_METHODS:
+    setattr(RaggedTensor, _name, _refusing(_name))

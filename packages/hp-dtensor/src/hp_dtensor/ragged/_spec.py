@@ -1,0 +1,155 @@
+"""Mesh, layout and global shape of a ragged tensor."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from .._boxes import Box, ravel
+from .._convert import AnyPlacement, to_layout, to_torch
+from .._errors import LayoutError, MeshError
+from .._execute import LocalView
+from .._layout import Layout, with_placement
+from .._placements import RaggedShard, Replicate, StridedShard, in_tuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedSpec:
+    """Mesh, layout and global shape of a `RaggedTensor`.
+
+    Attributes:
+        mesh: Device mesh of the tensor.
+        layout: Layout with a `RaggedShard` on one mesh axis, and `Replicate` or `Shard` on the
+            others.
+        shape: Global shape.
+        placements: One placement for each mesh axis: the `RaggedShard`, and torch's placements on
+            the other axes. Computed from ``layout``.
+
+    Raises:
+        LayoutError: The layout has other placements, or does not fit the shape.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    shape: tuple[int, ...]
+    placements: tuple[Placement | RaggedShard, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layout, found = self.layout, self.layout.ragged
+        if found is None or layout.has_partial:
+            raise LayoutError(
+                "a ragged tensor has RaggedShard(dims, sizes) on one mesh axis and Replicate() or "
+                f"Shard(dim) on the others, got {layout}; make other tensors with "
+                "DTensor.from_local"
+            )
+        layout.check_shape(self.shape)
+        if any(isinstance(placement, StridedShard) for placement in layout.placements):
+            raise LayoutError(
+                "the other axes of a ragged tensor must leave one box to each rank, got "
+                f"{layout}; use Shard(dim) instead of StridedShard"
+            )
+        axis, runs = found
+        others = to_torch(with_placement(layout, axis, Replicate()))
+        object.__setattr__(self, "placements", (*others[:axis], runs, *others[axis + 1 :]))
+
+    def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
+        """Return a copy on an equal mesh, without checks.
+
+        Args:
+            mesh: The mesh. If None, only `on` of the copy may be called. A cache stores such
+                copies, so that it keeps no mesh alive.
+        """
+        made = object.__new__(RaggedSpec)
+        for name in ("layout", "shape", "placements"):
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "mesh", mesh)
+        return made
+
+    def __deepcopy__(self, memo: object) -> "RaggedSpec":
+        # A mesh belongs to running processes, so copies of a tensor are on the same mesh.
+        return self
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Coordinate of this rank in the mesh. Raises `MeshError` if this rank is not in it."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            raise MeshError(
+                f"this rank is not in {self.mesh}, so it has no part of the tensor; its ranks: "
+                f"{self.mesh.mesh.flatten().tolist()}; use a NonMember on this rank"
+            )
+        return tuple(coordinate)
+
+    @property
+    def position(self) -> int:
+        """Row-major position of this rank in the mesh."""
+        return ravel(self.coordinate, self.layout.mesh_shape)
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's local tensor."""
+        return self.layout.local_shape(self.shape, self.position)
+
+    def check_local(self, local: Tensor, shape: Sequence[int]) -> None:
+        """Raise `LayoutError` if a local tensor does not have the given local shape."""
+        if local.shape != shape:
+            raise LayoutError(
+                f"the local tensor has shape {list(local.shape)} where {self.layout} of "
+                f"{list(self.shape)} on mesh {list(self.mesh.shape)} gives rank {self.position} of "
+                f"the mesh {list(shape)}"
+            )
+
+    def box_views(self, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Yield this rank's boxes, each with a view of its elements in ``local``."""
+        return box_views(self.layout, self.shape, self.coordinate, local)
+
+    def local_part(self, full: Tensor) -> Tensor:
+        """Copy this rank's part of a whole tensor to a new local tensor."""
+        local = full.new_empty(self.local_shape())
+        for box, view in self.box_views(local):
+            view.copy_(full[tuple(slice(lo, hi) for lo, hi in box)])
+        return local
+
+
+def find_spec(
+    mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
+) -> RaggedSpec:
+    """Return the spec of a ragged tensor.
+
+    Args:
+        mesh: Device mesh.
+        placements: One placement for each mesh axis, of this package or of torch.
+        shape: Global shape.
+
+    Raises:
+        LayoutError: ``mesh`` is not a DeviceMesh, or the placements do not fit the mesh or the
+            shape.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"a ragged tensor is on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
+        )
+    layout = to_layout(in_tuple(placements), tuple(mesh.shape), len(shape))
+    return RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape))
+
+
+def box_views(
+    layout: Layout, shape: Sequence[int], coordinate: Sequence[int], local: Tensor
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the boxes that a rank holds, each with the view of its elements.
+
+    Args:
+        layout: Layout of the tensor.
+        shape: Global shape.
+        coordinate: Coordinate of the rank in the mesh.
+        local: Local tensor of the rank.
+
+    Yields:
+        Pairs of a box with at least one element, in global indices, and a view of ``local`` that
+        has the lengths of the box.
+    """
+    views = LocalView(layout, shape, coordinate)
+    for box in layout.boxes_at(shape, coordinate):
+        if all(lo < hi for lo, hi in box):
+            yield box, views.view(box)(local)
