@@ -35,7 +35,7 @@ _ELEMENTWISE = frozenset(
         *("hardtanh_backward", "hardsigmoid_backward", "hardshrink_backward"),
         *("softshrink_backward", "hardswish", "hardswish_", "hardswish_backward"),
         *("log_sigmoid_forward", "log_sigmoid_backward"),
-        # These have the tag since torch 2.12.
+        # torch 2.11 lacks the tag for these.
         *("leaky_relu", "leaky_relu_", "elu_", "selu_", "celu_", "hardtanh_", "hardsigmoid_"),
     }
 )

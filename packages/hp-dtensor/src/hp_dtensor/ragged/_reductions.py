@@ -37,7 +37,7 @@ def reduce_all(
             it.
         spec: Mesh, layout and global shape.
         name: ``"sum"``, ``"mean"``, ``"norm"``, ``"any"`` or ``"all"``.
-        dim: None, or all dims.
+        dim: Dims to reduce: None or all dims.
         keepdim: Has to be False.
         dtype: Dtype of the result. Defaults to the dtype of ``local``.
         order: Order of the norm: a number above 0, or ``inf``. Defaults to 2.
@@ -138,25 +138,22 @@ def fill_at_random(
     from the default one, and on the coordinate of the part. An all-reduce of this number over
     replicas gives equal values to replicas, also if the seeds of the ranks differ.
     """
-    kwargs = dict(kwargs)
-    if local.device.type != "meta":
-        kwargs["generator"] = _generator_of_part(spec, kwargs.get("generator"), local.device)
-    op(local, *args, **kwargs)
-
-
-def _generator_of_part(
-    spec: RaggedSpec, given: torch.Generator | None, device: torch.device
-) -> torch.Generator:
+    if local.device.type == "meta":
+        op(local, *args, **kwargs)
+        return
+    given = kwargs.get("generator")
     where = "cpu" if given is None else given.device
-    number = torch.randint(2**62, (1,), generator=given, device=where).to(device)
-    placements = spec.layout.placements
-    replicas = [axis for axis, p in enumerate(placements) if isinstance(p, Replicate)]
-    for axis in replicas:
-        # A maximum does not depend on the order of the ranks in the mesh.
-        _all_reduce_(number, axes_over(spec.mesh, (axis,)), "max")
-    part = [i for axis, i in enumerate(spec.coordinate) if axis not in replicas]
+    number = torch.randint(2**62, (1,), generator=given, device=where).to(local.device)
+    part = []
+    for axis, placement in enumerate(spec.layout.placements):
+        if isinstance(placement, Replicate):
+            # A maximum does not depend on the order of the ranks in the mesh.
+            _all_reduce_(number, axes_over(spec.mesh, (axis,)), "max")
+        else:
+            part.append(spec.coordinate[axis])
     seed = sha256(struct.pack(f"<{1 + len(part)}q", int(number), *part)).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(seed[:7], "little"))
+    generator = torch.Generator(local.device).manual_seed(int.from_bytes(seed[:7], "little"))
+    op(local, *args, **{**kwargs, "generator": generator})
 
 
 def unscale(

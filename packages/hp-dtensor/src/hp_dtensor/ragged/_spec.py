@@ -100,14 +100,10 @@ class RaggedSpec:
                 f"the mesh {list(shape)}"
             )
 
-    def box_views(self, local: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield this rank's boxes, each with a view of its elements in ``local``."""
-        return box_views(self.layout, self.shape, self.coordinate, local)
-
     def local_part(self, full: Tensor) -> Tensor:
         """Copy this rank's part of a whole tensor to a new local tensor."""
         local = full.new_empty(self.local_shape())
-        for box, view in self.box_views(local):
+        for box, view in box_views(self.layout, self.shape, self.coordinate, local):
             view.copy_(full[tuple(slice(lo, hi) for lo, hi in box)])
         return local
 

@@ -1,5 +1,6 @@
 """Tensors that one mesh axis splits into contiguous runs of unequal lengths."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from operator import attrgetter
@@ -30,10 +31,10 @@ from ._ops import (
     operator_traits,
 )
 from ._reductions import checked_collectives, fill_at_random, reduce_all, unscale
-from ._spec import RaggedSpec, find_spec
+from ._spec import RaggedSpec, box_views, find_spec
 
-# Methods that use the memory of a tensor. The memory of a ragged tensor is that of its local
-# tensor, so torch would read and write at address 0, or raise an error with another reason.
+# Methods that use the memory of a tensor. Only the local tensor of a ragged tensor has memory, so
+# torch would read and write at address 0, or raise an error with another reason.
 _MEMORY_METHODS = (
     *("untyped_storage", "storage", "share_memory_", "is_shared", "apply_", "map_", "map2_"),
     *("__dlpack__", "__array__", "numpy", "tolist"),
@@ -44,7 +45,8 @@ def _pieces(x: "RaggedTensor") -> Iterable[tuple[Box, Tensor]]:
     if x.numel() == 0:
         # No rank has elements, but a load looks for the name of the tensor.
         return [(tuple((0, length) for length in x.shape), x._local.new_empty(x.shape))]
-    return x._spec.box_views(x._local)
+    spec = x._spec
+    return box_views(spec.layout, spec.shape, spec.coordinate, x._local)
 
 
 @checkpointed(_pieces)
@@ -218,10 +220,10 @@ class RaggedTensor(Tensor):
                 raised on this rank only.
             MeshError: A required process group does not exist, or this rank is not in the mesh.
         """
+        spec, local = self._spec, self.to_local()
+        spec.check_local(local, spec.local_shape())
         carrier = checked_collectives(collectives)
-        if not (torch.is_grad_enabled() and self.requires_grad):
-            return _all_gather(self, carrier)
-        full: Tensor = _FullTensor.apply(self, carrier)  # type: ignore[no-untyped-call]
+        full: Tensor = _AllGather.apply(local, spec, carrier)  # type: ignore[no-untyped-call]
         return full
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -230,7 +232,7 @@ class RaggedTensor(Tensor):
         Communicates one all-reduce of one number over each mesh axis that splits the tensor.
 
         Args:
-            dim: None, or all dims.
+            dim: Dims to reduce: None or all dims.
             keepdim: Has to be False.
             dtype: Dtype of the sum. Defaults to the dtype of the tensor.
 
@@ -247,7 +249,7 @@ class RaggedTensor(Tensor):
         """Return the mean of all elements. Differentiable. Communicates like `sum`.
 
         Args:
-            dim: None, or all dims.
+            dim: Dims to reduce: None or all dims.
             keepdim: Has to be False.
             dtype: Dtype of the mean. Defaults to the dtype of the tensor.
 
@@ -270,7 +272,7 @@ class RaggedTensor(Tensor):
 
         Args:
             p: Order of the norm: a number above 0, ``inf``, or ``"fro"`` for 2.
-            dim: None, or all dims.
+            dim: Dims to reduce: None or all dims.
             keepdim: Has to be False.
             dtype: Dtype of the norm. Defaults to the dtype of the tensor.
 
@@ -370,44 +372,44 @@ def local_of(x: Tensor) -> Tensor:
     return x._local if isinstance(x, RaggedTensor) else x
 
 
-def _all_gather(x: RaggedTensor, collectives: Collectives) -> Tensor:
-    """Return the whole tensor, without autograd. It may share memory with the local tensor."""
-    spec, local = x._spec, x._local
-    spec.check_local(local, spec.local_shape())
-    source, mesh = spec.layout, spec.mesh
-    target = Layout(source.mesh_shape, (Replicate(),) * mesh.ndim)
-    groups = spanned_axes(mesh)
-    plan = make_plan(source, target, spec.shape, spec.position, local.itemsize, groups=groups)
-    steps = plan.steps if x.numel() else ()
-    bound = bind(plan, {step: group_for(step, mesh) for step in steps if step.kind != "slice"})
-    return start(bound, local, collectives)()
+class _AllGather(torch.autograd.Function):
+    """Returns the whole tensor. Its backward is `_KeepPart`, and the other way round."""
 
-
-class _FullTensor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: RaggedTensor, collectives: Collectives) -> Tensor:
-        ctx.saved = x._spec, collectives
-        full = _all_gather(x, collectives)
-        # On a mesh of one rank the result shares memory with x; see `_ToLocal`.
+    def forward(ctx: Any, local: Tensor, spec: RaggedSpec, collectives: Collectives) -> Tensor:
+        ctx.saved = spec, collectives
+        layout, mesh = spec.layout, spec.mesh
+        plan = make_plan(
+            layout,
+            Layout(layout.mesh_shape, (Replicate(),) * mesh.ndim),
+            spec.shape,
+            spec.position,
+            local.itemsize,
+            groups=spanned_axes(mesh),
+        )
+        steps = plan.steps if math.prod(spec.shape) else ()
+        groups = {step: group_for(step, mesh) for step in steps if step.kind != "slice"}
+        full = start(bind(plan, groups), local, collectives)()
+        # On a mesh of one rank, the result shares memory with the local tensor; see `_ToLocal`.
         return full.view_as(full)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[RaggedTensor, None]:
-        grad: RaggedTensor = _KeepPart.apply(grads[0], *ctx.saved)  # type: ignore[no-untyped-call]
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        part: Tensor = _KeepPart.apply(grads[0], *ctx.saved)  # type: ignore[no-untyped-call]
+        return part, None, None
 
 
 class _KeepPart(torch.autograd.Function):
-    """Keeps this rank's part of a whole tensor; the backward of `_FullTensor`."""
+    """Returns this rank's part of a whole tensor."""
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, spec: RaggedSpec, collectives: Collectives) -> RaggedTensor:
-        ctx.collectives = collectives
-        return RaggedTensor(spec.local_part(full), spec)
+    def forward(ctx: Any, full: Tensor, spec: RaggedSpec, collectives: Collectives) -> Tensor:
+        ctx.saved = spec, collectives
+        return spec.local_part(full)
 
     @staticmethod
-    def backward(ctx: Any, *grads: RaggedTensor) -> tuple[Tensor, None, None]:
-        full: Tensor = _FullTensor.apply(grads[0], ctx.collectives)  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        full: Tensor = _AllGather.apply(grads[0], *ctx.saved)  # type: ignore[no-untyped-call]
         return full, None, None
 
 
@@ -523,7 +525,7 @@ def _common_spec(use: object, operands: Sequence[object], written: Sequence[obje
 
 
 def _common_specs(use: object, operands: Sequence[object]) -> Sequence[RaggedSpec | None]:
-    """Return the spec of each row of lists of tensors; None if a row has no ragged tensor.
+    """Return the spec of each row of lists of tensors, and None for a row without ragged tensors.
 
     A row has the tensors at one position of all lists, and the operands that are not lists.
     """
@@ -563,10 +565,10 @@ def _described(x: Any) -> str:
 
 
 def _explaining(name: str) -> Callable[[Any, Any], Any]:
-    """Return a binary method whose TypeError names the reason.
+    """Return a binary method that says in its TypeError why the operands do not fit.
 
-    If an operand makes torch's method raise TypeError, it returns NotImplemented, and Python's
-    error only names the two types.
+    torch's method returns NotImplemented if it raises TypeError inside. Python's own TypeError then
+    only names the two types.
     """
     method = getattr(Tensor, name)
 
