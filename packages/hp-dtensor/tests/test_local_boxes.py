@@ -90,6 +90,17 @@ def outside(rank: int) -> tuple[int, bool]:
     return len(inside.boxes), inside.is_first_replica
 
 
+def partial_on_one_rank(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [TheirShard(0), Partial()])
+    return [box for box, _ in local_boxes(tensor).boxes]
+
+
+def test_partial_values_of_one_rank_are_final(ranks: Pools) -> None:
+    expected = [[((0, 2), (0, 3))], [((2, 4), (0, 3))]]
+    assert ranks(2).run(partial_on_one_rank) == expected
+
+
 def test_partial_values_are_refused(ranks: Pools) -> None:
     for message in ranks(2).run(refused):
         assert "Partial" in message

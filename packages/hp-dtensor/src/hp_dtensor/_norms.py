@@ -1,12 +1,12 @@
-"""Clip gradients by their norm where parameters live on different meshes."""
+"""Clip gradients by their total norm, also if parameters are on different meshes."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
 from itertools import groupby
 from numbers import Real
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._errors import LayoutError, MeshError
 from ._groups import axes_over, ranks_along
-from ._prepare import tensor_spec
-from ._torch import foreach_norms, foreach_scale, group_name, local_part, spec_of
-from .collectives._c10d import TorchCollectives
+from ._torch import foreach_norms, foreach_scale, group_name, spec_of
+from .checkpoint import local_boxes
 from .collectives._interface import Axis, AxisMesh, Collectives
-from .ragged._tensor import RaggedTensor
+from .ragged._reductions import checked_collectives
+from .ragged._tensor import RaggedTensor, local_of
 
 
 @torch.no_grad()
@@ -61,9 +61,10 @@ def clip_grad_norm_(
         The norm before clipping: a plain scalar tensor of at least float32, the same on every rank.
 
     Raises:
-        ValueError: ``max_norm``, ``norm_type`` or ``collectives`` is invalid.
-        LayoutError: A gradient has partial values, or the gradient of a `RaggedTensor` has repeated
-            rows. Only ranks with this gradient raise; the other ranks wait in the all-reduce.
+        ValueError: ``max_norm`` or ``norm_type`` is invalid.
+        LayoutError: ``collectives`` does not implement `Collectives`. Or a gradient has partial
+            values, or the gradient of a `RaggedTensor` has repeated rows; then only ranks with this
+            gradient raise, and the other ranks wait in the all-reduce.
         MeshError: ``pp`` is not one axis, or an axis has no process group.
         RuntimeError: The norm is infinite or NaN and ``error_if_nonfinite`` is True. Raised on all
             ranks before scaling.
@@ -82,50 +83,28 @@ def clip_grad_norm_(
         order = 0.0
     if not order > 0:
         raise ValueError(f"norm_type={norm_type!r} is no norm; use a positive number or inf")
-    carrier = TorchCollectives() if collectives is None else _checked(collectives)
+    carrier = checked_collectives(collectives)
     stages = None if pp is None else _stages(pp)
     limit = _limit(max_norm)
-    given = [parameters] if isinstance(parameters, Tensor) else parameters
-    listed = list(given)
-    # Asked of all of them: `map` makes no call in Python for each.
-    unique = list(dict(zip(map(id, listed), listed, strict=True)).values())
-    known: dict[tuple[object, ...], _Span] = {}
-    sets: dict[frozenset[int], _RankSet] = {}
-    shared, last = _RankSet([], []), None
-    repeated: list[Tensor] = []
-    for parameter, grad, marks in zip(
-        unique, map(attrgetter("grad"), unique), map(vars, unique), strict=True
-    ):
-        sharded = parameter if grad is None else grad
-        kind = _kind(sharded)
-        if kind != last:
-            last = kind
-            span = known.get(kind) or known.setdefault(kind, _span(sharded))
-            shared = sets.get(span.ranks) or sets.setdefault(span.ranks, _RankSet([], []))
-            shared.spans.append(span)
-        if grad is None:
-            continue
-        if not (rows := marks.get(_REPEATED_ROWS, ())):
-            shared.gradients.append(_part(grad))
-            continue
-        counted, again = _apart(grad, frozenset(rows))
-        shared.gradients.extend(counted)
-        repeated.extend(again)
-    sets = {ranks: _RankSet(s.spans, _joined(s.gradients)) for ranks, s in sets.items()}
-    gradients = [grad for shared in sets.values() for grad in shared.gradients]
-    scaled = [*gradients, *_joined(repeated)]
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # `map` applies a function written in C to all parameters without one Python call for each.
+    unique = list(dict(zip(map(id, given), given, strict=True)).values())
+    covering, by_ranks, repeated = _by_ranks(unique)
+    gradients = [grad for grads in by_ranks.values() for grad in grads]
+    scaled = gradients + _merged(repeated)
     dtype = _dtype([*unique, *gradients])
-    # Ranks may hold gradients of different dtypes, or none: what they exchange has one dtype.
-    total = torch.zeros((), dtype=torch.float64, device=_device(unique, gradients))
-    # One order of the sets for all ranks: two that share two sets must not wait crosswise.
-    for ranks in sorted(sets, key=sorted):
-        part = _power_sum(sets[ranks].gradients, order, dtype, total, foreach is not False)
-        # Two meshes may have a group each for the same ranks, which may meet them in any order.
-        for axis in min(sets[ranks].spans, key=_Span.rule).axes:
-            part = _over(axis, part, order, carrier)
+    device = next((x.device for x in (*gradients, *unique)), torch.device("cpu"))
+    # Ranks may have gradients of different dtypes, or none, but must all-reduce the same dtype.
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # All ranks need the same order of the sets: with different orders, two ranks that are both in
+    # two sets would wait for each other.
+    for ranks in sorted(by_ranks, key=sorted):
+        part = _power_sum(by_ranks[ranks], order, dtype, total, foreach is not False)
+        for axis in covering[ranks]:
+            part = _all_reduce(axis, part, order, carrier)
         total = torch.maximum(total, part) if order == math.inf else total + part
     if stages is not None:
-        total = _over(stages, total, order, carrier)
+        total = _all_reduce(stages, total, order, carrier)
     norm = (total if order == math.inf else total.pow(1.0 / order)).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -136,11 +115,11 @@ def clip_grad_norm_(
         limit = limit.to(norm.device)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for device in {grad.device for grad in scaled}:
-        here = [grad for grad in scaled if grad.device == device]
+        on_device = [grad for grad in scaled if grad.device == device]
         if foreach is not False:
-            foreach_scale(here, factor.to(device))
+            foreach_scale(on_device, factor.to(device))
             continue
-        for grad in here:
+        for grad in on_device:
             grad.mul_(factor.to(device))
     return norm
 
@@ -175,17 +154,12 @@ def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
             f"rows {strange} of a parameter of shape {tuple(parameter.shape)}; its rows are the "
             f"indices along dim 0, from 0 to {number - 1}"
         )
-    if found or _repeated_rows(parameter):
+    if found or vars(parameter).get(_REPEATED_ROWS):
         vars(parameter)[_REPEATED_ROWS] = found
 
 
 _REPEATED_ROWS = "repeated_rows"
-
-
-def _repeated_rows(parameter: Tensor) -> tuple[int, ...]:
-    """Return the rows that `mark_repeated_rows` said of ``parameter``, ascending; () without."""
-    rows: tuple[int, ...] = vars(parameter).get(_REPEATED_ROWS, ())
-    return rows
+_MERGED_NUMEL = 2**16  # above this size, reading the elements costs more host time than a call
 
 
 def _limit(max_norm: object) -> float | Tensor:
@@ -201,62 +175,94 @@ def _limit(max_norm: object) -> float | Tensor:
     )
 
 
-class _Span(NamedTuple):
-    """The ranks that hold different parts of a tensor, and axes whose all-reduces cover them."""
-
-    ranks: frozenset[int]
-    axes: tuple[Axis, ...]
-
-    def rule(self) -> tuple[object, ...]:
-        """Return by what ranks choose between spans of the same ranks: all of it is common."""
-        return len(self.axes), [(axis.name, group_name(axis.group)) for axis in self.axes]
+_Ranks: TypeAlias = frozenset[int]
 
 
-class _RankSet(NamedTuple):
-    """Gradients that the same ranks shard, and the spans that say so."""
+def _by_ranks(
+    parameters: Sequence[Tensor],
+) -> tuple[dict[_Ranks, tuple[Axis, ...]], dict[_Ranks, list[Tensor]], list[Tensor]]:
+    """Group gradients by the global ranks over which they are sharded.
 
-    spans: list[_Span]
-    gradients: list[Tensor]
+    A parameter without a gradient adds the ranks of the parameter, so that all ranks find the same
+    sets of ranks. The set is empty for gradients that are not sharded.
+
+    Returns:
+        The axes whose all-reduces in turn cover each set of ranks, the local tensors of the
+        gradients for each set of ranks, and views of the repeated rows of all gradients.
+    """
+    covering: dict[_Ranks, tuple[Axis, ...]] = {}
+    gradients: dict[_Ranks, list[Tensor]] = {}
+    repeated: list[Tensor] = []
+    known: dict[tuple[object, ...], list[Tensor]] = {}
+    last, current = None, []
+    for parameter, grad, attributes in zip(
+        parameters, map(attrgetter("grad"), parameters), map(vars, parameters), strict=True
+    ):
+        sharded = parameter if grad is None else grad
+        kind = _kind(sharded)
+        if kind != last:
+            last = kind
+            if kind not in known:
+                ranks, axes = _sharded_over(sharded)
+                known[kind] = gradients.setdefault(ranks, [])
+                covering[ranks] = min(covering.get(ranks, axes), axes, key=_preference)
+            current = known[kind]
+        if grad is None:
+            continue
+        if not (rows := attributes.get(_REPEATED_ROWS, ())):
+            current.append(local_of(grad))
+            continue
+        counted, again = _split_rows(grad, frozenset(rows))
+        current.extend(counted)
+        repeated.extend(again)
+    return covering, {ranks: _merged(grads) for ranks, grads in gradients.items()}, repeated
 
 
 def _kind(x: Tensor) -> tuple[object, ...]:
-    """Return what tensors of one span have in common: mesh and kinds of placements."""
-    if not isinstance(x, (DTensor, RaggedTensor)):  # a union takes longer to ask
+    """Return a key that is equal for tensors that are sharded over the same ranks."""
+    if not isinstance(x, (DTensor, RaggedTensor)):  # faster than with a union
         return ()
-    spec = spec_of(x)  # of both kinds; the properties would make two calls
+    spec = spec_of(x)  # the properties of the tensor are slower
     return id(spec.mesh), *map(type, spec.placements)
 
 
-def _span(x: Tensor) -> _Span:
+def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
+    """Return the global ranks that hold different parts of a tensor, and axes that cover them."""
     if not isinstance(x, (DTensor, RaggedTensor)):
-        return _ALONE
+        return frozenset(), ()
     mesh, placements = x.device_mesh, x.placements
-    axes = tuple(axis for axis, p in enumerate(placements) if not isinstance(p, Replicate))
-    if any(isinstance(placements[axis], Partial) and mesh.size(axis) > 1 for axis in axes):
+    axes = tuple(
+        axis
+        for axis, placement in enumerate(placements)
+        if not isinstance(placement, Replicate) and mesh.size(axis) > 1
+    )
+    if any(isinstance(placements[axis], Partial) for axis in axes):
         raise LayoutError(
             f"a gradient with placements {placements} is not reduced yet; redistribute it to "
             "Replicate() or Shard(dim) before clipping, or use redistribute(p, p.placements) in "
             "place of the parameter p in forward, whose gradient then comes in the layout of p"
         )
-    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
-        return _ALONE
-    return _Span(frozenset(ranks_along(mesh, axes)), axes_over(mesh, axes))
+        return frozenset(), ()
+    return frozenset(ranks_along(mesh, axes)), axes_over(mesh, axes)
 
 
-_ALONE = _Span(frozenset(), ())
+def _preference(axes: tuple[Axis, ...]) -> tuple[object, ...]:
+    """Return the key by which all ranks choose between axes that cover the same ranks.
 
-
-_JOINED_NUMEL = 2**16  # from there on the elements cost more than the call
-
-
-def _joined(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the gradients, small ones that lie side by side in one memory as one.
-
-    Those of a package that reduces them together do; measuring each takes longer than its elements.
+    Two meshes may have different groups of the same ranks, and each rank may list its parameters in
+    another order.
     """
-    runs: list[tuple[Tensor, int]] = []  # the first gradient of a run, and how many elements it has
-    room = end = 0  # elements that may be added, and the address where the next would begin
+    return len(axes), [(axis.name, group_name(axis.group)) for axis in axes]
+
+
+def _merged(gradients: list[Tensor]) -> list[Tensor]:
+    """Merge small gradients that are adjacent in one storage into one flat view each.
+
+    hp-fsdp reduces such gradients together. A norm of each takes longer than reading its elements.
+    """
+    runs: list[tuple[Tensor, int]] = []  # first gradient and number of elements of each run
+    room = end = 0  # how many elements the last run can still take, and the address of its end
     for grad, numel, start, dense in zip(
         gradients,
         map(Tensor.numel, gradients),
@@ -274,22 +280,13 @@ def _joined(gradients: list[Tensor]) -> list[Tensor]:
             continue
         runs.append((grad, numel))
         room = end = 0
-        if numel < _JOINED_NUMEL and dense and type(grad) is Tensor:
+        if numel < _MERGED_NUMEL and dense and type(grad) is Tensor:
             held = grad.untyped_storage().nbytes() // size - int(grad.storage_offset())
-            room, end = min(held, _JOINED_NUMEL) - numel, start + numel * size
+            room, end = min(held, _MERGED_NUMEL) - numel, start + numel * size
     return [
         first if numel == first.numel() else first.as_strided((numel,), (1,))
         for first, numel in runs
     ]
-
-
-def _checked(collectives: object) -> Collectives:
-    if isinstance(collectives, Collectives) and not isinstance(collectives, type):
-        return collectives
-    raise ValueError(
-        f"collectives={collectives!r} lacks methods of Collectives; use TorchCollectives(), "
-        "RecordingCollectives(), an object with all of its methods, or None"
-    )
 
 
 def _stages(pp: AxisMesh | Axis) -> Axis:
@@ -302,43 +299,31 @@ def _stages(pp: AxisMesh | Axis) -> Axis:
     return Axis.of(pp)
 
 
-def _part(grad: Tensor) -> Tensor:
-    if isinstance(grad, DTensor):
-        return local_part(grad)
-    return grad.to_local() if isinstance(grad, RaggedTensor) else grad
-
-
-def _apart(grad: Tensor, repeated: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the rows of this rank's part that count, and those that repeat others, as views."""
+def _split_rows(grad: Tensor, repeated: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of this rank's rows: the rows that the norm counts, and the repeated rows."""
     if isinstance(grad, RaggedTensor):
         raise LayoutError(
             f"a ragged gradient of shape {tuple(grad.shape)} with repeated rows; shard it with "
             "Shard(dim), or remove the mark with mark_repeated_rows(parameter, [])"
         )
-    rows: list[int] = list(range(grad.shape[0]))
-    if isinstance(grad, DTensor):
-        coordinate = grad.device_mesh.get_coordinate()
-        if coordinate is None:
-            return [], []
-        spec = tensor_spec(grad)
-        held = spec.layout.intervals_at(spec.shape, coordinate)[0]
-        rows = [row for start, stop in held for row in range(start, stop)]
-    part = _part(grad)
-    found: tuple[list[Tensor], list[Tensor]] = [], []
-    start = 0
-    for again, run in groupby(rows, lambda row: row in repeated):
-        stop = start + len(list(run))
-        found[again].append(part[start:stop])
-        start = stop
-    return found
+    counted: list[Tensor] = []
+    again: list[Tensor] = []
+    for box, view in local_boxes(grad).boxes:
+        start, stop = box[0]
+        at = 0
+        for is_repeated, run in groupby(range(start, stop), repeated.__contains__):
+            count = len(list(run))
+            (again if is_repeated else counted).append(view[at : at + count])
+            at += count
+    return counted, again
 
 
 def _power_sum(
     gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor, foreach: bool
 ) -> Tensor:
-    """Return the sum of ``|x| ** order`` over all elements (the largest ``|x|`` for inf).
+    """Return the sum of ``|x| ** order`` over all elements, or the maximum of ``|x|`` for inf.
 
-    Each gradient's norm is taken in ``dtype``; the result has the dtype and device of ``like``.
+    Each gradient's norm is computed in ``dtype``. The result has the dtype and device of ``like``.
     """
     filled = [grad.abs() if grad.is_complex() else grad for grad in gradients if grad.numel()]
     if not filled:
@@ -351,12 +336,13 @@ def _power_sum(
     return norms.amax() if order == math.inf else norms.pow(order).sum()
 
 
-def _over(axis: Axis, part: Tensor, order: float, carrier: Collectives) -> Tensor:
+def _all_reduce(axis: Axis, part: Tensor, order: float, carrier: Collectives) -> Tensor:
+    """All-reduce a number: the maximum for the order inf, otherwise the sum."""
     if order != math.inf:
         (result,) = carrier.all_reduce(axis, [part], op="sum").wait()
         return result
-    # The bits of numbers from 0 on, taken as integers, have the order of the numbers, with infinity
-    # and then NaN last: the largest of floats loses a NaN over gloo.
+    # A maximum of floats loses NaN over gloo. Read as integers, non-negative floats have the same
+    # order, with infinity and NaN at the end.
     bits = torch.where(part.isnan(), math.nan, part).view(torch.int64)
     (result,) = carrier.all_reduce(axis, [bits], op="max").wait()
     return result.view(torch.float64)
@@ -365,7 +351,3 @@ def _over(axis: Axis, part: Tensor, order: float, carrier: Collectives) -> Tenso
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
     real = {dtype.to_real() for dtype in {tensor.dtype for tensor in tensors}}
     return reduce(torch.promote_types, real, torch.float32)
-
-
-def _device(parameters: list[Tensor], gradients: list[Tensor]) -> torch.device:
-    return next((x.device for x in (*gradients, *parameters)), torch.device("cpu"))

@@ -10,12 +10,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from ._boxes import Box
-from ._convert import dense_spec
 from ._errors import LayoutError
-from ._execute import LocalView
-from ._placements import Replicate
-from ._torch import local_part, shard_order_of, spec_of
-from .ragged._tensor import RaggedTensor
+from ._placements import Partial, Replicate
+from ._prepare import tensor_spec
+from .ragged._spec import box_views
+from .ragged._tensor import RaggedTensor, local_of
 
 __all__ = ["ChecksumError", "ChecksumReader", "LocalBoxes", "local_boxes"]
 
@@ -57,39 +56,33 @@ def local_boxes(tensor: Tensor) -> LocalBoxes:
         The boxes. There are none if this rank is not in the mesh of the tensor.
 
     Raises:
-        LayoutError: The tensor has a `Partial` placement.
+        LayoutError: The tensor has a `Partial` placement on an axis with several ranks.
 
     Examples:
         >>> local_boxes(torch.ones(2, 3)).boxes[0][0]
         ((0, 2), (0, 3))
     """
-    shape = tuple(tensor.shape)
-    if isinstance(tensor, RaggedTensor):
-        layout, mesh, local = tensor._spec.layout, tensor.device_mesh, tensor._local
-    elif isinstance(tensor, DTensor):
-        spec = spec_of(tensor)
-        order = shard_order_of(spec)
-        layout = dense_spec(spec.mesh, spec.placements, spec.tensor_meta, order).layout
-        mesh, local = spec.mesh, local_part(tensor)
-    else:
-        everything = (tuple((0, length) for length in shape), tensor)
+    if not isinstance(tensor, DTensor | RaggedTensor):
+        everything = (tuple((0, length) for length in tensor.shape), tensor)
         return LocalBoxes((everything,) if tensor.numel() else (), True)
-    if layout.has_partial:
+    spec = tensor_spec(tensor)
+    layout = spec.layout
+    axes = zip(layout.placements, layout.mesh_shape, strict=True)
+    if any(isinstance(placement, Partial) and size > 1 for placement, size in axes):
         raise LayoutError(
             f"a tensor with placements {layout} has no final values; redistribute its Partial() "
             "axes to Replicate() or Shard(dim) first"
         )
-    coordinate = mesh.get_coordinate()
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return LocalBoxes((), False)
-    view = LocalView(layout, shape, coordinate)
-    boxes = [box for box in layout.boxes_at(shape, coordinate) if all(lo < hi for lo, hi in box)]
-    first = all(
-        coordinate[axis] == 0
-        for axis, placement in enumerate(layout.placements)
+    is_first_replica = all(
+        index == 0
+        for index, placement in zip(coordinate, layout.placements, strict=True)
         if isinstance(placement, Replicate)
     )
-    return LocalBoxes(tuple((box, view.view(box)(local)) for box in boxes), first)
+    boxes = box_views(layout, spec.shape, coordinate, local_of(tensor))
+    return LocalBoxes(tuple(boxes), is_first_replica)
 
 
 class ChecksumReader(FileSystemReader):
@@ -151,10 +144,10 @@ class ChecksumReader(FileSystemReader):
 
 
 def _wrong(content: bytes) -> str | None:
-    """Return how a zip archive is damaged, None if its records match their checksums."""
+    """Describe the damage of a zip archive; None if all records match their checksums."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             record = archive.testzip()
-    except Exception as error:  # noqa: BLE001 - zipfile raises many types for damaged headers
+    except Exception as error:  # noqa: BLE001 - zipfile raises many types if headers are damaged
         return f"no readable zip archive ({type(error).__name__}: {error})"
     return None if record is None else f"a wrong checksum of record {record}"
