@@ -113,3 +113,16 @@ def test_layouts_that_do_not_fit_are_named_on_every_rank_alike(ranks: Pools) -> 
         )
     ]
     assert "make other tensors with DTensor.from_local" in first[3][1]
+
+
+def no_collectives(rank: int) -> str:
+    x = ragged_of(whole(UNEVEN.shape), UNEVEN, rank)
+    wrong: Any = "gloo"
+    with pytest.raises(LayoutError) as info:
+        x.full_tensor(collectives=wrong)
+    return str(info.value)
+
+
+def test_what_is_no_collectives_is_named(ranks: Pools) -> None:
+    for text in ranks(4).run(no_collectives):
+        assert text.startswith("collectives='gloo' lacks methods of Collectives; use ")

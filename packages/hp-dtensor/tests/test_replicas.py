@@ -198,3 +198,10 @@ def test_shards_are_compared_with_their_replicas_only(ranks: Pools, kind: str) -
 
 def test_a_tensor_without_replicas_is_never_different(ranks: Pools) -> None:
     assert ranks(4).run(_sharded, "everywhere", 3) == [""] * 4
+
+
+def test_what_is_no_collectives_is_named() -> None:
+    door = SimulatedCollectives(SimulatedWorld(1), 0)
+    wrong: Any = "gloo"
+    with pytest.raises(ValueError, match=r"collectives='gloo' lacks methods of Collectives; use"):
+        check_same(Model(w=torch.ones(2)), door.mesh((1,), ("dp",)), collectives=wrong)

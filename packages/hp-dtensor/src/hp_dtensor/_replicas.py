@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
-from ._torch import local_part
-from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh, Collectives, RankMismatchError
-from .ragged._tensor import RaggedTensor
+from .ragged._reductions import checked_collectives
+from .ragged._tensor import RaggedTensor, local_of
 
-_SHOWN = 8  # names in an error
-_CHUNK = 2**20  # words of 8 bytes whose fingerprint is computed at once
+_SHOWN = 8  # most tensors that an error names
+_CHUNK = 2**20  # number of 8-byte words that are hashed at once, which bounds temporary memory
 _ODD = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
-_LOW = 2**32 - 1
+_LOW = 2**32 - 1  # mask of the lower 32 bits
 
 
 @torch.no_grad()
@@ -40,11 +40,12 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
         mesh: All ranks that hold the same model. In hp-mesh this is ``mesh["loss", "tp"]``, or
             ``mesh["loss"]`` without tensor parallelism. Pipeline stages hold other parameters, so
             ``pp`` is not part of the mesh.
-        collectives: Implementation of the collectives. Defaults to None: `TorchCollectives`.
+        collectives: Object that carries out the collectives. Defaults to `TorchCollectives`.
 
     Raises:
         ValueError: A parameter or buffer has no values on any rank, as on the meta device. Raised
             on all ranks.
+        LayoutError: ``collectives`` does not implement `Collectives`.
         RankMismatchError: Values differ between replicas; names, shapes, dtypes or placements
             differ between ranks; or a tensor has no values on some ranks only. Raised on all ranks.
             The message names the tensors and the ranks.
@@ -63,8 +64,8 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
         ...     print(str(error)[:36])
         1 of 1 parameters and buffers differ
     """
-    named = dict(_tensors_of(model))
-    carrier = TorchCollectives() if collectives is None else collectives
+    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    carrier = checked_collectives(collectives)
     device = next((x.device for x in named.values() if not x.is_meta), torch.device("cpu"))
     if isinstance(mesh, DeviceMesh):
         device = torch.device(mesh.device_type)
@@ -78,34 +79,29 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
             "all ranks of the mesh, which must not contain pipeline stages"
         )
     if empty := [name for name, x in named.items() if _is_empty(x)]:
+        more = f" and {len(empty) - _SHOWN} more" if len(empty) > _SHOWN else ""
         raise ValueError(
-            f"{_listed(empty)} have no values yet; load or initialize the model before check_same"
+            f"{', '.join(empty[:_SHOWN])}{more} have no values yet; load or initialize the model "
+            "before check_same"
         )
     if not named:
         return
     shards = torch.tensor([_hash(_shard(x)) for x in named.values()], device=device)
-    values = torch.stack([_fingerprint(_local(x)).to(device) for x in named.values()])
+    values = torch.stack([_fingerprint(local_of(x)).to(device) for x in named.values()])
     found = _gathered(torch.cat([shards, values]), mesh, carrier).unflatten(1, (2, -1))
-    differing: dict[str, list[list[int]]] = {}
-    for index, name in enumerate(named):
-        if groups := _unequal(found[:, :, index].tolist(), ranks):
-            differing[name] = groups
+    differing = [
+        f"{name!r}: ranks {' and '.join(map(_numbers, groups))}"
+        for index, name in enumerate(named)
+        if (groups := _unequal(found[:, :, index].tolist(), ranks))
+    ]
     if differing:
-        shown = [
-            f"{name!r}: ranks {' and '.join(map(_numbers, groups))}"
-            for name, groups in list(differing.items())[:_SHOWN]
-        ]
         more = f", and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise RankMismatchError(
             f"{len(differing)} of {len(named)} parameters and buffers differ between ranks that "
-            f"must hold equal values: {'; '.join(shown)}{more}; call torch.manual_seed with the "
-            "same seed on these ranks before the model is built, or load the same checkpoint"
+            f"must hold equal values: {'; '.join(differing[:_SHOWN])}{more}; call "
+            "torch.manual_seed with the same seed on these ranks before the model is built, or "
+            "load the same checkpoint"
         )
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _is_empty(x: Tensor) -> bool:
@@ -113,6 +109,7 @@ def _is_empty(x: Tensor) -> bool:
 
 
 def _kind(x: Tensor) -> list[object]:
+    """Return shape, dtype and placements, which have to be equal on all ranks."""
     if _is_empty(x):
         return ["no values"]
     placements = x.placements if isinstance(x, (DTensor, RaggedTensor)) else "plain"
@@ -120,7 +117,7 @@ def _kind(x: Tensor) -> list[object]:
 
 
 def _shard(x: Tensor) -> object:
-    """Return what identifies the shard that this rank holds: its coordinate on sharded axes."""
+    """Return a key of this rank's shard: the coordinates on the mesh axes that shard the tensor."""
     if not isinstance(x, (DTensor, RaggedTensor)):
         return None
     coordinate = x.device_mesh.get_coordinate()
@@ -130,20 +127,17 @@ def _shard(x: Tensor) -> object:
     return [index for index, placement in pairs if not isinstance(placement, Replicate)]
 
 
-def _local(x: Tensor) -> Tensor:
-    if isinstance(x, DTensor):
-        return local_part(x)
-    return x.to_local() if isinstance(x, RaggedTensor) else x.detach()
-
-
 def _hash(value: object) -> int:
-    """Return 8 bytes of a hash that is equal in all processes."""
+    """Return a 64-bit hash that is equal in all processes, unlike Python's ``hash``."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _fingerprint(x: Tensor) -> Tensor:
-    """Return a 64-bit hash of a tensor's bytes, on its device: a sum of mixed, weighted words."""
+    """Return a 64-bit hash of the bytes of a tensor, as a scalar tensor on the same device.
+
+    The hash is a weighted sum of 8-byte words, each after `_mixed`.
+    """
     flat = x.contiguous().reshape(-1).view(torch.uint8)
     if missing := -len(flat) % 8:
         flat = torch.cat([flat, flat.new_zeros(missing)])
@@ -153,19 +147,20 @@ def _fingerprint(x: Tensor) -> Tensor:
     for start, words in enumerate(flat.view(torch.int64).split(_CHUNK)):
         first = start * _CHUNK
         places = torch.arange(first, first + len(words), device=x.device)
-        # Odd weights without a pattern: swapped words and opposite signs do not cancel.
+        # With these odd, irregular weights, swapped words and opposite signs change the sum.
         total += (_mixed(words) * (_mixed(places) | 1)).sum()
     return total
 
 
 def _mixed(x: Tensor) -> Tensor:
+    """Return a hash of each 64-bit integer, by multiplications and shifts."""
     for _ in range(2):
         x = (x ^ ((x >> 32) & _LOW)) * _ODD
     return x ^ ((x >> 32) & _LOW)
 
 
 def _gathered(own: Tensor, mesh: AxisMesh, carrier: Collectives) -> Tensor:
-    """Return the tensors of all ranks of a mesh, on the CPU, one row per rank."""
+    """All-gather a tensor over all axes of a mesh. Returns one row per rank, on the CPU."""
     rows = own[None]
     for position in reversed(range(mesh.ndim)):
         (rows,) = carrier.all_gather(Axis.of(mesh, position), [rows]).wait()
@@ -173,7 +168,12 @@ def _gathered(own: Tensor, mesh: AxisMesh, carrier: Collectives) -> Tensor:
 
 
 def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each value, if ranks with the same shard hold different values."""
+    """Return one list of ranks for each value, if ranks with the same shard have several values.
+
+    Args:
+        found: Pairs of a shard and a value, one for each rank.
+        ranks: Global ranks, in the same order.
+    """
     holders: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (shard, value) in zip(ranks, found, strict=True):
         holders[shard][value].append(rank)
@@ -183,8 +183,3 @@ def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[
 
 def _numbers(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
