@@ -17,10 +17,10 @@ from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh
 from .ragged._tensor import RaggedTensor
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # parts of names
-_SHOWN = 20  # lines of a report
-_FLOOR = 1e-6  # of the norm of all gradients: gradients below are rounding errors
-_LARGEST = 64  # whole factors that are recognized
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # names that wrapper modules insert
+_SHOWN = 20  # most lines of differences in a report
+_FLOOR = 1e-6  # a gradient with a norm below this share of the total norm is a rounding error
+_LARGEST = 64  # largest integer factor that gets an explanation
 _LOSS = "the loss"
 
 
@@ -47,12 +47,19 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """Relative error of one value, and the factor to the expected one; None if there is none."""
+    """Difference between the parallel run and one process, for the loss or one gradient.
+
+    Attributes:
+        name: Name of the parameter, or ``_LOSS``.
+        error: Relative error.
+        factor: Factor between the two values; None if they are not multiples of each other.
+        details: Text for the report, or an empty string.
+    """
 
     name: str
     error: float
     factor: float | None
-    shown: str = ""
+    details: str = ""
 
 
 def compare_with_one_process(
@@ -92,9 +99,9 @@ def compare_with_one_process(
 
     Raises:
         AssertionError: The loss or gradients differ. Raised on all ranks. The message names the
-            parameters, the factor between the gradients, and the usual cause of this factor. Also
-            raised if ranks have different losses in one process, or if names of parameters differ.
-
+            parameters, the factor between the gradients, and the usual cause of this factor. The
+            error is also raised if ranks have different losses in one process, if names of
+            parameters differ, or if ``parallelize`` fails on another rank.
         TypeError: ``loss`` or ``share`` does not return a tensor of one element.
 
     Examples:
@@ -121,7 +128,7 @@ def compare_with_one_process(
     with keep_float64() if dtype is torch.float64 else nullcontext():
         expected = _run(alone, loss).item()
         _check_equal_references(expected)
-        references = dict(_named(alone))
+        references = dict(_parameters_of(alone))
         parallel, parameters = _parallelized(parallel, parallelize, references)
         total = _run(parallel, share).double()
     _check_equal_presence({name for name, p in parameters.items() if p.grad is not None})
@@ -131,9 +138,14 @@ def compare_with_one_process(
     squares = [x.grad.double().square().sum() for x in references.values() if x.grad is not None]
     norm = torch.stack(squares).sum().sqrt().item() if squares else 0.0
     for name, reference in references.items():
-        found, wanted = _whole(parameters[name].grad), reference.grad
-        if found is not None or wanted is not None:
-            differences.append(_difference(name, found, wanted, _FLOOR * norm))
+        found, wanted = parameters[name].grad, reference.grad
+        if found is None and wanted is None:
+            continue
+        found = torch.zeros_like(reference) if found is None else found
+        wanted = torch.zeros_like(reference) if wanted is None else wanted
+        if isinstance(found, DTensor | RaggedTensor):
+            found = found.full_tensor()
+        differences.append(_difference(name, found, wanted, _FLOOR * norm))
     worst = _worst_of_ranks(differences)
     if wrong := [x for x in worst if not x.error <= rtol]:
         raise AssertionError(_report(wrong, worst, dtype, rtol))
@@ -145,7 +157,7 @@ def compare_with_one_process(
     )
 
 
-# Functions with a dtype that models set to float32.
+# Functions that models call with ``dtype=torch.float32``.
 _CASTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Tensor, ("to", "type", "softmax", "sum", "mean", "new_zeros", "new_ones", "new_full")),
     (torch, ("arange", "empty", "full", "linspace", "ones", "softmax", "sum", "tensor", "zeros")),
@@ -171,7 +183,7 @@ def keep_float64() -> Iterator[None]:
         torch.float64
     """
     before = torch.get_default_dtype()
-    # torch memoizes the functions that `torch.device` acts on, which must not be the replaced ones.
+    # The first use of `torch.device` makes torch memoize its functions. They must be the originals.
     with torch.device("cpu"):
         torch.empty(0)
     with ExitStack() as stack:
@@ -205,12 +217,12 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     finally:
         if own:
             setattr(owner, name, before)
-        else:  # inherited
+        else:  # The original is inherited.
             delattr(owner, name)
 
 
 def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:
-    """Return the detached loss, after its backward."""
+    """Call the function, run backward if it has not, and return the detached loss."""
     value: object = function(model)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise TypeError(
@@ -222,7 +234,7 @@ def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:
 
 
 def _check_equal_references(expected: float) -> None:
-    found = _of_ranks(expected)
+    found = _gathered_objects(expected)
     if others := [rank for rank, x in enumerate(found) if repr(x) != repr(found[0])]:
         raise AssertionError(
             f"the loss of one process is {found[0]} on rank 0 and other numbers on ranks "
@@ -235,20 +247,20 @@ def _check_equal_references(expected: float) -> None:
 def _parallelized(
     model: nn.Module, parallelize: Callable[[nn.Module], object], references: Mapping[str, object]
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """Return the parallel model and its parameters by name; raise on all ranks if one fails."""
+    """Return the parallel model and its parameters by name. If one rank fails, all ranks raise."""
     failure = None
     try:
         made = parallelize(model)
         model = made if isinstance(made, nn.Module) else model
-        parameters = dict(_named(model))
+        parameters = dict(_parameters_of(model))
         if others := sorted(references.keys() ^ parameters.keys()):
             raise AssertionError(
                 f"parameters have other names than in one process: {', '.join(others[:_SHOWN])}; "
                 "parallelize must keep names, and return the whole model or nothing"
             )
-    except Exception as error:  # noqa: BLE001 - all ranks raise it, so that none waits
+    except Exception as error:  # noqa: BLE001 - reported to all ranks, so that none waits
         failure = error
-    texts = _of_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
+    texts = _gathered_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):
@@ -259,7 +271,7 @@ def _parallelized(
 
 def _check_equal_presence(present: set[str]) -> None:
     """Raise on all ranks if a parameter has a gradient on some ranks only."""
-    found = _of_ranks(sorted(present))
+    found = _gathered_objects(sorted(present))
     for name in sorted(set().union(*found)):
         having = [rank for rank, names in enumerate(found) if name in names]
         if len(having) < len(found):
@@ -269,7 +281,8 @@ def _check_equal_presence(present: set[str]) -> None:
             )
 
 
-def _of_ranks(value: Any) -> list[Any]:
+def _gathered_objects(value: Any) -> list[Any]:
+    """All-gather a value over the default process group. Without one, return the value alone."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -277,42 +290,33 @@ def _of_ranks(value: Any) -> list[Any]:
     return found
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter
 
 
-def _whole(grad: Tensor | None) -> Tensor | None:
-    return grad.full_tensor() if isinstance(grad, (DTensor, RaggedTensor)) else grad
-
-
-def _difference(
-    name: str, found: Tensor | None, wanted: Tensor | None, floor: float
-) -> _Difference:
-    one = found if wanted is None else wanted
-    assert one is not None
-    found = torch.zeros_like(one) if found is None else found
-    wanted = torch.zeros_like(one) if wanted is None else wanted
+def _difference(name: str, found: Tensor, wanted: Tensor, floor: float) -> _Difference:
+    """Compare two values. The error is relative to the norm of ``wanted``, or to ``floor``."""
     if found.shape != wanted.shape:
-        shown = f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
-        return _Difference(name=name, error=math.inf, factor=None, shown=shown)
+        details = f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+        return _Difference(name=name, error=math.inf, factor=None, details=details)
     found, wanted = found.double().cpu(), wanted.double().cpu()
     size, distance = wanted.norm().item(), (found - wanted).norm().item()
     if not math.isfinite(distance):
-        return _Difference(name=name, error=math.inf, factor=None, shown="not finite")
+        return _Difference(name=name, error=math.inf, factor=None, details="not finite")
     error = distance / max(size, floor, 1e-300)
     factor = None
     if size > floor:
         ratio = ((found * wanted).sum() / size**2).item()
         if (found - ratio * wanted).norm().item() <= 1e-6 * max(found.norm().item(), 1e-6 * size):
             factor = ratio
-    shown = f"{found.item():.6g} instead of {wanted.item():.6g}" if name == _LOSS else ""
-    return _Difference(name=name, error=error, factor=factor, shown=shown)
+    details = f"{found.item():.6g} instead of {wanted.item():.6g}" if name == _LOSS else ""
+    return _Difference(name=name, error=error, factor=factor, details=details)
 
 
 def _worst_of_ranks(differences: list[_Difference]) -> list[_Difference]:
-    """Return for each value the difference of the rank with the largest error; on all ranks."""
-    by_value = zip(*_of_ranks(differences), strict=True)
+    """Return the largest difference of all ranks, for each value. Equal on all ranks."""
+    by_value = zip(*_gathered_objects(differences), strict=True)
     return [max(each, key=lambda x: x.error) for each in by_value]
 
 
@@ -328,7 +332,7 @@ def _report(
     for x in wrong[:_SHOWN]:
         near = x.factor is None or abs(x.factor - 1) < 1e-5
         kind = f"relative error {x.error:.2g}" if near else f"{x.factor:.6g} times"
-        lines.append(f"  {x.name}: {kind}{f', {x.shown}' if x.shown else ''}")
+        lines.append(f"  {x.name}: {kind}{f', {x.details}' if x.details else ''}")
     if len(wrong) > _SHOWN:
         lines.append(f"  and {len(wrong) - _SHOWN} more")
     causes = [_cause(x.factor) for x in gradients]
