@@ -1,4 +1,4 @@
-"""Distribute tensors and modules with torch's own functions, closing their gaps."""
+"""Distribute tensors and modules: torch's functions, extended to all placements of this package."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast, overload
@@ -58,12 +58,12 @@ def distribute_tensor(
 
     Args:
         tensor: Leaf tensor with the global shape. A tensor that already has this mesh and these
-            placements is returned as it is.
+            placements is returned unchanged.
         mesh: Device mesh of the result.
-        placements: One placement for each mesh axis, of this package or of torch. None means
+        placements: One placement for each mesh axis, of this package or of torch. Defaults to
             `Replicate` on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
         src_data_rank: On each axis, the rank with this coordinate provides the values. If None,
-            each rank takes its part of its own ``tensor``, and nothing is communicated.
+            each rank keeps its part of its own ``tensor``, without communication.
 
     Returns:
         A leaf `DTensor` or `RaggedTensor`.
@@ -100,33 +100,34 @@ def distribute_tensor(
         )
     if not tensor.is_leaf:
         raise LayoutError(
-            "a tensor that operations made has a history that would be lost; detach() it first, "
-            "or use DTensor.from_local inside a computation"
+            "a tensor with autograd history would lose it; detach() it first, or use "
+            "DTensor.from_local inside a computation"
         )
     if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
         raise MeshError(
             f"src_data_rank={src_data_rank} is a coordinate on each axis of a mesh of shape "
             f"{tuple(mesh.shape)}; use 0 to {min(mesh.shape) - 1}, or None for each rank's own data"
         )
-    if src_data_rank is not None and (axes := _axes_of(mesh)) is not None:
-        # torch scatters and broadcasts in the order of a group, which is not that of the mesh.
+    if src_data_rank is not None and (groups := _groups_out_of_order(mesh)):
+        # torch scatters in the order of the group, which is not the order of the mesh here.
         tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for group in axes:
-            carrier, source = TorchCollectives(), list(group.members)[src_data_rank]
-            carrier.broadcast(group.find(), [tensor.detach()], source).wait()
+        for group in groups:
+            axis = group.find()
+            source = group.members[src_data_rank]
+            TorchCollectives().broadcast(axis, [tensor.detach()], source).wait()
         src_data_rank = None
     if layout.ragged is not None:
         find_spec(mesh, given, tensor.shape)
     else:
-        spelled = to_torch(layout)
-        if all(_torch.split_factor(placement) is None for placement in spelled):
-            return theirs.distribute_tensor(tensor, mesh, spelled, src_data_rank=src_data_rank)
+        dense = to_torch(layout)
+        if all(_torch.split_factor(placement) is None for placement in dense):
+            return theirs.distribute_tensor(tensor, mesh, dense, src_data_rank=src_data_rank)
         if layout.has_partial:
             raise LayoutError(
-                f"strided shards and partial values, {layout}, cannot be made in one go; leave "
-                "Partial out"
+                f"a tensor cannot be distributed with both Partial and StridedShard, {layout}; use "
+                "Replicate instead of Partial"
             )
-    # torch's own way fails for strided shards of few rows, on some ranks only, and has no ragged.
+    # torch has no ragged shards, and fails on some ranks for strided shards of few rows.
     everywhere = (theirs.Replicate(),) * mesh.ndim
     whole = theirs.distribute_tensor(tensor.detach(), mesh, everywhere, src_data_rank=src_data_rank)
     part = cast(DTensor | RaggedTensor, redistribute(whole, given))
@@ -183,7 +184,7 @@ def distribute_module(
     def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
-        # torch would replicate a parameter that is no DTensor; one that is None it leaves.
+        # torch replicates each parameter that is not a DTensor, but ignores None.
         for key, parameter in list(submodule.named_parameters(recurse=False)):
             if isinstance(parameter, RaggedTensor):
                 ragged.append((submodule, key, parameter))
@@ -194,8 +195,8 @@ def distribute_module(
     finally:
         for submodule, key, parameter in ragged:
             submodule.register_parameter(key, parameter)
-    for places in shared:
-        _share(places)
+    for owners in shared:
+        _share_first(owners)
     return module
 
 
@@ -266,17 +267,19 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
     return redistribute(x, placements, collectives=collectives)
 
 
-def _axes_of(mesh: DeviceMesh) -> list[AxisGroup] | None:
-    """Return the groups of the mesh's axes where its ranks do not ascend on one, else None.
+def _groups_out_of_order(mesh: DeviceMesh) -> list[AxisGroup]:
+    """Return the groups of all axes if the ranks of the mesh do not ascend along every axis.
 
-    All ranks answer alike, also those whose own groups have the order of the mesh.
+    The list is empty if they ascend, if this rank is not in the mesh, or if an axis has no group;
+    torch raises for such an axis. Does not look at the order of this rank's groups, so that all
+    ranks make the same calls.
     """
-    ascends = [bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)]
-    if all(ascends) or mesh.get_coordinate() is None:
-        return None
+    ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
+    if ascending or mesh.get_coordinate() is None:
+        return []
     found = [find_group(mesh, (axis,)) for axis in range(mesh.ndim)]
     groups = [group for group in found if group is not None]
-    return groups if len(groups) == mesh.ndim else None  # torch says what is wrong with the others
+    return groups if len(groups) == mesh.ndim else []
 
 
 def _check_mesh(mesh: object) -> None:
@@ -284,28 +287,29 @@ def _check_mesh(mesh: object) -> None:
         raise MeshError(f"a mesh is a DeviceMesh, got {mesh!r}; make one with init_device_mesh")
 
 
-_Place: TypeAlias = tuple[str, nn.Module, str]
+_Owner: TypeAlias = tuple[str, nn.Module, str]  # name of a module, the module, parameter name
 
 
-def _shared_parameters(module: nn.Module) -> list[list[_Place]]:
-    """Return the places of each parameter that several modules hold."""
-    places: dict[nn.Parameter, list[_Place]] = {}
+def _shared_parameters(module: nn.Module) -> list[list[_Owner]]:
+    """Return the owners of each parameter that several modules own."""
+    owners: dict[nn.Parameter, list[_Owner]] = {}
     for name, submodule in module.named_modules():
         for key, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((name, submodule, key))
-    return [each for each in places.values() if len(each) > 1]
+            owners.setdefault(parameter, []).append((name, submodule, key))
+    return [each for each in owners.values() if len(each) > 1]
 
 
-def _share(places: list[_Place]) -> None:
-    """Put the first place's parameter in all of them; raise unless they are laid out alike."""
-    (first_name, first, first_key), *others = places
+def _share_first(owners: list[_Owner]) -> None:
+    """Register the first owner's parameter with all owners. Their layouts have to be equal."""
+    (first_name, first, first_key), *others = owners
     parameter = first.get_parameter(first_key)
     for name, submodule, key in others:
         other = submodule.get_parameter(key)
         if _layout_of(other) != _layout_of(parameter):
             raise LayoutError(
-                f"{first_name}.{first_key} and {name}.{key} are one parameter, which partition_fn "
-                f"placed as {_layout_of(parameter)} and as {_layout_of(other)}; place it alike"
+                f"{first_name}.{first_key} and {name}.{key} are one parameter, but partition_fn "
+                f"gave it the layouts {_layout_of(parameter)} and {_layout_of(other)}; use equal "
+                "layouts"
             )
         submodule.register_parameter(key, parameter)
 
