@@ -1,4 +1,4 @@
-"""How a tensor is made of the tensors in a file: stacked, concatenated, transposed, reordered.
+"""Describe a parameter by the tensors in a file: stacked, concatenated, transposed, reordered.
 
 Published checkpoints often store a parameter in other pieces than a model has it: one matrix per
 expert instead of a stack, or a query, key and value projection instead of their concatenation. A
@@ -43,8 +43,8 @@ class Piece:
         name: Name of the stored tensor.
         stored: Box of the stored tensor.
         target: Box of the parameter.
-        dims: For each dim of the parameter, the dim of the stored tensor that it is. None for a dim
-            that the stored tensor lacks, along which it is stacked.
+        dims: For each dim of the parameter, the corresponding dim of the stored tensor. None for a
+            new dim along which stored tensors are stacked.
 
     Examples:
         >>> source = Stack([Stored("a"), Stored("b")])
@@ -128,13 +128,13 @@ class Source(ABC):
             stored: Shape of each stored tensor, by name.
 
         Yields:
-            Pieces whose ``target`` boxes cover ``box`` once.
+            Pieces. Their ``target`` boxes cover each element of ``box`` once.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Stored(Source):
-    """A stored tensor as it is.
+    """A stored tensor without changes.
 
     Args:
         name: Name of the tensor in the file.
@@ -170,10 +170,21 @@ class _Several(Source):
         """Names of the stored tensors, in order of use."""
         return tuple(name for part in self.parts for name in part.names)
 
-    def _check_parts(self) -> None:
+    def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         if not self.parts:
             raise LayoutError(f"a {type(self).__name__} has no parts; give at least one source")
+
+
+class _OfOne(Source):
+    """Base class of expressions with one source."""
+
+    source: Source
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stored tensors, in order of use."""
+        return self.source.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +205,6 @@ class Stack(_Several):
 
     parts: Sequence[Source]
     dim: int = 0
-
-    def __post_init__(self) -> None:
-        self._check_parts()
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
         """Return the shape with the new dim; see `Source.shape`."""
@@ -242,9 +250,6 @@ class Concatenate(_Several):
     parts: Sequence[Source]
     dim: int = 0
 
-    def __post_init__(self) -> None:
-        self._check_parts()
-
     def shape(self, stored: Shapes) -> tuple[int, ...]:
         """Return the shape with the sum of the lengths along ``dim``; see `Source.shape`."""
         shapes = [part.shape(stored) for part in self.parts]
@@ -272,7 +277,7 @@ class Concatenate(_Several):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice(Source):
+class Slice(_OfOne):
     """Indices ``start`` to ``stop`` of a source along a dim, as by ``Tensor.narrow``.
 
     Args:
@@ -290,11 +295,6 @@ class Slice(Source):
     dim: int
     start: int
     stop: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the stored tensors, in order of use."""
-        return self.source.names
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
         """Return the shape with the length of the range along ``dim``; see `Source.shape`."""
@@ -316,7 +316,7 @@ class Slice(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose(Source):
+class Transpose(_OfOne):
     """A source with two dims exchanged, as by ``Tensor.transpose``.
 
     Args:
@@ -332,11 +332,6 @@ class Transpose(Source):
     source: Source
     dim0: int = 0
     dim1: int = 1
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the stored tensors, in order of use."""
-        return self.source.names
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
         """Return the shape with the two lengths exchanged; see `Source.shape`."""
@@ -362,7 +357,7 @@ class Transpose(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Reorder(Source):
+class Reorder(_OfOne):
     """Indices of a source along a dim in another order, as by ``Tensor.index_select``.
 
     Use it for experts that a placement stores in another order than a file, also with repetitions.
@@ -383,11 +378,6 @@ class Reorder(Source):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "indices", tuple(self.indices))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the stored tensors, in order of use."""
-        return self.source.names
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
         """Return the shape with one entry per index along ``dim``; see `Source.shape`."""
@@ -417,7 +407,7 @@ class Reorder(Source):
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """Where each parameter of a model is in the files of a checkpoint.
+    """Describes all parameters of a model by the tensors in the files of a checkpoint.
 
     Attributes:
         parameters: The source of each parameter and buffer, by its name in the model.
