@@ -17,7 +17,7 @@ from ._redistribute import redistribute
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
 from .ragged._spec import find_spec
-from .ragged._tensor import RaggedTensor
+from .ragged._tensor import RaggedTensor, mesh_and_placements
 
 Partition: TypeAlias = Callable[[str, nn.Module, DeviceMesh], None]
 Hook: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -303,18 +303,12 @@ def _share_first(owners: list[_Owner]) -> None:
     """Register the first owner's parameter with all owners. Their layouts have to be equal."""
     (first_name, first, first_key), *others = owners
     parameter = first.get_parameter(first_key)
+    layout = mesh_and_placements(parameter)
     for name, submodule, key in others:
-        other = submodule.get_parameter(key)
-        if _layout_of(other) != _layout_of(parameter):
+        other = mesh_and_placements(submodule.get_parameter(key))
+        if other != layout:
             raise LayoutError(
                 f"{first_name}.{first_key} and {name}.{key} are one parameter, but partition_fn "
-                f"gave it the layouts {_layout_of(parameter)} and {_layout_of(other)}; use equal "
-                "layouts"
+                f"gave it the layouts {layout} and {other}; use equal layouts"
             )
         submodule.register_parameter(key, parameter)
-
-
-def _layout_of(parameter: nn.Parameter) -> tuple[object, ...]:
-    if isinstance(parameter, DTensor | RaggedTensor):
-        return parameter.device_mesh, parameter.placements
-    return ()

@@ -18,7 +18,7 @@ from ._torch import foreach_norms, foreach_scale, group_name, spec_of
 from .checkpoint import local_boxes
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .ragged._reductions import checked_collectives
-from .ragged._tensor import RaggedTensor, local_of
+from .ragged._tensor import RaggedTensor, local_of, mesh_and_placements
 
 
 @torch.no_grad()
@@ -228,9 +228,9 @@ def _kind(x: Tensor) -> tuple[object, ...]:
 
 def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
     """Return the global ranks that hold different parts of a tensor, and axes that cover them."""
-    if not isinstance(x, (DTensor, RaggedTensor)):
+    if (distributed := mesh_and_placements(x)) is None:
         return frozenset(), ()
-    mesh, placements = x.device_mesh, x.placements
+    mesh, placements = distributed
     axes = tuple(
         axis
         for axis, placement in enumerate(placements)

@@ -8,12 +8,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.nn.parameter import is_lazy
 
 from .collectives._interface import Axis, AxisMesh, Collectives, RankMismatchError
 from .ragged._reductions import checked_collectives
-from .ragged._tensor import RaggedTensor, local_of
+from .ragged._tensor import local_of, mesh_and_placements
 
 _SHOWN = 8  # most tensors that an error names
 _CHUNK = 2**20  # number of 8-byte words that are hashed at once, which bounds temporary memory
@@ -112,18 +112,20 @@ def _kind(x: Tensor) -> list[object]:
     """Return shape, dtype and placements, which have to be equal on all ranks."""
     if _is_empty(x):
         return ["no values"]
-    placements = x.placements if isinstance(x, (DTensor, RaggedTensor)) else "plain"
+    distributed = mesh_and_placements(x)
+    placements = None if distributed is None else distributed[1]
     return [tuple(x.shape), str(x.dtype), str(placements)]
 
 
 def _shard(x: Tensor) -> object:
     """Return a key of this rank's shard: the coordinates on the mesh axes that shard the tensor."""
-    if not isinstance(x, (DTensor, RaggedTensor)):
+    if (distributed := mesh_and_placements(x)) is None:
         return None
-    coordinate = x.device_mesh.get_coordinate()
+    mesh, placements = distributed
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return "none"
-    pairs = zip(coordinate, x.placements, strict=True)
+        return "this rank is not in the mesh"
+    pairs = zip(coordinate, placements, strict=True)
     return [index for index, placement in pairs if not isinstance(placement, Replicate)]
 
 

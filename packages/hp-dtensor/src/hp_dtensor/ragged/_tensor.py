@@ -372,6 +372,11 @@ def local_of(x: Tensor) -> Tensor:
     return x._local if isinstance(x, RaggedTensor) else x
 
 
+def mesh_and_placements(x: Tensor) -> tuple[DeviceMesh, tuple[Placement | RaggedShard, ...]] | None:
+    """Return mesh and placements of a DTensor or `RaggedTensor`; None for a plain tensor."""
+    return (x.device_mesh, x.placements) if isinstance(x, DTensor | RaggedTensor) else None
+
+
 class _AllGather(torch.autograd.Function):
     """Returns the whole tensor. Its backward is `_KeepPart`, and the other way round."""
 
