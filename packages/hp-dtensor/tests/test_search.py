@@ -1,8 +1,8 @@
 """The search for the cheapest steps: finds it, and looks at few layouts on the way."""
 
+import itertools
 import math
 import random
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -41,21 +41,23 @@ MODELS = [
 MESHES = [(2,), (3,), (2, 2), (2, 3), (4, 2), (1, 4), (2, 2, 2), (2, 1, 3)]
 
 
-def price(cost: AlphaBeta, shape: tuple[int, ...]) -> Callable[[Any], float]:
-    return lambda step: float(_cost.step_seconds(step, shape, ITEMSIZE, cost))
+def pairs_of_axes(mesh: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
+    return frozenset(itertools.combinations(range(len(mesh)), 2))
 
 
-def relaxed(src: Layout, dst: Layout, shape: tuple[int, ...], cost: AlphaBeta) -> float:
+def relaxed(search: Any, wide: bool) -> float:
     """Return the price of the cheapest steps, by relaxing every step until nothing changes."""
-    spent, changed = {src: 0.0}, True
+    search.one_step, search.wide = False, wide
+    spent, changed = {search.src: 0.0}, True
     while changed:
         changed = False
         for here in list(spent):
-            for step in _planner._next_steps(here, dst, shape):
-                total = spent[here] + price(cost, shape)(step)
-                if len(step.axes) <= 2 and total < spent.get(step.target, math.inf):
+            for step in search.next_steps(here):
+                total = spent[here] + search.price(step)
+                allowed = len(step.axes) <= 2 and search._may_run(step)
+                if allowed and total < spent.get(step.target, math.inf):
                     spent[step.target], changed = total, True
-    return spent[dst]
+    return float(spent[search.dst])
 
 
 @settings(deadline=None, max_examples=60)
@@ -68,14 +70,15 @@ def test_the_search_finds_the_cheapest_of_all_steps(
     # Plans are searched for without axes of one rank, which mean nothing.
     src = _layout.replicated(data.draw(layouts(mesh, len(shape), ("sum",))))
     dst = _layout.replicated(data.draw(layouts(mesh, len(shape))))
-    allowed = lambda step: len(step.axes) <= 2  # noqa: E731
-    least = _planner.least_seconds(dst, shape, ITEMSIZE, cost)
-    found, ended = _planner.search(src, dst, shape, price(cost, shape), allowed, least)
+    search = _planner.Search(src, dst, shape, ITEMSIZE, cost, pairs_of_axes(mesh))
+    found = search.cheapest()
     assert found is not None
-    assert ended
-    expected = relaxed(src, dst, shape, cost)
-    assert least(src) <= expected * (1 + 1e-9)
-    assert _cost.seconds(found, shape, ITEMSIZE, cost) == pytest.approx(expected, rel=1e-9)
+    assert search.ended
+    least = _cost.lower_bound(dst, shape, ITEMSIZE, cost)(src)
+    expected = min(relaxed(search, wide) for wide in (False, True))
+    assert least <= expected * (1 + 1e-9)
+    total = _cost.seconds(found, shape, ITEMSIZE, cost)
+    assert total == pytest.approx(expected, rel=1e-9)
 
 
 @settings(deadline=None, max_examples=150)
@@ -114,7 +117,10 @@ def expanded(
     """Return how many layouts a plan looks beyond."""
     _planner._choose.cache_clear()
     _planner.make_plan.cache_clear()
-    with mock.patch.object(_planner, "_next_steps", wraps=_planner._next_steps) as look:
+    next_steps = _planner.Search.next_steps
+    with mock.patch.object(
+        _planner.Search, "next_steps", autospec=True, side_effect=next_steps
+    ) as look:
         try:
             _planner.make_plan(*pair, shape, 0, ITEMSIZE, cost, groups, limit)
         except NoPlanError:

@@ -1,10 +1,12 @@
-"""Boxes of a tensor: one half-open global range for each dim."""
+"""Boxes of a tensor: rectangular regions, as one half-open range of global indices per dim."""
 
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-Box: TypeAlias = tuple[tuple[int, int], ...]
+Interval: TypeAlias = tuple[int, int]
+Box: TypeAlias = tuple[Interval, ...]
+Split: TypeAlias = tuple[int, int]  # (degree, split factor)
 
 
 def volume(box: Box) -> int:
@@ -13,12 +15,12 @@ def volume(box: Box) -> int:
 
 
 def extent(box: Box) -> tuple[int, ...]:
-    """Return the lengths of a box."""
+    """Return the length of each dim of a box."""
     return tuple([hi - lo for lo, hi in box])
 
 
 def intersect(a: Box, b: Box) -> Box:
-    """Return the common part of two boxes, of volume zero where they do not meet."""
+    """Return the intersection of two boxes. Its volume is 0 if they do not overlap."""
     ranges = []
     for (lo, hi), (other_lo, other_hi) in zip(a, b, strict=True):
         start = max(lo, other_lo)
@@ -26,48 +28,45 @@ def intersect(a: Box, b: Box) -> Box:
     return tuple(ranges)
 
 
-def run_boxes(frame: Box, start: int, stop: int) -> Iterator[Box]:
-    """Yield, in row-major order, the boxes that make up places ``start .. stop`` of ``frame``.
+def run_boxes(outer: Box, start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that cover the elements ``start`` to ``stop`` of a box.
 
-    Of a frame with ``n`` dims at most ``2 n - 1``; the elements of each are consecutive places.
+    Elements are counted in row-major order. The boxes are yielded in this order, too. A box with
+    ``n`` dims needs at most ``2 n - 1`` of them.
     """
     if start >= stop:
         return
-    if len(frame) == 1:
-        yield ((frame[0][0] + start, frame[0][0] + stop),)
+    if len(outer) == 1:
+        yield ((outer[0][0] + start, outer[0][0] + stop),)
         return
-    lo = frame[0][0]
-    row = volume(frame[1:])
+    lo = outer[0][0]
+    row = volume(outer[1:])
     first, begin = divmod(start, row)
     last, end = divmod(stop, row)
     if first == last:
-        for rest in run_boxes(frame[1:], begin, end):
+        for rest in run_boxes(outer[1:], begin, end):
             yield ((lo + first, lo + first + 1), *rest)
         return
     if begin:
-        for rest in run_boxes(frame[1:], begin, row):
+        for rest in run_boxes(outer[1:], begin, row):
             yield ((lo + first, lo + first + 1), *rest)
         first += 1
     if first < last:
-        yield ((lo + first, lo + last), *frame[1:])
-    for rest in run_boxes(frame[1:], 0, end):
+        yield ((lo + first, lo + last), *outer[1:])
+    for rest in run_boxes(outer[1:], 0, end):
         yield ((lo + last, lo + last + 1), *rest)
 
 
-def place_in(frame: Box, corner: Sequence[int]) -> int:
-    """Return the row-major place of a global position in ``frame``."""
-    place = 0
-    for (lo, hi), at in zip(frame, corner, strict=True):
-        place = place * (hi - lo) + at - lo
-    return place
-
-
-Interval: TypeAlias = tuple[int, int]
-Split: TypeAlias = tuple[int, int]  # (degree, factor)
+def place_in(outer: Box, position: Sequence[int]) -> int:
+    """Return the row-major offset of a global position within a box."""
+    return ravel([at - lo for (lo, _), at in zip(outer, position, strict=True)], extent(outer))
 
 
 def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval:
-    """Return the range left of ``0 .. length`` after one ``torch.chunk`` for each degree."""
+    """Return the range that remains of ``0`` to ``length`` after nested splits.
+
+    Each split is a ``torch.chunk`` into ``degree`` chunks, of which the range keeps chunk ``i``.
+    """
     lo, hi = 0, length
     for degree, i in zip(degrees, index, strict=True):
         step = -(-(hi - lo) // degree)
@@ -76,71 +75,66 @@ def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval
     return lo, hi
 
 
-def chunk_at(length: int, degrees: Sequence[int], position: int) -> tuple[int, ...]:
-    """Return the index of the chunk that holds ``position``; the inverse of `chunk`."""
-    lo, hi = 0, length
-    index = []
-    for degree in degrees:
-        step = -(-(hi - lo) // degree)
-        index.append((position - lo) // step)
-        lo += step * index[-1]
-        hi = min(lo + step, hi)
-    return tuple(index)
-
-
 def pieces(length: int, splits: Sequence[Split], index: Sequence[int]) -> tuple[Interval, ...]:
-    """Return the ascending ranges of ``0 .. length`` that ``index`` holds after all splits."""
-    if all(factor == 1 for _, factor in splits):
+    """Return the ranges of ``0`` to ``length`` that remain after nested splits, in ascending order.
+
+    Each split divides the remaining elements into ``factor`` blocks with ``torch.chunk``, divides
+    each block into ``degree`` chunks, and keeps chunk ``i`` of each block.
+    """
+    if all([factor == 1 for _, factor in splits]):
         lo, hi = chunk(length, [degree for degree, _ in splits], index)
         return ((lo, hi),) if lo < hi else ()
     held: list[Interval] = [(0, length)] if length else []
     for (degree, factor), i in zip(splits, index, strict=True):
         total = sum(hi - lo for lo, hi in held)
         block = -(-total // factor) or 1
-        places = []
+        kept = []
         for start in range(0, total, block):
             lo, hi = chunk(min(block, total - start), (degree,), (i,))
-            places.append((start + lo, start + hi))
-        held = _taken(held, places)
+            kept.append((start + lo, start + hi))
+        held = _subranges(held, kept)
     return tuple(held)
 
 
 def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[int, ...], int]:
-    """Return who holds ``position`` after all splits, and the end of the range it is held in.
-
-    Ranges are those of `pieces`.
-    """
+    """Return the index whose `pieces` contain a position, and the end of the range around it."""
     index = []
-    total, place, run = length, position, length - position
+    # `offset` counts elements within the current part, which has `total` elements. `run` is the
+    # number of elements from the position to the end of its range.
+    total, offset, run = length, position, length - position
     for degree, factor in splits:
         block = -(-total // factor)
-        number, offset = divmod(place, block)
-        here = min(block, total - number * block)
-        step = -(-here // degree)
-        i, within = divmod(offset, step)
-        run = min(run, min(step * (i + 1), here) - offset)
+        number, in_block = divmod(offset, block)
+        this_block = min(block, total - number * block)
+        step = -(-this_block // degree)
+        i, in_chunk = divmod(in_block, step)
+        run = min(run, min(step * (i + 1), this_block) - in_block)
         index.append(i)
-        # Blocks before the one that holds a position are full.
+        # All blocks before this one are full.
         full, last = divmod(total, block)
-        mine = _chunk_length(block, degree, i)
-        place = number * mine + within
-        total = full * mine + _chunk_length(last, degree, i)
+        length_of_chunk = _chunk_length(block, degree, i)
+        offset = number * length_of_chunk + in_chunk
+        total = full * length_of_chunk + _chunk_length(last, degree, i)
     return tuple(index), position + run
 
 
 def longest(length: int, splits: Sequence[Split]) -> int:
-    """Return the most places that some index holds after all splits.
+    """Return the largest number of elements that an index holds after nested splits.
 
-    It may be any: of 7 places halves are 4 and 3, of whose 3 blocks halves hold 2 and at most 3.
+    This is not always index 0. Example: 7 elements split into 4 and 3. If each part is split into 3
+    blocks and then in two, index 0 holds 2 of the 4 elements, but all 3 of the 3.
     """
+    if all([factor == 1 for _, factor in splits]):
+        lo, hi = chunk(length, [degree for degree, _ in splits], [0] * len(splits))
+        return hi - lo
     lengths = {length}
     for degree, factor in splits:
-        lengths = {n for total in lengths for n in _held_lengths(total, degree, factor)}
+        lengths = {n for total in lengths for n in _part_lengths(total, degree, factor)}
     return max(lengths)
 
 
 def ravel(index: Sequence[int], degrees: Sequence[int]) -> int:
-    """Return the row-major position of ``index``."""
+    """Return the row-major position of an index."""
     position = 0
     for i, degree in zip(index, degrees, strict=True):
         position = position * degree + i
@@ -148,7 +142,7 @@ def ravel(index: Sequence[int], degrees: Sequence[int]) -> int:
 
 
 def unravel(position: int, degrees: Sequence[int]) -> tuple[int, ...]:
-    """Return the row-major index at ``position``; the inverse of `ravel`."""
+    """Return the index at a row-major position. This is the inverse of `ravel`."""
     index = []
     for degree in reversed(degrees):
         position, i = divmod(position, degree)
@@ -161,11 +155,11 @@ def _chunk_length(length: int, degree: int, i: int) -> int:
     return hi - lo
 
 
-def _held_lengths(total: int, degree: int, factor: int) -> set[int]:
-    """Return how many of ``total`` places the indices of one split hold, each number once."""
+def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
+    """Return the distinct numbers of elements that the indices of one split hold."""
     block = -(-total // factor) or 1
     full, last = divmod(total, block)
-    # Along the indices they change where the chunks of a block end, and nowhere else.
+    # The number changes only at the index where the chunks of a full or of the last block end.
     ends = [length // -(-length // degree) for length in (block, last) if length]
     return {
         full * _chunk_length(block, degree, i) + _chunk_length(last, degree, i)
@@ -174,11 +168,14 @@ def _held_lengths(total: int, degree: int, factor: int) -> set[int]:
     }
 
 
-def _taken(held: Sequence[Interval], places: Sequence[Interval]) -> list[Interval]:
-    """Return the global ranges of ``places`` places in the row of ``held`` ranges; both ascend."""
+def _subranges(held: Sequence[Interval], kept: Sequence[Interval]) -> list[Interval]:
+    """Return the global ranges of elements that are counted within ``held``.
+
+    ``held`` are global ranges and ``kept`` ranges of positions in their concatenation. Both ascend.
+    """
     found = []
-    start, number = 0, 0
-    for lo, hi in places:
+    start, number = 0, 0  # the position at which range `number` starts
+    for lo, hi in kept:
         while lo < hi:
             first, last = held[number]
             if lo >= start + last - first:

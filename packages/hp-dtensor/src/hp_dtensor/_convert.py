@@ -135,7 +135,7 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
         return ours.Partial(cast(ours.PartialOp, placement.reduce_op))
     if type(placement) is theirs.Shard:
         return ours.Shard(_dim(placement.dim, ndim))
-    if (factor := split_factor(placement)) is not None:
+    if (factor := split_factor(cast(theirs.Placement, placement))) is not None:
         return ours.StridedShard(_dim(cast(theirs.Shard, placement).dim, ndim), factor)
     raise LayoutError(
         f"no layout for {placement!r} on mesh axis {axis}; use Replicate(), Shard(dim), "

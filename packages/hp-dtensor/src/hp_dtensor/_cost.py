@@ -1,14 +1,22 @@
-"""The steps that plans are made of: what each moves, holds and costs."""
+"""The steps that plans consist of: the bytes, the memory and the time of each."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from ._boxes import chunk, intersect, longest, unravel, volume
+from ._boxes import Interval, intersect, longest, pieces, unravel, volume
 from ._errors import LayoutError
-from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
+from ._layout import (
+    AxisSplit,
+    Layout,
+    is_local,
+    moving_axes,
+    with_placement,
+    with_split,
+    without_split,
+)
 from ._placements import Partial, Replicate
 from ._transfer import plan_transfer
 
@@ -17,13 +25,53 @@ Kind = Literal[
 ]
 
 
+class _Usage(NamedTuple):
+    """Bytes and memory of one kind of step.
+
+    Both functions take the size of the source on a rank, its size of the target, and the number of
+    ranks of the collective. ``received`` is None if the rank receives exactly the elements that it
+    needs and does not hold. ``memory`` is the size of the source, the target and all buffers.
+    """
+
+    received: Callable[[int, int, int], int] | None
+    memory: Callable[[int, int, int], int]
+
+
+_USAGE: dict[Kind, _Usage] = {
+    "slice": _Usage(lambda held, result, n: 0, lambda held, result, n: held + result),
+    "all_gather": _Usage(
+        lambda held, result, n: (n - 1) * held,
+        lambda held, result, n: held + result + max(held, result),
+    ),
+    "reduce_scatter": _Usage(
+        lambda held, result, n: (n - 1) * result,
+        lambda held, result, n: held + result + max(held, result),
+    ),
+    "all_reduce": _Usage(
+        lambda held, result, n: 2 * held * (n - 1) // n, lambda held, result, n: held + result
+    ),
+    "all_to_all": _Usage(
+        lambda held, result, n: held * (n - 1) // n,
+        lambda held, result, n: held + result + max(held, result),
+    ),
+    "direct": _Usage(None, lambda held, result, n: 2 * (held + result)),
+    "transfer": _Usage(None, lambda held, result, n: 2 * (held + result)),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One change of layout: a local slice, or one collective over the mesh axes ``axes``.
+    """One change of layout: a local slice, or one collective over some mesh axes.
 
-    ``all_gather`` and ``all_to_all`` move equal parts over one axis; ``direct`` sends every rank
-    exactly what it lacks, over any axes and with any sizes, and so does ``transfer`` from one mesh
-    to another, point to point between the ranks that take part.
+    Attributes:
+        kind: ``"slice"`` copies a part of the local tensor. ``"all_gather"``, ``"all_to_all"``,
+            ``"reduce_scatter"`` and ``"all_reduce"`` are the native collectives on equal parts.
+            ``"direct"`` sends each rank exactly the elements that it needs and does not hold, in
+            one all-to-all of parts of any size. ``"transfer"`` does the same between two meshes,
+            with point-to-point messages.
+        axes: Mesh axes of the collective. Empty for a slice and for a transfer.
+        source: Layout before the step.
+        target: Layout after the step.
     """
 
     kind: Kind
@@ -32,48 +80,39 @@ class Step:
     target: Layout
 
     def received(self, shape: Sequence[int], rank: int, itemsize: int) -> int:
-        """Return how many bytes ``rank`` receives from others; an all-reduce as bandwidth-optimal.
+        """Return the number of bytes that a rank receives from others.
 
-        The count is that of `RecordingCollectives`.
+        This is the number that `RecordingCollectives` counts. An all-reduce counts as
+        bandwidth-optimal.
         """
-        if self.kind == "slice" or 0 in shape:
+        formula = _USAGE[self.kind].received
+        if 0 in shape:
             return 0
-        if self.kind in ("direct", "transfer"):
-            return self._lacking(shape, rank) * itemsize
-        if not self.source.holds(rank):
-            return 0
-        held = _elements(self.source, shape, rank) * itemsize
-        others = self.ranks - 1
-        if self.kind == "all_gather":
-            return others * held
-        if self.kind == "reduce_scatter":
-            return others * _elements(self.target, shape, rank) * itemsize
-        if self.kind == "all_reduce":
-            return 2 * held * others // self.ranks
-        return held * others // self.ranks
+        if formula is None:
+            return self._missing(shape, rank) * itemsize
+        held, result = (_elements(each, shape, rank) for each in (self.source, self.target))
+        return formula(held * itemsize, result * itemsize, self.ranks)
 
     def sent(self, shape: Sequence[int], rank: int, itemsize: int) -> int:
-        """Return how many bytes ``rank`` sends to others in a direct step or transfer."""
-        moved = plan_transfer(self.source, self.target, shape, rank)
-        return sum(volume(box) for _, box in moved.sends) * itemsize
+        """Return the number of bytes that a rank sends in a direct step or a transfer."""
+        messages = plan_transfer(self.source, self.target, shape, rank)
+        return sum(volume(box) for _, box in messages.sends) * itemsize
 
     def peak(self, shape: Sequence[int], rank: int) -> int:
-        """Return how many elements are alive at once: input, output and buffers between them."""
-        return self._alive(
-            _elements(self.source, shape, rank), _elements(self.target, shape, rank), shape
-        )
+        """Return the largest number of elements in memory on a rank: input, output and buffers."""
+        held, result = (_elements(each, shape, rank) for each in (self.source, self.target))
+        return self._memory(held, result, shape)
 
     def most(self, shape: Sequence[int]) -> int:
-        """Return a bound on `peak` over all ranks, the same on each of them."""
-        held, result = most_held(self.source, shape), most_held(self.target, shape)
-        return self._alive(held, result, shape)
+        """Return an upper bound on `peak` that holds on all ranks."""
+        return self._memory(most_held(self.source, shape), most_held(self.target, shape), shape)
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks take part in the step's collective."""
+        """Number of ranks that take part in the collective."""
         if self.kind == "transfer":
             return self.source.size + self.target.size
-        return math.prod(self.target.mesh_shape[axis] for axis in self.axes)
+        return math.prod([self.target.mesh_shape[axis] for axis in self.axes])
 
     def __str__(self) -> str:
         if self.kind == "transfer":
@@ -82,93 +121,67 @@ class Step:
         over = f" over axes {self.axes}" if self.axes else ""
         return f"{self.kind}{over}: {self.source} -> {self.target}"
 
-    def _alive(self, held: int, result: int, shape: Sequence[int]) -> int:
-        if self.kind in ("slice", "all_reduce"):
-            return held + result
-        if self.kind == "direct":
-            return held * (1 + self._copies) + 2 * result
-        if self.kind == "transfer":
-            return 2 * (held + result)
+    def _memory(self, held: int, result: int, shape: Sequence[int]) -> int:
+        total = _USAGE[self.kind].memory(held, result, self.ranks)
         if self.kind == "reduce_scatter" and not self.target.is_even(shape):
-            # Parts of the length of the longest come from every rank.
+            # Every rank receives one part of its own length from each rank, in an all-to-all.
             return 2 * held + (self.ranks + 1) * result
-        return held + result + max(held, result)
+        if self.kind == "direct":
+            # If the target replicates an axis, a rank packs elements once for each receiver on it.
+            pairs = zip(self.source.placements, self.target.placements, strict=True)
+            copied = [isinstance(new, Replicate) and bool(old.split_dims) for old, new in pairs]
+            total += held * (_ranks_along(self.source, copied) - 1)
+        return total
 
-    @property
-    def _copies(self) -> int:
-        """Return how often a rank may send the same element, each time from a buffer of its own."""
-        return math.prod(
-            degree
-            for degree, old, new in zip(
-                self.source.mesh_shape, self.source.placements, self.target.placements, strict=True
-            )
-            if isinstance(new, Replicate) and not isinstance(old, Replicate | Partial)
-        )
-
-    def _lacking(self, shape: Sequence[int], rank: int) -> int:
-        """Return how many elements ``rank`` needs and does not hold; a transfer moves no others."""
-        needed = _elements(self.target, shape, rank)
-        if not needed or not self.source.holds(rank):
-            return needed
+    def _missing(self, shape: Sequence[int], rank: int) -> int:
+        """Return the number of elements that a rank needs and does not hold."""
+        if not (self.source.holds(rank) and self.target.holds(rank)):
+            return _elements(self.target, shape, rank)
         here, there = self.source.coordinate(rank), self.target.coordinate(rank)
-        if self.source.ragged is None and self.target.ragged is None:
-            common = 1
-            mine = self.source.intervals_at(shape, here)
-            for ranges, others in zip(mine, self.target.intervals_at(shape, there), strict=True):
-                common *= sum(
-                    max(0, min(hi, stop) - max(lo, start))
-                    for lo, hi in ranges
-                    for start, stop in others
-                )
-            return needed - common
-        held = self.source.boxes_at(shape, here)
-        return needed - sum(
-            volume(intersect(a, b)) for a in held for b in self.target.boxes_at(shape, there)
-        )
+        return missing_at(self.source, self.target, shape, here, there)
 
 
-def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:
-    """Return the one step that moves every missing element straight to where it is needed."""
-    if is_local(src, dst, ndim):
+def direct_step(src: Layout, dst: Layout) -> Step:
+    """Return the one step that sends each rank exactly the elements that it needs and lacks."""
+    if is_local(src, dst):
         return slice_step(src, dst)
-    return Step(kind="direct", axes=moving_axes(src, dst, ndim), source=src, target=dst)
+    return Step(kind="direct", axes=moving_axes(src, dst), source=src, target=dst)
 
 
 def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
-    """Return the step that reduces partial axes, onto shards of ``dim`` or onto every rank."""
+    """Return the step that reduces partial axes. The result is sharded on ``dim`` if given."""
     target = src
     for axis in axes:
         target = with_placement(target, axis, Replicate())
     if dim is None:
         return Step(kind="all_reduce", axes=axes, source=src, target=target)
     for axis in axes:
-        target = with_split(target, dim, (axis, 1))
+        target = with_split(target, dim, axis)
     return Step(kind="reduce_scatter", axes=axes, source=src, target=target)
 
 
 def slice_step(src: Layout, dst: Layout) -> Step:
-    """Return the step in which every rank keeps a part of what it holds."""
+    """Return the step in which every rank keeps a part of its local tensor."""
     return Step(kind="slice", axes=(), source=src, target=dst)
 
 
-def gather_step(src: Layout, dim: int, shape: Sequence[int]) -> Step:
-    """Return the step that gathers the last split of ``dim``."""
-    kind: Kind = "all_gather" if src.is_even(shape) else "direct"
-    return Step(
-        kind=kind, axes=(src.shard_axes(dim)[-1],), source=src, target=without_last_split(src, dim)
-    )
+def gather_step(src: Layout, dim: int, shape: Sequence[int], position: int = -1) -> Step:
+    """Return the step that gathers one split of a dim, by default the last."""
+    kind: Kind = "all_gather" if src.is_even(shape) and position == -1 else "direct"
+    axis = src.axis_splits[dim][position][0]
+    return Step(kind=kind, axes=(axis,), source=src, target=without_split(src, dim, position))
 
 
 def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
-    """Return the step that takes the last split of dim ``old`` to the end of dim ``new``."""
-    axis = src.shard_axes(old)[-1]
-    target = with_split(without_last_split(src, old), new, (axis, factor))
+    """Return the step that gathers the last split of dim ``old`` and splits dim ``new`` instead."""
+    axis = src.axis_splits[old][-1][0]
+    target = with_split(without_split(src, old), new, axis, factor)
     even = src.is_even(shape) and target.is_even(shape)
     return Step(kind="all_to_all" if even else "direct", axes=(axis,), source=src, target=target)
 
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
-    """Return how many elements of a tensor of ``shape`` the fullest rank holds."""
+    """Return the largest number of elements of a tensor that a rank holds."""
     lengths = [longest(length, layout.splits(dim)) for dim, length in enumerate(shape)]
     if layout.ragged is not None:
         placement = layout.ragged[1]
@@ -177,18 +190,25 @@ def most_held(layout: Layout, shape: Sequence[int]) -> int:
 
 
 def _elements(layout: Layout, shape: Sequence[int], rank: int) -> int:
-    return math.prod(layout.local_shape(shape, rank)) if layout.holds(rank) else 0
+    if not layout.holds(rank):
+        return 0
+    if layout.is_even(shape):
+        return most_held(layout, shape)
+    return math.prod(layout.local_shape(shape, rank))
 
 
 @runtime_checkable
 class CostModel(Protocol):
-    """The price of one collective; must be hashable, as plans are cached by it."""
+    """Time of one collective. Must be hashable, because plans are cached by it."""
 
     def seconds(self, axes: Sequence[int], ranks: int, received: float) -> float:
-        """Return the time for one collective over mesh axes ``axes`` with ``ranks`` ranks.
+        """Return the time in seconds of one collective.
 
-        ``received`` is the payload in bytes that a rank receives from others. Without axes it is a
-        transfer between two meshes, and ``received`` the most that a rank receives or sends.
+        Args:
+            axes: Mesh axes over which the collective runs. Empty for a transfer between two meshes.
+            ranks: Number of ranks that take part.
+            received: Payload in bytes that a rank receives from others. For a transfer: the most
+                that one rank receives or sends.
         """
         ...
 
@@ -248,7 +268,10 @@ class AlphaBeta:
 
 
 def check_limits(cost: object, max_bytes: object) -> None:
-    """Raise `LayoutError` for what a plan cannot be chosen by: a ``cost`` or a limit, or None."""
+    """Raise `LayoutError` if ``cost`` is not a cost model or ``max_bytes`` not an integer.
+
+    Both may be None.
+    """
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
     if cost is None or isinstance(cost, AlphaBeta):
@@ -266,7 +289,7 @@ def check_limits(cost: object, max_bytes: object) -> None:
 
 
 def check_length(cost: CostModel, axes: int) -> None:
-    """Raise `LayoutError` where a tuple of prices has fewer values than there are mesh axes."""
+    """Raise `LayoutError` if a tuple of prices has fewer values than the mesh has axes."""
     if not isinstance(cost, AlphaBeta):
         return
     for name, given in (("alpha", cost.alpha), ("beta", cost.beta)):
@@ -292,7 +315,7 @@ _clears: list[Callable[[], object]] = []
 
 
 def clearable(cache: C) -> C:
-    """Let `clear_caches` drop the entries of a bounded cache; return it."""
+    """Register a bounded cache, so that `clear_caches` clears it. Returns the cache."""
     kept: Any = cache
     _clears.append(kept.clear if isinstance(kept, dict) else kept.cache_clear)
     return cache
@@ -310,143 +333,171 @@ def clear_caches() -> None:
         clear()
 
 
-# Costs are compared on at most these many ranks, the same on all, so that every rank chooses alike.
+# Times are compared on at most this many ranks. All ranks use the same ones, so all choose the same
+# plan.
 _SAMPLED_RANKS = 64
-# What they pay may be more than all ranks pay on average.
-_CERTAIN = 0.97
+# The sampled ranks may receive more than all ranks do on average. Lower bounds allow for this.
+_SAMPLING_MARGIN = 0.97
 
 
 def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
     """Return the modelled time of all steps, one after another."""
-    return sum(step_seconds(step, shape, itemsize, cost) for step in steps)
+    return sum([step_seconds(step, shape, itemsize, cost) for step in steps])
 
 
 @clearable
 @lru_cache(maxsize=8192)
 def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
-    """Return the modelled time of one step, by what its ranks receive on average."""
+    """Return the modelled time of one step, for the bytes that its ranks receive on average."""
     if step.kind == "slice":
         return 0.0
-    places = sampled(step.source.mesh_shape)
     if step.kind == "transfer":
-        # One mesh may be much smaller than the other: senders are as busy as receivers.
+        # One mesh may be much smaller than the other, so that sending takes the longest.
         amounts = [
-            step.sent(shape, step.source.rank_at(place), itemsize) for place in places[::8]
-        ] + [
-            step.received(shape, step.target.rank_at(place), itemsize)
-            for place in sampled(step.target.mesh_shape)[::8]
+            use(shape, layout.rank_at(at), itemsize)
+            for layout, use in ((step.source, step.sent), (step.target, step.received))
+            for at in sampled(layout.mesh_shape)[::8]
         ]
         return cost.seconds(step.axes, step.ranks, max(amounts))
-    if step.kind == "direct" and step.source.is_plain and step.target.is_plain:
-        elements = lacking(step.source, step.target, shape, places)
-        return cost.seconds(step.axes, step.ranks, elements * itemsize / len(places))
-    if step.kind != "direct" and step.source.is_even(shape) and step.target.is_even(shape):
-        places = places[:1]  # all receive alike
-    ranks = [step.source.rank_at(place) for place in places]
-    received = sum(step.received(shape, rank, itemsize) for rank in ranks) / len(ranks)
-    return cost.seconds(step.axes, step.ranks, received)
+    if step.kind == "direct":
+        received = average_missing(step.source, step.target, shape) * itemsize
+        return cost.seconds(step.axes, step.ranks, received)
+    coordinates = sampled(step.source.mesh_shape)
+    if step.source.is_even(shape) and step.target.is_even(shape):
+        coordinates = coordinates[:1]  # all ranks receive the same number of bytes
+    amounts = [step.received(shape, step.source.rank_at(at), itemsize) for at in coordinates]
+    return cost.seconds(step.axes, step.ranks, sum(amounts) / len(amounts))
 
 
 @clearable
 @lru_cache(maxsize=256)
 def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the coordinates of all ranks, or of a few spread over all axes alike."""
+    """Return the coordinates of all ranks, or of some ranks evenly spread over all axes."""
     size = math.prod(mesh_shape)
     if size <= _SAMPLED_RANKS:
-        return [unravel(place, mesh_shape) for place in range(size)]
-    # Multiples of the golden ratio fall evenly everywhere (Knuth, vol. 3, 6.4).
-    places = [(i * 2654435769 % 2**32) * size >> 32 for i in range(_SAMPLED_RANKS)]
-    return [unravel(place, mesh_shape) for place in places]
+        return [unravel(position, mesh_shape) for position in range(size)]
+    # Multiples of the golden ratio are spread evenly (Knuth, vol. 3, 6.4).
+    spread = [(i * 2654435769 % 2**32) * size >> 32 for i in range(_SAMPLED_RANKS)]
+    return [unravel(position, mesh_shape) for position in spread]
 
 
-def lacking(
-    src: Layout, dst: Layout, shape: Sequence[int], places: Sequence[tuple[int, ...]]
+def missing_at(
+    src: Layout, dst: Layout, shape: Sequence[int], here: Sequence[int], there: Sequence[int]
 ) -> int:
-    """Return how many elements the ranks at these places need and do not hold, all together."""
-    dims = [
-        (length, src.shard_axes(dim), src.degrees(dim), dst.shard_axes(dim), dst.degrees(dim))
-        for dim, length in enumerate(shape)
-    ]
-    known: list[dict[tuple[int, ...], tuple[int, int]]] = [{} for _ in dims]
+    """Return the number of elements that one rank needs and does not hold.
+
+    ``here`` is its coordinate in the mesh of ``src``, ``there`` in the mesh of ``dst``.
+    """
+    if src.ragged is not None or dst.ragged is not None:
+        held, needed = src.boxes_at(shape, here), dst.boxes_at(shape, there)
+        common = sum(volume(intersect(a, b)) for a in held for b in needed)
+        return sum(map(volume, needed)) - common
+    total = common = 1
+    sides = src.intervals_at(shape, here), dst.intervals_at(shape, there)
+    for held_ranges, needed_ranges in zip(*sides, strict=True):
+        total *= sum([hi - lo for lo, hi in needed_ranges])
+        common *= _overlap(held_ranges, needed_ranges)
+    return total - common
+
+
+def average_missing(src: Layout, dst: Layout, shape: Sequence[int]) -> float:
+    """Return the average of `missing_at` over the sampled ranks of one mesh."""
+    coordinates = sampled(src.mesh_shape)
+    if src.ragged is not None or dst.ragged is not None:
+        return sum(missing_at(src, dst, shape, at, at) for at in coordinates) / len(coordinates)
+    # The searched layouts differ in few dims, so lengths are cached for each dim.
+    unsplit, columns = 1, []
+    for dim, length in enumerate(shape):
+        old, new = src.axis_splits.get(dim, ()), dst.axis_splits.get(dim, ())
+        if old or new:
+            columns.append(_dim_lengths(length, old, new, src.mesh_shape))
+        else:
+            unsplit *= length
     total = 0
-    for place in places:
-        needed = common = 1
-        for (length, old, old_degrees, new, new_degrees), found in zip(dims, known, strict=True):
-            key = tuple([place[axis] for axis in (*old, *new)])
-            if key not in found:
-                lo, hi = chunk(length, old_degrees, key[: len(old)])
-                start, stop = chunk(length, new_degrees, key[len(old) :])
-                found[key] = stop - start, max(0, min(hi, stop) - max(lo, start))
-            lengths = found[key]
-            needed *= lengths[0]
-            common *= lengths[1]
+    for lengths in zip(*columns, strict=True):
+        needed = common = unsplit
+        for length, overlap in lengths:
+            needed *= length
+            common *= overlap
         total += needed - common
+    return total / len(coordinates)
+
+
+@clearable
+@lru_cache(maxsize=4096)
+def _dim_lengths(
+    length: int,
+    old: tuple[AxisSplit, ...],
+    new: tuple[AxisSplit, ...],
+    mesh_shape: tuple[int, ...],
+) -> list[tuple[int, int]]:
+    """Return for each sampled rank the length of a dim that it needs, and that it also holds."""
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    axes = [axis for axis, _, _ in (*old, *new)]
+    old_splits, new_splits = ([split[1:] for split in splits] for splits in (old, new))
+    found = []
+    for at in sampled(mesh_shape):
+        index = tuple([at[axis] for axis in axes])
+        if index not in known:
+            held = pieces(length, old_splits, index[: len(old)])
+            needed = pieces(length, new_splits, index[len(old) :])
+            known[index] = sum([hi - lo for lo, hi in needed]), _overlap(held, needed)
+        found.append(known[index])
+    return found
+
+
+def _overlap(ranges: Sequence[Interval], others: Sequence[Interval]) -> int:
+    total = 0
+    for lo, hi in ranges:
+        for start, stop in others:
+            total += max(0, min(hi, stop) - max(lo, start))
     return total
 
 
-def least_seconds(
+def prefers_one_step(cost: CostModel) -> bool:
+    """Return whether a direct step is always cheaper than several steps that reduce nothing."""
+    if type(cost) is not AlphaBeta or isinstance(cost.beta, tuple):
+        return False
+    return not isinstance(cost.alpha, tuple) and cost.alpha > 0
+
+
+def lower_bound(
     dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel
 ) -> Callable[[Layout], float]:
-    """Return what gives a bound from below on the time from a plain layout to ``dst``.
+    """Return the A* heuristic: a lower bound on the time from a layout on one mesh to ``dst``.
 
-    At least one call is made, and every byte costs the smallest price. Every rank must receive what
-    it lacks; where ``n`` ranks hold terms of a sum that ``m`` ranks need, each element travels
-    ``n - 1`` times to meet and ``m - 1`` times more. Nothing is known of other models than
-    `AlphaBeta`.
+    There is at least one collective, and every byte has the lowest price. Every rank receives at
+    least the elements that it lacks. If ``n`` ranks hold terms of a sum that ``m`` ranks need, each
+    element travels at least ``n - 1`` times to be summed and ``m - 1`` times to be distributed. For
+    cost models other than `AlphaBeta` the bound is 0.
     """
     if type(cost) is not AlphaBeta:
         return lambda here: 0.0
     alpha, beta = (min(p) if isinstance(p, tuple) else p for p in (cost.alpha, cost.beta))
-    places = sampled(dst.mesh_shape)
-    if dst.size > len(places):
-        beta *= _CERTAIN
-    needing = _degrees(dst, lambda axis: isinstance(dst.placements[axis], Replicate))
-    known: dict[Layout, float] = {}
+    if dst.size > _SAMPLED_RANKS:
+        beta *= _SAMPLING_MARGIN
+    needing = _ranks_along(dst, [isinstance(new, Replicate) for new in dst.placements])
 
-    def least(here: Layout) -> float:
-        if here not in known:
-            kept = [old == new for old, new in zip(here.placements, dst.placements, strict=True)]
-            partial = [isinstance(old, Partial) for old in here.placements]
-            terms = _degrees(here, lambda axis: partial[axis] and not kept[axis])
-            if terms > 1:
-                # Each coordinate of axes that keep their terms sums a tensor of its own.
-                sums = _degrees(here, lambda axis: partial[axis] and kept[axis])
-                elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
-            else:
-                elements = lacking(here, dst, shape, places) / len(places)
-            local = terms == 1 and is_local(here, dst, len(shape))
-            # Steps count whole bytes, rounded down.
-            left = max(0.0, elements * itemsize - len(dst.mesh_shape))
-            known[here] = 0.0 if local else alpha + beta * left
-        return known[here]
+    @lru_cache(maxsize=8192)
+    def bound(here: Layout) -> float:
+        if here.mesh_shape != dst.mesh_shape or here.ranks != dst.ranks:
+            return 0.0
+        kept = [old == new for old, new in zip(here.placements, dst.placements, strict=True)]
+        partial = [isinstance(old, Partial) for old in here.placements]
+        terms = _ranks_along(here, [p and not k for p, k in zip(partial, kept, strict=True)])
+        if terms == 1:
+            elements = average_missing(here, dst, shape)
+            return 0.0 if is_local(here, dst) else alpha + beta * elements * itemsize
+        # Each coordinate of the partial axes that are kept has a sum of its own.
+        sums = _ranks_along(here, [p and k for p, k in zip(partial, kept, strict=True)])
+        elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
+        # Each all-reduce rounds its bytes down, and there is at most one for each axis.
+        return alpha + beta * max(0.0, elements * itemsize - len(dst.mesh_shape))
 
-    return least
+    return bound
 
 
-def _degrees(layout: Layout, chosen: Callable[[int], bool]) -> int:
-    """Return the number of ranks along some axes."""
-    return math.prod(degree for axis, degree in enumerate(layout.mesh_shape) if chosen(axis))
-
-
-def is_least(
-    best: Sequence[Step] | None,
-    src: Layout,
-    dst: Layout,
-    shape: tuple[int, ...],
-    itemsize: int,
-    cost: CostModel,
-) -> bool:
-    """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
-    if best is None:
-        return False
-    if src.has_partial or type(cost) is not AlphaBeta:
-        return is_local(src, dst, len(shape)) and not src.has_partial
-    if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
-        return all(step.kind == "slice" for step in best)
-    calls = [step for step in best if step.kind != "slice"]
-    if not calls:
-        return True
-    straight = Step(kind="direct", axes=calls[0].axes, source=src, target=dst)
-    return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
-        straight, shape, itemsize, cost
-    )
+def _ranks_along(layout: Layout, chosen: Sequence[bool]) -> int:
+    """Return the number of ranks along the chosen mesh axes."""
+    pairs = zip(layout.mesh_shape, chosen, strict=True)
+    return math.prod([degree if wanted else 1 for degree, wanted in pairs])

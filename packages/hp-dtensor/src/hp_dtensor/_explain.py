@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ._errors import LayoutError, MeshError
 from ._layout import Layout
-from ._planner import Plan, explain_layouts
+from ._planner import Plan, check_order_left_out, explain_layouts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,12 +65,7 @@ def explain(
                 f"mesh={mesh!r} beside a Layout, which has its own mesh of shape "
                 f"{layout.mesh_shape}; leave mesh= out"
             )
-    shard_order = options.get("shard_order")
-    if shard_order is not None and isinstance(placements, Layout):
-        raise LayoutError(
-            f"shard_order={shard_order!r} beside the Layout {placements}, which has its own; leave "
-            "shard_order= out"
-        )
+    check_order_left_out(placements, options.get("shard_order"))
     if isinstance(x, Layout):
         return explain_layouts(x, placements, shape=shape, rank=rank, itemsize=itemsize, **options)
     from ._prepare import options_of, plan_for  # They need torch; plans between layouts do not.

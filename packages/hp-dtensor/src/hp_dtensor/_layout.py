@@ -1,9 +1,10 @@
-"""Layouts, each in one spelling, and the splits of each dim, axis after axis."""
+"""Layouts: the placements of a tensor on a mesh, and the boxes that each rank holds."""
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Any, TypeAlias, cast
 
@@ -18,164 +19,14 @@ from ._placements import (
     Shard,
     StridedShard,
     in_tuple,
-    split_dims,
 )
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-AxisSplit: TypeAlias = tuple[int, int]  # (axis, split factor)
-AxisSplits: TypeAlias = dict[int, tuple[AxisSplit, ...]]
+AxisSplit: TypeAlias = tuple[int, int, int]  # (mesh axis, degree, split factor)
+# For each tensor dim that some axis shards: the splits, in the order in which they are applied.
+AxisSplits: TypeAlias = Mapping[int, tuple[AxisSplit, ...]]
 
-
-def checked_shape(mesh_shape: object) -> tuple[int, ...]:
-    """Return the shape of a mesh as a tuple; raises `LayoutError` for what is none."""
-    shape = whole_numbers(mesh_shape)
-    if shape is None:
-        raise LayoutError(
-            f"mesh_shape={mesh_shape!r} is no shape of a mesh; give a sequence of degrees, one for "
-            "each axis, such as (2, 4) or (8,)"
-        )
-    return shape
-
-
-def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
-    """Return the placements as a tuple; raises what is wrong with them on a mesh of this shape."""
-    result = in_tuple(placements)
-    if any(degree < 1 for degree in mesh_shape):
-        raise MeshError(f"a mesh of shape {tuple(mesh_shape)} has no ranks")
-    check_count(result, mesh_shape)
-    for placement in result:
-        if not isinstance(placement, Placement):
-            raise LayoutError(
-                f"{placement!r} of {type(placement).__module__} is no placement of a layout; use "
-                "Replicate(), Shard(dim), StridedShard(dim, split_factor), "
-                "RaggedShard(dims, sizes) or Partial(op) of this package"
-            )
-    ops = {p.op for p in result if isinstance(p, Partial)}
-    # Sums and averages are both linear, and so may be taken in any order.
-    if len(ops) > 1 and ops != {"sum", "avg"}:
-        raise LayoutError(
-            f"partial values with {' and '.join(sorted(ops))} have no defined order of "
-            "reduction; use one op on all axes, or reduce one axis first"
-        )
-    ragged = [axis for axis, p in enumerate(result) if isinstance(p, RaggedShard)]
-    for axis in ragged:
-        if len(result[axis].sizes) != mesh_shape[axis]:
-            raise LayoutError(
-                f"{result[axis]} on mesh axis {axis} of degree {mesh_shape[axis]}; give "
-                f"{mesh_shape[axis]} sizes, one for each coordinate"
-            )
-    if len(ragged) > 1:
-        raise LayoutError(
-            f"the mesh axes {ragged} all hold ragged runs, which begin at dim 0; only one axis can"
-        )
-    return result
-
-
-def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None:
-    """Raise `LayoutError` unless there is a placement for each mesh axis."""
-    if len(placements) != len(mesh_shape):
-        raise LayoutError(
-            f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
-            f"{len(mesh_shape)}, one for each axis"
-        )
-
-
-def ordered(
-    placements: tuple[Placement, ...],
-    mesh_shape: Sequence[int],
-    given: ShardOrder | Mapping[int, Sequence[int]] | None,
-) -> tuple[tuple[Placement, ...], ShardOrder | None]:
-    """Return the placements and the order in which axes shard each dim, in one spelling.
-
-    The order lists dims that are not split in mesh order, and those that some axis splits into
-    blocks. Raises `LayoutError`.
-    """
-    given_order = dict(checked_order(given))
-    spelled: list[Placement] = [
-        Shard(p.dim) if isinstance(p, StridedShard) and p.split_factor == 1 else p
-        for p in placements
-    ]
-    kept = []
-    sharded = {p.dim for p in placements if isinstance(p, Shard | StridedShard)}
-    for dim in sorted(sharded | set(given_order)):
-        in_mesh_order = tuple(
-            axis
-            for axis, p in enumerate(placements)
-            if isinstance(p, Shard | StridedShard) and p.dim == dim
-        )
-        axes = given_order.get(dim)
-        if axes is None:
-            axes = _spelled_order(dim, in_mesh_order, spelled, mesh_shape)
-        elif tuple(sorted(axes)) != in_mesh_order:
-            raise LayoutError(
-                f"shard order {axes} for dim {dim}, which the axes {in_mesh_order} shard; "
-                "list each of them once, the one that splits first in front"
-            )
-        if axes != in_mesh_order or any(isinstance(spelled[a], StridedShard) for a in axes):
-            kept.append((dim, axes))
-    return tuple(spelled), tuple(kept) or None
-
-
-def checked_order(given: object) -> ShardOrder:
-    """Return a shard order as pairs of a dim and its axes; raises `LayoutError`."""
-    pairs: Any = () if given is None else given.items() if isinstance(given, Mapping) else given
-    try:
-        order = tuple((dim, tuple(axes)) for dim, axes in pairs)
-        whole = all(isinstance(number, int) for dim, axes in order for number in (dim, *axes))
-    except (TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise LayoutError(
-            f"shard_order={given!r} gives no axes for each dim; write {{0: (1, 0)}} or "
-            "((0, (1, 0)),) where axis 1 splits dim 0 first, axis 0 then"
-        )
-    return order
-
-
-def checked_ranks(
-    ranks: Sequence[int] | None, mesh_shape: Sequence[int]
-) -> range | tuple[int, ...] | None:
-    """Return the ranks, evenly spaced ones as a range; None for ``0 .. n-1``."""
-    if ranks is None:
-        return None
-    size = math.prod(mesh_shape)
-    given = ranks if isinstance(ranks, range) else tuple(ranks)
-    if len(given) != size or (not isinstance(given, range) and len(set(given)) != size):
-        raise MeshError(
-            f"a mesh of shape {tuple(mesh_shape)} needs {size} different ranks, got {len(given)}"
-        )
-    step = given[1] - given[0] if size > 1 else 1
-    spaced = range(given[0], given[0] + step * size, step)
-    if spaced == range(size):
-        return None
-    return spaced if isinstance(given, range) or given == tuple(spaced) else given
-
-
-def _spelled_order(
-    dim: int, axes: Sequence[int], placements: list[Placement], mesh_shape: Sequence[int]
-) -> tuple[int, ...]:
-    """Return the order that split factors spell, and put plain shards where they do.
-
-    An axis whose factor is the product of the degrees of later axes that split the dim first splits
-    next after these. Any other factor means what it says, in mesh order.
-    """
-    order: list[int] = []
-    for axis in reversed(axes):
-        placement = placements[axis]
-        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        before = 1
-        place = 0
-        while before != factor and place < len(order):
-            if isinstance(placements[order[place]], StridedShard):
-                break
-            before *= mesh_shape[order[place]]
-            place += 1
-        if before == factor:
-            placements[axis] = Shard(dim)
-            order.insert(place, axis)
-        else:
-            order.insert(0, axis)
-    return tuple(order)
+_REPLICATE = Replicate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +46,15 @@ class Layout:
         ranks: Global ranks of the mesh in row-major order. Defaults to
             ``0 .. prod(mesh_shape) - 1``.
 
+    Attributes:
+        size: Number of ranks in the mesh.
+        has_partial: Whether any mesh axis has a `Partial` placement.
+        is_plain: Whether no axis has a `StridedShard` or a `RaggedShard`. If True, each rank holds
+            at most one rectangular region of the tensor.
+        ragged: Mesh axis that has a `RaggedShard`, and this `RaggedShard`. None if there is none.
+        axis_splits: For each dim that is sharded, one tuple ``(mesh axis, degree, split factor)``
+            for each axis that shards it, in the order in which they split the dim.
+
     Raises:
         LayoutError: The placements, orders or sizes contradict each other.
         MeshError: The mesh has no ranks, or ``ranks`` has a wrong number of them or duplicates.
@@ -208,51 +68,26 @@ class Layout:
     placements: tuple[Placement, ...]
     shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None
     ranks: Sequence[int] | None = None
-    _positions: Mapping[int, int] | None = field(
-        init=False, repr=False, compare=False, default=None
-    )
+    size: int = field(init=False, repr=False, compare=False)
+    has_partial: bool = field(init=False, repr=False, compare=False)
+    is_plain: bool = field(init=False, repr=False, compare=False)
+    ragged: tuple[int, RaggedShard] | None = field(init=False, repr=False, compare=False)
+    axis_splits: AxisSplits = field(init=False, repr=False, compare=False)
+    _positions: Mapping[int, int] | None = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _set(self, "mesh_shape", checked_shape(self.mesh_shape))
-        placements = checked_placements(self.placements, self.mesh_shape)
-        placements, order = ordered(placements, self.mesh_shape, self.shard_order)
-        _set(self, "placements", placements)
-        _set(self, "shard_order", order)
-        ranks = checked_ranks(self.ranks, self.mesh_shape)
-        _set(self, "ranks", ranks)
+        mesh_shape = _checked_shape(self.mesh_shape)
+        placements = _checked_placements(self.placements, mesh_shape)
+        splits = _checked_splits(placements, mesh_shape, self.shard_order)
+        ranks = _checked_ranks(self.ranks, mesh_shape)
+        positions = None
         if isinstance(ranks, tuple):
-            _set(self, "_positions", {rank: place for place, rank in enumerate(ranks)})
+            positions = {rank: position for position, rank in enumerate(ranks)}
+        _fill(self, mesh_shape, placements, splits, ranks, positions)
 
     def __hash__(self) -> int:
-        # Many ranks would make each look-up in a cache slow; the first and last tell enough.
-        ends = None if self.ranks is None else (self.ranks[0], self.ranks[-1])
-        return hash((self.mesh_shape, self.placements, self.shard_order, ends))
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the mesh."""
-        return math.prod(self.mesh_shape)
-
-    @property
-    def has_partial(self) -> bool:
-        """Whether any mesh axis has a `Partial` placement."""
-        return any(isinstance(p, Partial) for p in self.placements)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no axis has a `StridedShard` or a `RaggedShard`.
-
-        Each rank then holds at most one rectangular region of the tensor.
-        """
-        return not any(isinstance(p, StridedShard | RaggedShard) for p in self.placements)
-
-    @property
-    def ragged(self) -> tuple[int, RaggedShard] | None:
-        """Mesh axis that has a `RaggedShard`, and this `RaggedShard`. None if there is none."""
-        for axis, placement in enumerate(self.placements):
-            if isinstance(placement, RaggedShard):
-                return axis, placement
-        return None
+        return self._hash
 
     def shard_axes(self, dim: int) -> tuple[int, ...]:
         """Return the mesh axes that shard a tensor dim.
@@ -264,12 +99,7 @@ class Layout:
             Positions of the axes in the mesh, in the order in which they split the dim. The axis of
             a `RaggedShard` is not included.
         """
-        for dim_in_order, axes in _pairs(self):
-            if dim_in_order == dim:
-                return axes
-        return tuple(
-            a for a, p in enumerate(self.placements) if isinstance(p, Shard) and p.dim == dim
-        )
+        return tuple([axis for axis, _, _ in self.axis_splits.get(dim, ())])
 
     def degrees(self, dim: int) -> tuple[int, ...]:
         """Return the number of ranks on each axis that shards a tensor dim.
@@ -280,7 +110,7 @@ class Layout:
         Returns:
             One number for each axis, in the order of `shard_axes`.
         """
-        return tuple(self.mesh_shape[a] for a in self.shard_axes(dim))
+        return tuple([degree for _, degree, _ in self.axis_splits.get(dim, ())])
 
     def splits(self, dim: int) -> tuple[Split, ...]:
         """Return the degree and the split factor of each axis that shards a tensor dim.
@@ -292,12 +122,7 @@ class Layout:
             One pair ``(degree, split factor)`` for each axis, in the order of `shard_axes`. The
             degree is the number of ranks on the axis. The split factor is 1 for `Shard`.
         """
-        found = []
-        for axis in self.shard_axes(dim):
-            placement = self.placements[axis]
-            factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-            found.append((self.mesh_shape[axis], factor))
-        return tuple(found)
+        return tuple([split[1:] for split in self.axis_splits.get(dim, ())])
 
     def check(self, ndim: int) -> None:
         """Check that a tensor has every dim that this layout shards.
@@ -309,13 +134,8 @@ class Layout:
             LayoutError: A sharded dim does not exist.
         """
         for axis, placement in enumerate(self.placements):
-            if isinstance(placement, RaggedShard):
-                wrong = len(placement.dims) > ndim
-            else:
-                wrong = isinstance(placement, Shard | StridedShard) and not (
-                    0 <= placement.dim < ndim
-                )
-            if wrong:
+            dims = placement.split_dims
+            if dims and not (min(dims) >= 0 and max(dims) < ndim):
                 legal = f"0 to {ndim - 1}" if ndim else "none, as it is a scalar"
                 raise LayoutError(
                     f"{placement} on mesh axis {axis} of a tensor with {ndim} dims; "
@@ -340,12 +160,12 @@ class Layout:
         count = 1
         for dim in placement.dims:
             others = math.prod(self.degrees(dim))
-            plain = all(factor == 1 for _, factor in self.splits(dim))
-            if shape[dim] % others or not plain:
+            strided = any(factor != 1 for _, factor in self.splits(dim))
+            if shape[dim] % others or strided:
                 raise LayoutError(
                     f"{placement} on mesh axis {axis} runs over dim {dim} of length {shape[dim]}, "
-                    f"which the axes {self.shard_axes(dim)} split; they must cut it into {others} "
-                    "equal consecutive parts"
+                    f"which the axes {self.shard_axes(dim)} split; they must split it into "
+                    f"{others} equal consecutive parts"
                 )
             count *= shape[dim] // others
         if placement.starts[-1] != count:
@@ -407,7 +227,7 @@ class Layout:
     def _position(self, rank: int) -> int | None:
         if self._positions is not None:
             return self._positions.get(rank)
-        ranks = self.all_ranks()
+        ranks = range(self.size) if self.ranks is None else self.ranks
         return ranks.index(rank) if rank in ranks else None
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
@@ -435,10 +255,14 @@ class Layout:
             One tuple for each dim: half-open ranges ``(start, stop)`` of global indices, in
             ascending order.
         """
-        return [
-            self.intervals_of(shape, dim, [coordinate[a] for a in self.shard_axes(dim)])
-            for dim in range(len(shape))
-        ]
+        found: list[tuple[Interval, ...]] = []
+        for dim, length in enumerate(shape):
+            if splits := self.axis_splits.get(dim):
+                index = [coordinate[axis] for axis, _, _ in splits]
+                found.append(self.intervals_of(shape, dim, index))
+            else:
+                found.append(((0, length),) if length else ())
+        return found
 
     def intervals_of(
         self, shape: Sequence[int], dim: int, index: Sequence[int]
@@ -486,10 +310,12 @@ class Layout:
             One range ``(start, stop)`` for each dim. At least one range is empty if the coordinate
             holds no elements.
         """
-        return tuple(
-            chunk(length, self.degrees(dim), [coordinate[a] for a in self.shard_axes(dim)])
-            for dim, length in enumerate(shape)
-        )
+        box: list[Interval] = []
+        for dim, length in enumerate(shape):
+            splits = self.axis_splits.get(dim, ())
+            index = [coordinate[axis] for axis, _, _ in splits]
+            box.append(chunk(length, [degree for _, degree, _ in splits], index))
+        return tuple(box)
 
     def boxes_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Box, ...]:
         """Return the boxes of elements at a coordinate, without checking the shape.
@@ -504,14 +330,17 @@ class Layout:
             Boxes in the order of the local tensor. Each box has one range ``(start, stop)`` for
             each dim.
         """
+        if self.is_plain:
+            box = self.box_at(shape, coordinate)
+            return (box,) if all([lo < hi for lo, hi in box]) else ()
         grid = self.intervals_at(shape, coordinate)
         if self.ragged is None:
             return tuple(product(*grid))
         leading = len(self.ragged[1].dims)
         if not all(grid[:leading]):
             return ()
-        frame = tuple(ranges[0] for ranges in grid[:leading])
-        runs = run_boxes(frame, *self.run_at(coordinate))
+        flattened = tuple(ranges[0] for ranges in grid[:leading])
+        runs = run_boxes(flattened, *self.run_at(coordinate))
         return tuple((*run, *rest) for run in runs for rest in product(*grid[leading:]))
 
     def boxes(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
@@ -551,7 +380,7 @@ class Layout:
         self.check_shape(shape)
         coordinate = self.coordinate(rank)
         lengths = [
-            sum(hi - lo for lo, hi in ranges) for ranges in self.intervals_at(shape, coordinate)
+            sum([hi - lo for lo, hi in ranges]) for ranges in self.intervals_at(shape, coordinate)
         ]
         if self.ragged is not None:
             start, stop = self.run_at(coordinate)
@@ -567,19 +396,211 @@ class Layout:
         Returns:
             True if every split is even. False for a layout with `StridedShard` or `RaggedShard`.
         """
-        return self.is_plain and all(
-            n % math.prod(self.degrees(dim)) == 0 for dim, n in enumerate(shape)
-        )
+        if not self.is_plain:
+            return False
+        for dim, length in enumerate(shape):
+            if dim in self.axis_splits and length % math.prod(self.degrees(dim)):
+                return False
+        return True
 
     def __str__(self) -> str:
         text = "(" + ", ".join(map(str, self.placements)) + ")"
-        for dim, axes in _pairs(self):
+        for dim, axes in cast(ShardOrder, self.shard_order or ()):
             text += f" dim {dim} by axes {axes}"
         return text
 
 
+def _fill(
+    layout: Layout,
+    mesh_shape: tuple[int, ...],
+    placements: Iterable[Placement],
+    splits: AxisSplits,
+    ranks: range | tuple[int, ...] | None,
+    positions: Mapping[int, int] | None,
+) -> None:
+    """Set all fields of a layout. ``splits`` override the placements of the axes that they list.
+
+    Equal layouts get equal fields: a `Shard` for a split factor of 1, and a ``shard_order`` only
+    for dims that are not split in mesh order or have other split factors.
+    """
+    given, order, is_plain = list(placements), [], True
+    splits = {dim: splits[dim] for dim in sorted(splits)}
+    for dim in splits:
+        axes, strided = [], False
+        for axis, _, factor in splits[dim]:
+            axes.append(axis)
+            strided |= factor != 1
+            given[axis] = _shard(dim, factor)
+        is_plain &= not strided
+        if strided or axes != sorted(axes):
+            order.append((dim, tuple(axes)))
+    ragged, partial = None, []
+    for axis, placement in enumerate(given):
+        if isinstance(placement, RaggedShard):
+            ragged, is_plain = (axis, placement), False
+        elif isinstance(placement, Partial):
+            partial.append(axis)
+    # Layouts are cache keys. The first and last rank are enough to make hashes differ.
+    ends = None if ranks is None else (ranks[0], ranks[-1])
+    values = {
+        "mesh_shape": mesh_shape,
+        "placements": tuple(given),
+        "shard_order": tuple(order) or None,
+        "ranks": ranks,
+        "size": math.prod(mesh_shape),
+        "has_partial": bool(partial),
+        "is_plain": is_plain,
+        "ragged": ragged,
+        "axis_splits": splits,
+        "_positions": positions,
+        "_hash": hash((mesh_shape, ends, ragged and ragged[0], *partial, *splits.items())),
+    }
+    for name, value in values.items():
+        object.__setattr__(layout, name, value)
+
+
+@lru_cache(maxsize=256)
+def _shard(dim: int, factor: int) -> Placement:
+    return Shard(dim) if factor == 1 else StridedShard(dim, factor)
+
+
+def _checked_shape(mesh_shape: object) -> tuple[int, ...]:
+    shape = whole_numbers(mesh_shape)
+    if shape is None:
+        raise LayoutError(
+            f"mesh_shape={mesh_shape!r} is no shape of a mesh; give a sequence of degrees, one for "
+            "each axis, such as (2, 4) or (8,)"
+        )
+    return shape
+
+
+def _checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
+    """Return the placements as a tuple. Raises if they are invalid on a mesh of this shape."""
+    result = in_tuple(placements)
+    if min(mesh_shape, default=1) < 1:
+        raise MeshError(f"a mesh of shape {tuple(mesh_shape)} has no ranks")
+    check_count(result, mesh_shape)
+    ops, ragged = set(), []
+    for axis, placement in enumerate(result):
+        if not isinstance(placement, Placement):
+            raise LayoutError(
+                f"{placement!r} of {type(placement).__module__} is no placement of a layout; use "
+                "Replicate(), Shard(dim), StridedShard(dim, split_factor), "
+                "RaggedShard(dims, sizes) or Partial(op) of this package"
+            )
+        if isinstance(placement, Partial):
+            ops.add(placement.op)
+        elif isinstance(placement, RaggedShard):
+            ragged.append(axis)
+    # Sums and averages are both linear, so their order does not matter.
+    if len(ops) > 1 and ops != {"sum", "avg"}:
+        raise LayoutError(
+            f"partial values with {' and '.join(sorted(ops))} have no defined order of "
+            "reduction; use one op on all axes, or reduce one axis first"
+        )
+    for axis in ragged:
+        if len(result[axis].sizes) != mesh_shape[axis]:
+            raise LayoutError(
+                f"{result[axis]} on mesh axis {axis} of degree {mesh_shape[axis]}; give "
+                f"{mesh_shape[axis]} sizes, one for each coordinate"
+            )
+    if len(ragged) > 1:
+        raise LayoutError(
+            f"the mesh axes {ragged} all hold ragged runs, which begin at dim 0; only one axis can"
+        )
+    return result
+
+
+def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None:
+    """Raise `LayoutError` unless there is one placement for each mesh axis."""
+    if len(placements) != len(mesh_shape):
+        raise LayoutError(
+            f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
+            f"{len(mesh_shape)}, one for each axis"
+        )
+
+
+def _checked_splits(
+    placements: tuple[Placement, ...],
+    mesh_shape: Sequence[int],
+    given: ShardOrder | Mapping[int, Sequence[int]] | None,
+) -> AxisSplits:
+    """Return the splits of each dim in the given order, or in the order of split factors."""
+    found: dict[int, list[AxisSplit]] = {}
+    for axis, placement in enumerate(placements):
+        if (split := placement.split) is not None:
+            dim, factor = split
+            found.setdefault(dim, []).append((axis, mesh_shape[axis], factor))
+    order = dict(checked_order(given)) if given else {}
+    result = {dim: _by_factor(of_dim) for dim, of_dim in found.items() if dim not in order}
+    for dim, axes in order.items():
+        by_axis = {split[0]: split for split in found.get(dim, ())}
+        if sorted(axes) != list(by_axis):
+            raise LayoutError(
+                f"shard order {axes} for dim {dim}, which the axes {tuple(by_axis)} shard; "
+                "list each of them once, the one that splits first in front"
+            )
+        if axes:
+            result[dim] = tuple(by_axis[axis] for axis in axes)
+    return result
+
+
+def _by_factor(splits: list[AxisSplit]) -> tuple[AxisSplit, ...]:
+    """Return the splits of a dim, given in mesh order, in the order that their factors imply.
+
+    If the factor of an axis is the product of the degrees of later axes that split the dim first,
+    the axis splits next after these, with factor 1. Any other factor is kept, in mesh order.
+    """
+    order: list[AxisSplit] = []
+    for axis, degree, factor in reversed(splits):
+        before, position = 1, 0
+        while before != factor and position < len(order) and order[position][2] == 1:
+            before *= order[position][1]
+            position += 1
+        if before == factor:
+            order.insert(position, (axis, degree, 1))
+        else:
+            order.insert(0, (axis, degree, factor))
+    return tuple(order)
+
+
+def checked_order(given: object) -> ShardOrder:
+    """Return a shard order as pairs of a dim and its axes. Raises `LayoutError`."""
+    pairs: Any = () if given is None else given.items() if isinstance(given, Mapping) else given
+    try:
+        order = tuple([(dim, tuple(axes)) for dim, axes in pairs])
+        whole = all(isinstance(number, int) for dim, axes in order for number in (dim, *axes))
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise LayoutError(
+            f"shard_order={given!r} gives no axes for each dim; write {{0: (1, 0)}} or "
+            "((0, (1, 0)),) where axis 1 splits dim 0 first, axis 0 then"
+        )
+    return order
+
+
+def _checked_ranks(
+    ranks: Sequence[int] | None, mesh_shape: Sequence[int]
+) -> range | tuple[int, ...] | None:
+    """Return the ranks, as a range if they are evenly spaced. None means ``0 .. n - 1``."""
+    if ranks is None:
+        return None
+    size = math.prod(mesh_shape)
+    given = ranks if isinstance(ranks, range) else tuple(ranks)
+    if len(given) != size or (not isinstance(given, range) and len(set(given)) != size):
+        raise MeshError(
+            f"a mesh of shape {tuple(mesh_shape)} needs {size} different ranks, got {len(given)}"
+        )
+    step = given[1] - given[0] if size > 1 else 1
+    spaced = range(given[0], given[0] + step * size, step)
+    if spaced == range(size):
+        return None
+    return spaced if isinstance(given, range) or given == tuple(spaced) else given
+
+
 def checked_sizes(shape: object) -> tuple[int, ...]:
-    """Return the shape of a tensor as a tuple; raises `LayoutError` for what is none."""
+    """Return the shape of a tensor as a tuple. Raises `LayoutError` if it is not a shape."""
     sizes = whole_numbers(shape)
     if sizes is None:
         raise LayoutError(f"shape={shape!r} is no shape of a tensor; give a sequence of sizes")
@@ -589,9 +610,9 @@ def checked_sizes(shape: object) -> tuple[int, ...]:
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """Return numbers as plain ints, None where some are not whole numbers.
+    """Return numbers as plain ints. None if some are not whole numbers.
 
-    What is kept between calls is found by equal numbers: 4.0 would stand for 4 in later calls.
+    Plans are cached by these numbers. A shape of ``(4.0,)`` would find the plan of ``(4,)``.
     """
     try:
         return tuple(map(int, map(operator.index, cast(Any, values))))
@@ -599,161 +620,122 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
         return None
 
 
-def _pairs(layout: Layout) -> ShardOrder:
-    order = layout.shard_order
-    # __post_init__ leaves a normalised tuple or None.
-    return order if isinstance(order, tuple) else ()
-
-
-def _set(layout: Layout, name: str, value: object) -> None:
-    object.__setattr__(layout, name, value)
-
-
-def axis_splits(layout: Layout, dim: int) -> tuple[AxisSplit, ...]:
-    """Return the axes that split ``dim`` in turn, each with its factor."""
-    return tuple(
-        (axis, factor)
-        for axis, (_, factor) in zip(layout.shard_axes(dim), layout.splits(dim), strict=True)
-    )
-
-
-def all_axis_splits(layout: Layout) -> AxisSplits:
-    """Return `axis_splits` of each dim that is split."""
-    dims = {p.dim for p in layout.placements if isinstance(p, Shard | StridedShard)}
-    return {dim: axis_splits(layout, dim) for dim in sorted(dims)}
-
-
-def with_axis_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> Layout:
-    """Return the layout with dims split as ``splits`` say; axes in none become replicated.
-
-    Partial and ragged axes that are in none keep what they have.
-    """
-    placements: list[Placement] = [
-        Replicate() if isinstance(p, Shard | StridedShard) else p for p in layout.placements
-    ]
-    for dim, of_dim in splits.items():
-        for axis, factor in of_dim:
-            placements[axis] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
-    order = tuple((dim, tuple(a for a, _ in of_dim)) for dim, of_dim in splits.items() if of_dim)
-    return replace(layout, placements=tuple(placements), shard_order=order)
-
-
-def with_split(layout: Layout, dim: int, split: AxisSplit) -> Layout:
-    """Return the layout with one more split of ``dim``, after the others."""
-    splits = all_axis_splits(layout)
-    splits[dim] = (*splits.get(dim, ()), split)
-    return with_axis_splits(layout, splits)
-
-
-def without_last_split(layout: Layout, dim: int) -> Layout:
-    """Return the layout without the last split of ``dim``."""
-    splits = all_axis_splits(layout)
-    splits[dim] = splits[dim][:-1]
-    return with_axis_splits(layout, splits)
-
-
-def without(layout: Layout, dim: int, place: int) -> Layout:
-    """Return the layout without one split of ``dim``, each rank keeping all that it holds.
-
-    Later splits then cut every block that the split had made; for lengths that divide evenly.
-    """
-    splits = all_axis_splits(layout)
-    of_dim = splits[dim]
-    degree = layout.mesh_shape[of_dim[place][0]]
-    later = tuple((axis, factor * degree) for axis, factor in of_dim[place + 1 :])
-    splits[dim] = (*of_dim[:place], *later)
-    return with_axis_splits(layout, splits)
+def _changed(layout: Layout, placements: Iterable[Placement], splits: AxisSplits) -> Layout:
+    """Return a layout on the same mesh, without checking it again."""
+    result = object.__new__(Layout)
+    ranks = cast("range | tuple[int, ...] | None", layout.ranks)
+    _fill(result, layout.mesh_shape, placements, splits, ranks, layout._positions)
+    return result
 
 
 def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
-    """Return the layout with another placement, that splits no dim in turn, on one axis."""
+    """Return the layout with a `Replicate`, `Partial` or `RaggedShard` on an axis that has one."""
     placements = list(layout.placements)
     placements[axis] = placement
-    return replace(layout, placements=tuple(placements))
+    return _changed(layout, placements, layout.axis_splits)
+
+
+def with_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> Layout:
+    """Return the layout with other splits. Axes that had one and have none become `Replicate`."""
+    placements = list(layout.placements)
+    for of_dim in layout.axis_splits.values():
+        for axis, _, _ in of_dim:
+            placements[axis] = _REPLICATE
+    filled = {dim: tuple(of_dim) for dim, of_dim in splits.items() if of_dim}
+    return _changed(layout, placements, filled)
+
+
+def with_split(layout: Layout, dim: int, axis: int, factor: int = 1) -> Layout:
+    """Return the layout with one more split of a dim, after the others."""
+    split = (axis, layout.mesh_shape[axis], factor)
+    splits = layout.axis_splits
+    return with_splits(layout, {**splits, dim: (*splits.get(dim, ()), split)})
+
+
+def without_split(layout: Layout, dim: int, position: int = -1) -> Layout:
+    """Return the layout without one split of a dim, by default the last.
+
+    Each rank keeps all elements that it holds, so later splits get larger split factors. Only the
+    last split can be removed if lengths do not divide evenly.
+    """
+    of_dim = layout.axis_splits[dim]
+    before, (_, removed, _), later = of_dim[:position], of_dim[position], of_dim[position:][1:]
+    after = [(axis, degree, factor * removed) for axis, degree, factor in later]
+    return with_splits(layout, {**layout.axis_splits, dim: (*before, *after)})
 
 
 def reduced_layout(layout: Layout) -> Layout:
-    """Return the layout with partial values replicated: that of a gradient, too."""
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial):
-            layout = with_placement(layout, axis, Replicate())
-    return layout
-
-
-def common(a: Sequence[AxisSplit], b: Sequence[AxisSplit]) -> int:
-    """Return how many splits both begin with."""
-    length = 0
-    while length < min(len(a), len(b)) and a[length] == b[length]:
-        length += 1
-    return length
-
-
-def same_runs(a: Layout, b: Layout) -> bool:
-    """Return whether both hold the same ragged runs, of parts split alike."""
-    if a.ragged is None or a.ragged != b.ragged:
-        return False
-    return all(axis_splits(a, dim) == axis_splits(b, dim) for dim in a.ragged[1].dims)
+    """Return the layout after all partial values are reduced. Gradients have this layout, too."""
+    if not layout.has_partial:
+        return layout
+    reduced = [_REPLICATE if isinstance(p, Partial) else p for p in layout.placements]
+    return _changed(layout, reduced, layout.axis_splits)
 
 
 def replicated(layout: Layout) -> Layout:
-    """Return the layout with axes of degree one, which mean nothing, replicated."""
+    """Return the layout with `Replicate` on all axes of degree 1, which is equivalent."""
     if 1 not in layout.mesh_shape:
         return layout
+    pairs = zip(layout.mesh_shape, layout.placements, strict=True)
+    placements = [_REPLICATE if degree == 1 else p for degree, p in pairs]
     splits = {
-        dim: [split for split in of_dim if layout.mesh_shape[split[0]] > 1]
-        for dim, of_dim in all_axis_splits(layout).items()
+        dim: tuple(split for split in of_dim if split[1] > 1)
+        for dim, of_dim in layout.axis_splits.items()
     }
-    placements = tuple(
-        Replicate() if degree == 1 and isinstance(p, Partial | RaggedShard) else p
-        for degree, p in zip(layout.mesh_shape, layout.placements, strict=True)
-    )
-    return with_axis_splits(replace(layout, placements=placements), splits)
+    return with_splits(_changed(layout, placements, layout.axis_splits), splits)
 
 
-def is_local(src: Layout, dst: Layout, ndim: int) -> bool:
-    """Return whether every rank holds all that it needs, whatever the shape."""
+def same_runs(a: Layout, b: Layout) -> bool:
+    """Return whether both have the same `RaggedShard` of the same parts."""
+    if a.ragged is None or a.ragged != b.ragged:
+        return False
+    return all(a.axis_splits.get(dim) == b.axis_splits.get(dim) for dim in a.ragged[1].dims)
+
+
+def is_local(src: Layout, dst: Layout) -> bool:
+    """Return whether every rank holds all elements that it needs, for any shape."""
     if src.ragged is not None and not same_runs(src, dst):
         return False
-    return all(
-        common(axis_splits(src, dim), axis_splits(dst, dim)) == len(src.shard_axes(dim))
-        for dim in range(ndim)
-    )
+    for dim, splits in src.axis_splits.items():
+        if dst.axis_splits.get(dim, ())[: len(splits)] != splits:
+            return False
+    return True
 
 
-def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
-    """Return the axes on which senders and receivers of `plan_transfer` can differ."""
-    divided = {dim for dim in range(ndim) if src.shard_axes(dim)}
+def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
+    """Return the mesh axes on which senders and receivers of `plan_transfer` can differ."""
+    divided = set(src.axis_splits)
     if src.ragged is not None:
         divided.update(src.ragged[1].dims)
-    still = _splitting_alike(src, dst, ndim)
+    fixed = _same_splits(src, dst)
     for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True)):
-        alone = src.mesh_shape[axis] == 1 or isinstance(old, Partial)
-        cut_here = isinstance(old, Replicate) and not divided.intersection(split_dims(new))
-        if alone or cut_here:
-            still.add(axis)
-    return tuple(axis for axis in range(len(src.mesh_shape)) if axis not in still)
+        replica = isinstance(old, Replicate) and divided.isdisjoint(new.split_dims)
+        if replica or src.mesh_shape[axis] == 1 or isinstance(old, Partial):
+            fixed.add(axis)
+    return tuple([axis for axis in range(len(src.mesh_shape)) if axis not in fixed])
 
 
-def unchanged_axes(src: Layout, dst: Layout, ndim: int) -> frozenset[int]:
-    """Return the axes along which every rank keeps its part: no step may involve their ranks.
+def unchanged_axes(src: Layout, dst: Layout) -> frozenset[int]:
+    """Return the axes along which no data has to move. No step may communicate over them.
 
-    Both layouts replicate them or hold the same partial values there, or they split a dim first and
-    alike in both.
+    Both layouts replicate these axes or have the same `Partial` on them, or these axes split a dim
+    first, and in the same way in both layouts.
     """
-    kept = {
-        axis
-        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
-        if src.mesh_shape[axis] == 1 or (old == new and isinstance(old, Replicate | Partial))
-    }
-    return frozenset(kept | _splitting_alike(src, dst, ndim))
+    unchanged = _same_splits(src, dst)
+    for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if src.mesh_shape[axis] == 1 or (isinstance(old, Replicate | Partial) and old == new):
+            unchanged.add(axis)
+    return frozenset(unchanged)
 
 
-def _splitting_alike(src: Layout, dst: Layout, ndim: int) -> set[int]:
-    """Return the axes that split a dim first, and alike in both layouts, or hold the same runs."""
+def _same_splits(src: Layout, dst: Layout) -> set[int]:
+    """Return the axes of the splits that both layouts begin with, and of the same `RaggedShard`."""
     found: set[int] = set()
-    for dim in range(ndim):
-        of_dim = axis_splits(src, dim)
-        found.update(axis for axis, _ in of_dim[: common(of_dim, axis_splits(dst, dim))])
+    for dim, splits in src.axis_splits.items():
+        for old, new in zip(splits, dst.axis_splits.get(dim, ()), strict=False):
+            if old != new:
+                break
+            found.add(old[0])
     if src.ragged is not None and same_runs(src, dst):
         found.add(src.ragged[0])
     return found

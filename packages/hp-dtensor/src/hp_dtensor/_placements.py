@@ -1,9 +1,9 @@
-"""The layout of a tensor along one mesh axis."""
+"""Placements: how one mesh axis replicates, splits or sums a tensor."""
 
 import sys
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from ._errors import LayoutError
 
@@ -11,17 +11,36 @@ PartialOp = Literal["sum", "avg", "max", "min", "prod"]
 _PRODUCT: Any = "product"
 
 
-# torch compares its placements with those of others by asking these, which answer without loading
-# it: a placement of torch is there only if it is loaded. Equal ones have equal hashes, by torch's
-# formulas (2.11 to 2.13).
-def _torchs(other: object, name: str) -> Any:
-    """Return ``other`` if it is torch's placement of this name, not a subclass, else None."""
+# Placements compare equal to torch's placements and have torch's hashes (2.11 to 2.13). The
+# comparison does not import torch: if its module is not loaded, the other object is not torch's.
+def _as_torch(other: object, name: str) -> Any:
+    """Return ``other`` if it has exactly torch's placement class of this name, else None."""
     module = sys.modules.get("torch.distributed.tensor.placement_types")
     return other if module is not None and type(other) is getattr(module, name, None) else None
 
 
+class Placement:
+    """Base class of all placements. A placement states how its mesh axis splits the tensor.
+
+    Attributes:
+        split: Tensor dim and split factor, if the axis splits one dim into chunks of blocks. The
+            split factor is the number of blocks. None if the axis does not.
+        split_dims: Tensor dims that the axis splits, separately or as one flattened dim.
+    """
+
+    __slots__ = ()
+
+    @property
+    def split(self) -> tuple[int, int] | None:
+        return None
+
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        return () if self.split is None else self.split[:1]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Replicate:
+class Replicate(Placement):
     """Placement: all ranks of the axis hold the same values.
 
     Examples:
@@ -30,7 +49,7 @@ class Replicate:
     """
 
     def __eq__(self, other: object) -> bool:
-        return other.__class__ is Replicate or _torchs(other, "Replicate") is not None
+        return other.__class__ is Replicate or _as_torch(other, "Replicate") is not None
 
     def __hash__(self) -> int:
         return -1
@@ -40,7 +59,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shard:
+class Shard(Placement):
     """Placement: the ranks of the axis hold consecutive chunks of one tensor dim.
 
     Chunks have the lengths that ``torch.chunk`` gives: ``ceil(length / number of ranks)``. The last
@@ -62,10 +81,14 @@ class Shard:
     def __post_init__(self) -> None:
         check_dim(self.dim)
 
+    @property
+    def split(self) -> tuple[int, int]:
+        return self.dim, 1
+
     def __eq__(self, other: object) -> bool:
         if other.__class__ is Shard:
             return self.dim == other.dim
-        return (theirs := _torchs(other, "Shard")) is not None and bool(self.dim == theirs.dim)
+        return (theirs := _as_torch(other, "Shard")) is not None and bool(self.dim == theirs.dim)
 
     def __hash__(self) -> int:
         return hash(self.dim)
@@ -75,7 +98,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StridedShard:
+class StridedShard(Placement):
     """Placement: a dim is split into blocks, and each rank holds one chunk of every block.
 
     Blocks and chunks have the lengths that ``torch.chunk`` gives.
@@ -105,12 +128,16 @@ class StridedShard:
         factor: object = self.split_factor
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
             raise LayoutError(
-                f"StridedShard cuts a dim into split_factor blocks, a number of 1 or more, got "
+                f"StridedShard splits a dim into split_factor blocks, a number of 1 or more, got "
                 f"{factor!r}"
             )
 
+    @property
+    def split(self) -> tuple[int, int]:
+        return self.dim, self.split_factor
+
     def __eq__(self, other: object) -> bool:
-        found = other if other.__class__ is StridedShard else _torchs(other, "_StridedShard")
+        found = other if other.__class__ is StridedShard else _as_torch(other, "_StridedShard")
         if found is None:
             return False
         mine = self.dim, self.split_factor
@@ -124,7 +151,7 @@ class StridedShard:
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedShard:
+class RaggedShard(Placement):
     """Placement that flattens leading dims and gives each rank a slice of any length.
 
     The leading dims are flattened in row-major order. An element is one index of the flattened dim,
@@ -155,7 +182,7 @@ class RaggedShard:
         for name in ("dims", "sizes"):
             given = getattr(self, name)
             try:
-                object.__setattr__(self, name, _in_order(given))
+                object.__setattr__(self, name, _as_tuple(given))
             except TypeError:
                 raise LayoutError(
                     f"RaggedShard takes {name} as a sequence of numbers, got {given!r}"
@@ -172,8 +199,12 @@ class RaggedShard:
             )
         object.__setattr__(self, "starts", (0, *accumulate(self.sizes)))
 
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        return self.dims
+
     def __hash__(self) -> int:
-        # Many sizes would make each look-up in a cache slow; a few tell enough.
+        # Layouts are cache keys. Hashing thousands of sizes would slow every lookup down.
         return hash((self.dims, self.sizes[:4], self.starts[-1], len(self.sizes)))
 
     def __str__(self) -> str:
@@ -181,7 +212,7 @@ class RaggedShard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partial:
+class Partial(Placement):
     """Placement: the global tensor is the elementwise reduction of the local tensors of the ranks.
 
     Args:
@@ -210,7 +241,7 @@ class Partial:
     def __eq__(self, other: object) -> bool:
         if other.__class__ is Partial:
             return self.op == other.op
-        theirs = _torchs(other, "Partial")
+        theirs = _as_torch(other, "Partial")
         return theirs is not None and bool(theirs.reduce_op in (self.op, torch_op(self.op)))
 
     def __hash__(self) -> int:
@@ -225,18 +256,16 @@ def torch_op(op: str) -> str:
     return _PRODUCT if op == "prod" else op
 
 
-Placement: TypeAlias = Replicate | Shard | StridedShard | RaggedShard | Partial
-
-
 def in_tuple(placements: object, axes: int = 0) -> tuple[Any, ...]:
-    """Return a sequence of placements as a tuple; raises `LayoutError` for what is none.
+    """Return a sequence of placements as a tuple.
 
-    None is `Replicate` on each of the mesh's ``axes``.
+    None means `Replicate` on each of ``axes`` mesh axes, if ``axes`` is given. Raises `LayoutError`
+    if ``placements`` is not a sequence.
     """
     if placements is None and axes:
         return (Replicate(),) * axes
     try:
-        return _in_order(placements)
+        return _as_tuple(placements)
     except TypeError:
         raise LayoutError(
             f"placements are a sequence with one for each mesh axis, got {placements!r} alone; "
@@ -244,21 +273,14 @@ def in_tuple(placements: object, axes: int = 0) -> tuple[Any, ...]:
         ) from None
 
 
-def split_dims(placement: Placement) -> tuple[int, ...]:
-    """Return the tensor dims that an axis with this placement splits."""
-    if isinstance(placement, RaggedShard):
-        return placement.dims
-    return (placement.dim,) if isinstance(placement, Shard | StridedShard) else ()
-
-
 def check_dim(dim: object) -> None:
-    """Raise `LayoutError` for what is no number of a dim."""
+    """Raise `LayoutError` if ``dim`` is not an integer."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
 
 
-def _in_order(values: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; a set, a dict or a text is none, whatever it would give."""
+def _as_tuple(values: object) -> tuple[Any, ...]:
+    # Iterating over a set, a dict or a string works too, but would not give the intended order.
     if isinstance(values, set | frozenset | dict | str):
         raise TypeError
     return tuple(cast(Any, values))

@@ -1,4 +1,4 @@
-"""The cheapest steps from one layout to another, under a memory bound, and why."""
+"""The planner: the cheapest steps from one layout to another under a memory limit."""
 
 import heapq
 import math
@@ -12,17 +12,16 @@ from typing import Any, cast
 from ._cost import (
     AlphaBeta,
     CostModel,
-    Kind,
     Step,
     check_length,
     check_limits,
     clearable,
     direct_step,
     gather_step,
-    is_least,
-    least_seconds,
+    lower_bound,
     most_held,
     move_step,
+    prefers_one_step,
     reduce_step,
     seconds,
     slice_step,
@@ -33,37 +32,44 @@ from ._layout import (
     AxisSplit,
     Layout,
     ShardOrder,
-    axis_splits,
     checked_sizes,
-    common,
     is_local,
-    reduced_layout,
     replicated,
     same_runs,
     unchanged_axes,
     whole_numbers,
     with_placement,
     with_split,
-    without,
 )
-from ._placements import Partial, Replicate, Shard, StridedShard, in_tuple
+from ._placements import Partial, Replicate, in_tuple
 from ._transfer import check_pair, same_mesh
 
-# A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.
+# Limit on the work for meshes with many axes. Usual searches expand a few to some hundred layouts.
 _MOST_LAYOUTS = 4000
 
 Steps = tuple[Step, ...]
+# Sets of mesh axes that have a process group of exactly their ranks. None means all sets.
 Spanned = frozenset[tuple[int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The steps that take one rank's part of a tensor from one layout to another.
+    """The steps that change the layout of a tensor, as seen by one rank.
 
-    ``bytes_received`` is payload from other ranks, an all-reduce counted as bandwidth-optimal, and
-    ``step_bytes`` that of each step; ``peak_bytes`` the most that the tensor given and the input,
-    output and buffers of a step occupy; ``time`` seconds by the cost model. ``why`` says what it
-    was chosen from, ``note`` what would make a cheaper plan possible, or is empty.
+    Attributes:
+        source: Layout before the first step.
+        target: Layout after the last step.
+        shape: Global shape of the tensor.
+        rank: Global rank of this plan.
+        steps: The steps, in order. All ranks have the same ones.
+        bytes_received: Payload in bytes that the rank receives from others. An all-reduce counts as
+            bandwidth-optimal.
+        peak_bytes: Largest number of bytes in memory at once: the given tensor, and the input, the
+            output and the buffers of a step.
+        time: Seconds by the cost model.
+        note: A process group that would allow a cheaper plan, or empty.
+        why: How many plans were compared.
+        step_bytes: Payload in bytes that the rank receives in each step.
     """
 
     source: Layout
@@ -107,12 +113,22 @@ def make_plan(
     groups: Spanned = None,
     max_bytes: int | None = None,
 ) -> Plan:
-    """Return the cheapest plan for ``rank``; every rank finds the same steps.
+    """Return the cheapest plan of a rank. All ranks find the same steps.
 
-    ``groups`` are the sets of mesh axes that have a process group of exactly their ranks, besides
-    the single axes; None means that any set has one. No step holds more than ``max_bytes`` on any
-    rank. Raises as `plan_transfer` does, except for partial sources, which a plan reduces, and
-    `NoPlanError`.
+    Args:
+        src: Layout of the source.
+        dst: Layout of the target.
+        shape: Global shape.
+        rank: Global rank, in the mesh of ``src`` or of ``dst``.
+        itemsize: Bytes per element.
+        cost: Cost model. Defaults to ``AlphaBeta()``.
+        groups: Sets of several mesh axes that have a process group of exactly their ranks. None
+            means that all sets have one. Single axes always do.
+        max_bytes: Upper bound on the memory of each step on any rank.
+
+    Raises:
+        LayoutError: As in `plan_transfer`, but partial values of the source can be reduced.
+        NoPlanError: Every plan needs more than ``max_bytes``.
     """
     check_pair(src, dst, shape)
     model = AlphaBeta() if cost is None else cost
@@ -136,19 +152,29 @@ def make_plan(
     )
 
 
+def check_order_left_out(target: object, shard_order: object) -> None:
+    """Raise `LayoutError` if a target `Layout`, which has a shard order, is given another one."""
+    if shard_order is not None and isinstance(target, Layout):
+        raise LayoutError(
+            f"shard_order={shard_order!r} beside the Layout {target}, which has its own; leave "
+            "shard_order= out"
+        )
+
+
 def explain_layouts(
     source: Layout,
     target: Sequence[Any] | Layout | None,
     *,
+    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
     shape: Sequence[int] | None = None,
     rank: int | None = None,
     itemsize: int | None = None,
-    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
-    max_bytes: int | None = None,
     cost: CostModel | None = None,
+    max_bytes: int | None = None,
     groups: object = None,
 ) -> Plan:
-    """Return the plan between two layouts, as `explain` documents it."""
+    """Return the plan between two layouts, without torch. Arguments and errors as in `explain`."""
+    check_order_left_out(target, shard_order)
     check_limits(cost, max_bytes)
     rank = 0 if rank is None else rank
     itemsize = 4 if itemsize is None else itemsize
@@ -187,267 +213,326 @@ def _choose(
     groups: Spanned,
     max_bytes: int | None,
 ) -> tuple[Steps, str, str]:
-    """Return the cheapest steps, why they are, and what would be cheaper with other groups.
-
-    Among equals one of native collectives is chosen, then the shortest.
-    """
+    """Return the cheapest steps, how they were found, and a note on a missing process group."""
     if src == dst:
         return (), "", ""
-
-    def price(steps: Steps) -> tuple[float, int, int]:
-        direct = sum(step.kind == "direct" for step in steps)
-        return seconds(steps, shape, itemsize, cost), direct, len(steps)
-
-    one_mesh = same_mesh(src, dst)
-    unchanged = unchanged_axes(src, dst, len(shape)) if one_mesh else frozenset()
-
-    def has_group(step: Step) -> bool:
-        return groups is None or len(step.axes) <= 1 or step.axes in groups
-
-    def stays(step: Step) -> bool:
-        # Ranks that differ along an axis that keeps what it has take no part, nor do they help.
-        return not unchanged or unchanged.isdisjoint(step.axes or _sliced(step))
-
-    def may_run(step: Step) -> bool:
-        return stays(step) and has_group(step)
-
-    def most(step: Step) -> int:
-        # What the caller gave stays while later steps work on what earlier ones made of it.
-        return step.most(shape) + (0 if step.source == src else most_held(src, shape))
-
-    def fits(step: Step) -> bool:
-        return max_bytes is None or most(step) * itemsize <= max_bytes
-
-    found = (candidates if one_mesh else candidates_between)(src, dst, shape, cost)
-    every = [steps for steps in dict.fromkeys(found) if all(map(stays, steps))]
-    open_steps = [steps for steps in every if all(map(has_group, steps))]
-    fitting = [steps for steps in open_steps if all(map(fits, steps))]
-    best = min(fitting, key=price, default=None)
-    searchable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
-    searched = searchable and not is_least(best, src, dst, shape, itemsize, cost)
-    among = f"{len(fitting)} candidates"
-    if searched:
-        cheaper, ended = search(
-            src,
-            dst,
-            shape,
-            lambda step: step_seconds(step, shape, itemsize, cost),
-            lambda step: may_run(step) and fits(step),
-            least_seconds(dst, shape, itemsize, cost),
-            math.inf if best is None else price(best)[0],
-        )
-        best = best if cheaper is None else merged(cheaper)
-        among += " and of all steps" if ended else "; the search for others gave up"
-    if best is None:
-        if searchable:
-            low, _ = search(src, dst, shape, most, may_run, join=max)
-            open_steps += [low] if low else []
-        least = min(max(map(most, steps)) for steps in open_steps) * itemsize
+    search = Search(src, dst, shape, itemsize, cost, groups, max_bytes)
+    steps = search.cheapest()
+    if steps is None:
+        least = search.least_memory() * itemsize
         raise NoPlanError(
             f"no plan from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
             f"once; the least found is {least}: allow that much",
             max_bytes=max_bytes or 0,
             best_peak=least,
         )
-    why = f"the cheapest of {among}"
-    if len(open_steps) > len(fitting):
-        why += f"; {len(open_steps) - len(fitting)} more hold over {max_bytes} bytes"
-    now = price(best)[0]
-    better = [steps for steps in every if steps not in open_steps and price(steps)[0] < now]
-    if not better:
-        return best, why, ""
-    wanted = min(better, key=price)
-    axes = next(step.axes for step in wanted if not has_group(step))
-    then = price(wanted)[0]
+    number = len(search.candidates)
+    why = f"the cheapest of {number} candidate{'s' * (number != 1)}"
+    if not search.ended:
+        why += "; the search for others gave up"
+    elif search.searchable:
+        why += " and of all steps"
+    if search.over_limit:
+        why += f"; {len(search.over_limit)} more hold over {max_bytes} bytes"
+    now, (then, axes) = seconds(steps, shape, itemsize, cost), search.without_group
+    if then >= now:
+        return steps, why, ""
     gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
     note = (
         f"{gain} with one process group over the mesh axes {axes}; flatten the mesh over "
         "them, or give groups="
     )
-    return best, why, note
+    return steps, why, note
 
 
-def _sliced(step: Step) -> list[int]:
-    """Return the axes whose placements a slice changes."""
-    pairs = zip(step.source.placements, step.target.placements, strict=True)
-    return [axis for axis, (old, new) in enumerate(pairs) if old != new]
+class Search:
+    """A search for the cheapest steps from one layout to another.
 
+    This is A* (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968) over layouts. Each step changes
+    one axis, reduces several, or goes straight to the target. The steps include all steps of
+    torch's planners. If times are equal, native collectives are preferred, then fewer steps, then
+    the first found, so that every rank finds the same plan.
 
-def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:
-    """Return how many elements are alive at once, what the steps began with always."""
-    given = 0
-    if steps and steps[0].source.holds(rank):
-        given = math.prod(steps[0].source.local_shape(shape, rank))
-    peaks = [step.peak(shape, rank) + given * (number > 0) for number, step in enumerate(steps)]
-    return max(peaks, default=0)
-
-
-def candidates(
-    src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel
-) -> Iterator[Steps]:
-    """Yield steps on one mesh: reductions first, then direct, axis by axis, or slow axes first."""
-    for reductions in reductions_to(src, dst, shape):
-        here = reductions[-1].target if reductions else src
-        yield merged((*reductions, *single_axis_steps(here, dst, shape)))
-        yield merged((*reductions, direct_step(here, dst, len(shape))))
-        turn = sorted(
-            range(len(src.mesh_shape)),
-            key=lambda axis: (-cost.seconds((axis,), src.mesh_shape[axis], 1e9), axis),
-        )
-        gathers = gathers_in_turn(here, dst, shape, turn)
-        if gathers is not None:
-            yield merged((*reductions, *gathers))
-
-
-def candidates_between(
-    src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel
-) -> Iterator[Steps]:
-    """Yield steps from one mesh to another: reductions there, one transfer, gathers here.
-
-    What the target replicates may arrive in parts, one for each replica, that these then gather.
+    Attributes:
+        ended: Whether the search looked at all layouts that it had to.
+        wide: Whether steps that lead away from the target are included.
+        searchable: Whether such steps can help.
+        candidates: Layouts from which the first round went to the target in one step.
+        over_limit: Layouts from which this step would have needed too much memory.
+        without_group: Time of the cheapest plan whose last step has no process group, and the axes
+            of this step.
     """
-    whole = reduced_layout(src)
-    arrivals = [dst]
-    if (spread := _spread(dst, shape)) != dst:
-        arrivals.append(spread)
-    for reductions in reductions_to(src, whole, shape):
-        here = reductions[-1].target if reductions else src
-        for there in arrivals:
-            move = Step(kind="transfer", axes=(), source=here, target=there)
-            if there == dst:
-                yield (*reductions, move)
+
+    def __init__(
+        self,
+        src: Layout,
+        dst: Layout,
+        shape: tuple[int, ...],
+        itemsize: int,
+        cost: CostModel,
+        groups: Spanned = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.src, self.dst, self.shape, self.itemsize = src, dst, shape, itemsize
+        self.cost, self.groups, self.max_bytes = cost, groups, max_bytes
+        self.one_step = prefers_one_step(cost)
+        one_mesh = same_mesh(src, dst)
+        self.unchanged = unchanged_axes(src, dst) if one_mesh else frozenset[int]()
+        self.arrivals = [dst] if one_mesh else list(dict.fromkeys((dst, _spread(dst, shape))))
+        self.ended, self.wide, self.searchable = True, False, False
+        self.candidates, self.over_limit = set[Layout](), set[Layout]()
+        self.without_group: tuple[float, tuple[int, ...]] = (math.inf, ())
+
+    def cheapest(self) -> Steps | None:
+        """Return the cheapest steps within the memory limit, or None if no steps are."""
+        least = lower_bound(self.dst, self.shape, self.itemsize, self.cost)
+        return self._run(self.price, least, operator.add)
+
+    def least_memory(self) -> int:
+        """Return the smallest number of elements that some plan has in memory at once."""
+        self.max_bytes, self.one_step = None, False
+        steps = self._run(self.memory, lambda here: 0, max)
+        return max(map(self.memory, steps or ()))
+
+    def price(self, step: Step) -> float:
+        """Return the modelled time of a step in seconds."""
+        return step_seconds(step, self.shape, self.itemsize, self.cost)
+
+    def memory(self, step: Step) -> int:
+        """Return the number of elements in memory during a step, on any rank at most."""
+        # The caller holds the given tensor until the end.
+        given = 0 if step.source == self.src else most_held(self.src, self.shape)
+        return step.most(self.shape) + given
+
+    def _run(
+        self,
+        price: Callable[[Step], float],
+        least: Callable[[Layout], float],
+        join: Callable[[float, float], float],
+    ) -> Steps | None:
+        """Search for the steps with the lowest joined price.
+
+        ``least`` is a lower bound on the price from a layout to the target. The first round takes
+        only steps that lead towards the target. It always ends, and its result limits the work of
+        the second round.
+        """
+        serial = count()
+        # The price so far, and the number of steps that are not native collectives.
+        found: tuple[tuple[float, int], Steps] | None = None
+        for self.wide in (False, True):
+            best = {self.src: (0.0, 0)}
+            paths: dict[Layout, Steps] = {self.src: ()}
+            if found is not None:
+                best[self.dst], paths[self.dst] = found
+            queue = [(least(self.src), 0, 0, next(serial), self.src)]
+            visits = 0
+            while queue and (visits < _MOST_LAYOUTS or self.dst not in paths):
+                visits += 1
+                bound, direct, _, _, here = heapq.heappop(queue)
+                if here == self.dst:
+                    break
+                spent, already = best[here]
+                if (bound, direct) > (join(spent, least(here)), already):
+                    continue
+                for step in self._allowed_steps(here, spent, price, join):
+                    total = join(spent, price(step)), already + (step.kind == "direct")
+                    whole = join(total[0], least(step.target)), total[1]
+                    never = (math.inf, 0)
+                    if total >= best.get(step.target, never) or whole >= best.get(self.dst, never):
+                        continue
+                    best[step.target] = total
+                    paths[step.target] = steps = (*paths[here], step)
+                    heapq.heappush(queue, (*whole, len(steps), next(serial), step.target))
+            else:
+                self.ended &= not queue
+            if self.dst in paths:
+                found = best[self.dst], paths[self.dst]
+            if not self.searchable:
+                break
+        return None if found is None else _merged(found[1])
+
+    def _allowed_steps(
+        self,
+        here: Layout,
+        spent: float,
+        price: Callable[[Step], float],
+        join: Callable[[float, float], float],
+    ) -> Iterator[Step]:
+        """Yield the next steps that may run and fit into memory, and record the others."""
+        for step in self.next_steps(here):
+            if not self._may_run(step):
                 continue
-            for rest in candidates(there, dst, shape, cost):
-                yield (*reductions, move, *rest)
+            if not self._fits(step):
+                if step.target == self.dst and not self.wide:
+                    self.over_limit.add(here)
+            elif self._has_group(step):
+                if step.target == self.dst and not self.wide:
+                    self.candidates.add(here)
+                yield step
+            elif step.target == self.dst:
+                time = join(spent, price(step))
+                self.without_group = min(self.without_group, (time, step.axes))
+
+    def _may_run(self, step: Step) -> bool:
+        # Ranks that differ only on an unchanged axis neither take part nor help.
+        return not self.unchanged or self.unchanged.isdisjoint(step.axes or _sliced_axes(step))
+
+    def _has_group(self, step: Step) -> bool:
+        return self.groups is None or len(step.axes) <= 1 or step.axes in self.groups
+
+    def _fits(self, step: Step) -> bool:
+        return self.max_bytes is None or self.memory(step) * self.itemsize <= self.max_bytes
+
+    def next_steps(self, here: Layout) -> Iterator[Step]:
+        """Yield the steps that may come next."""
+        dst = self.dst
+        if not same_mesh(here, dst):
+            partial = [a for a, p in enumerate(here.placements) if isinstance(p, Partial)]
+            yield from self._reductions(here, partial)
+            if not partial:
+                for there in self.arrivals:
+                    yield Step(kind="transfer", axes=(), source=here, target=there)
+            return
+        pairs = enumerate(zip(here.placements, dst.placements, strict=True))
+        partial = [a for a, (old, new) in pairs if isinstance(old, Partial) and old != new]
+        if partial:
+            yield from self._reductions(here, partial)
+        else:
+            straight = direct_step(here, dst)
+            yield straight
+            if straight.kind == "slice":
+                return
+            if self.one_step and self._has_group(straight) and self._fits(straight):
+                # No other plan is cheaper. A native collective can take the same time.
+                yield from self._native_steps(here)
+                return
+        # The first round is enough between layouts with blocks or ragged parts.
+        self.searchable = self.src.is_plain and dst.is_plain and 0 not in self.shape
+        yield from self._slices(here)
+        yield from self._gathers(here)
+        for dim in self._free_dims(here):
+            yield from self._moves(here, dim)
+
+    def _native_steps(self, here: Layout) -> Iterator[Step]:
+        """Yield slices and native collectives after which no rank lacks elements."""
+        if (sliced := self._sliced(here)) != here:
+            yield slice_step(here, sliced)
+            return
+        for dim in here.axis_splits:
+            for step in (*self._moves(here, dim), gather_step(here, dim, self.shape)):
+                if step.kind != "direct" and is_local(step.target, self.dst):
+                    yield step
+
+    def _sliced(self, here: Layout) -> Layout:
+        """Return the layout after all slices that the target needs and that are possible now."""
+        for dim in self._free_dims(here):
+            while (split := self._next_split(here, dim)) is not None:
+                if not isinstance(here.placements[split[0]], Replicate):
+                    break
+                here = with_split(here, dim, split[0], split[2])
+        return here
+
+    def _next_split(self, here: Layout, dim: int) -> AxisSplit | None:
+        """Return the split of the target that follows those of a layout, if these are the same."""
+        have, want = here.axis_splits.get(dim, ()), self.dst.axis_splits.get(dim, ())
+        return want[len(have)] if len(want) > len(have) and want[: len(have)] == have else None
+
+    def _free_dims(self, here: Layout) -> range:
+        """Return the dims whose splits may change. A `RaggedShard` flattens and splits others."""
+        return range(len(here.ragged[1].dims) if here.ragged else 0, len(self.shape))
+
+    def _slices(self, here: Layout) -> Iterator[Step]:
+        if (sliced := self._sliced(here)) != here:
+            yield slice_step(here, sliced)
+        for axis, placement in enumerate(here.placements):
+            if isinstance(placement, Replicate) and axis not in self.unchanged:
+                new = self.dst.placements[axis].split
+                for dim in self._free_dims(here):
+                    if self.wide or (new is not None and new[0] == dim):
+                        yield slice_step(here, with_split(here, dim, axis))
+
+    def _gathers(self, here: Layout) -> Iterator[Step]:
+        if here.ragged is not None and not same_runs(here, self.dst):
+            yield direct_step(here, with_placement(here, here.ragged[0], Replicate()))
+        for dim in self._free_dims(here):
+            if dim in here.axis_splits:
+                yield gather_step(here, dim, self.shape)
+        if not (self.one_step or self.wide):
+            yield from self._slowest_gather(here)
+
+    def _slowest_gather(self, here: Layout) -> Iterator[Step]:
+        """Yield the gather over the slowest axis, if it does not split its dim last.
+
+        It is cheapest while the ranks hold little.
+        """
+        found = [
+            (self.cost.seconds((axis,), degree, 1e9), -axis, dim, position)
+            for dim in self._free_dims(here)
+            for position, (axis, degree, factor) in enumerate(here.axis_splits.get(dim, ()))
+            if factor == 1 and isinstance(self.dst.placements[axis], Replicate)
+        ]
+        if found and _splits_evenly(here, self.shape):
+            _, _, dim, position = max(found)
+            if position + 1 < len(here.axis_splits[dim]):
+                yield gather_step(here, dim, self.shape, position)
+
+    def _moves(self, here: Layout, old: int) -> Iterator[Step]:
+        """Yield the steps that move the last split of a dim to the end of another dim."""
+        if old not in here.axis_splits:
+            return
+        axis = here.axis_splits[old][-1][0]
+        for new in self._free_dims(here):
+            split = self._next_split(here, new)
+            follows = split is not None and split[0] == axis
+            if new != old and (self.wide or follows):
+                factor = split[2] if split is not None and follows else 1
+                yield move_step(here, old, new, self.shape, factor)
+
+    def _reductions(self, here: Layout, partial: list[int]) -> Iterator[Step]:
+        for size in range(1, len(partial) + 1):
+            for axes in combinations(partial, size):
+                yield reduce_step(here, axes, None)
+                for dim in self._free_dims(here):
+                    yield reduce_step(here, axes, dim)
 
 
-def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Steps]:
-    """Return the steps that may reduce what ``dst`` does not keep partial, in several orders."""
-    partial = _reduced_axes(src, dst)
-    if not partial:
-        return [()]
-
-    def turn(axis: int) -> tuple[bool, int]:
-        # Scattering first leaves less to reduce; in shard order it leaves the least to move.
-        new = dst.placements[axis]
-        if isinstance(new, Shard):
-            return False, dst.shard_axes(new.dim).index(axis)
-        return True, axis
-
-    found: list[Steps] = []
-    for slice_first in (True, False):
-        start: list[Step] = []
-        here = src
-        if slice_first:
-            for dim in range(len(shape)):
-                for axis in dst.shard_axes(dim):
-                    if isinstance(here.placements[axis], Replicate) and _may_split(here, dim):
-                        start.append(slice_step(here, with_split(here, dim, (axis, 1))))
-                        here = start[-1].target
-        for scatter_targets, scatter_rest in ((True, False), (True, True), (False, False)):
-            steps = list(start)
-            after = here
-            for axis in sorted(partial, key=turn):
-                new = dst.placements[axis]
-                onto: int | None = None
-                if isinstance(new, Shard) and scatter_targets and _may_split(after, new.dim):
-                    onto = new.dim
-                elif not isinstance(new, Shard) and scatter_rest:
-                    onto = _scatter_dim(after, shape, src.mesh_shape[axis])
-                steps.append(reduce_step(after, (axis,), onto))
-                after = steps[-1].target
-            if tuple(steps) not in found:
-                found.append(tuple(steps))
-    return found
-
-
-def _may_split(layout: Layout, dim: int) -> bool:
-    """Return whether a dim can be split further; ragged runs must fit what others leave."""
-    return layout.ragged is None or dim not in layout.ragged[1].dims
-
-
-def _scatter_dim(layout: Layout, shape: Sequence[int], degree: int) -> int | None:
-    """Return the first dim that still divides, else the longest; None for a scalar."""
-    dims = [dim for dim in range(len(shape)) if _may_split(layout, dim)]
-    if not dims:
-        return None
-    first = layout.intervals_at(shape, (0,) * len(layout.mesh_shape))
-    parts = {dim: sum(hi - lo for lo, hi in first[dim]) for dim in dims}
-    for dim, length in parts.items():
-        if length % degree == 0 and layout.is_even(shape):
-            return dim
-    return max(dims, key=lambda dim: parts[dim])
+def _splits_evenly(layout: Layout, shape: Sequence[int]) -> bool:
+    """Return whether all blocks and chunks of each dim have equal lengths."""
+    for dim, splits in layout.axis_splits.items():
+        length = shape[dim]
+        for _, degree, factor in splits:
+            if length % (degree * factor):
+                return False
+            length //= degree
+    return layout.ragged is None
 
 
 def _spread(dst: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the target with its replicas holding different parts, where they divide evenly."""
+    """Return the target with replicas that hold different parts, if lengths divide evenly.
+
+    The parts arrive from another mesh, and are then gathered on the target mesh.
+    """
     here = dst
     if not dst.is_even(shape):
         return dst
     for axis, placement in enumerate(dst.placements):
         if isinstance(placement, Replicate) and dst.mesh_shape[axis] > 1:
             for dim in range(len(shape)):
-                wider = with_split(here, dim, (axis, 1))
+                wider = with_split(here, dim, axis)
                 if wider.is_even(shape):
                     here = wider
                     break
     return here
 
 
-def _reduced_axes(src: Layout, dst: Layout) -> list[int]:
-    """Return the axes whose partial values ``dst`` does not keep."""
-    return [
-        axis
-        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
-        if isinstance(old, Partial) and old != new
-    ]
+def _sliced_axes(step: Step) -> list[int]:
+    """Return the axes whose placements a slice changes."""
+    pairs = zip(step.source.placements, step.target.placements, strict=True)
+    return [axis for axis, (old, new) in enumerate(pairs) if old != new]
 
 
-def single_axis_steps(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Step]:
-    """Return steps over one axis each that end in ``dst``.
-
-    Slice as soon as possible, move an axis to its place where it is next in turn, gather it
-    otherwise; ragged runs are gathered first and cut last. Partial axes stay as they are.
-    """
-    steps: list[Step] = []
-    here = src
-    if src.ragged is not None and not same_runs(src, dst):
-        here = with_placement(src, src.ragged[0], Replicate())
-        steps.append(direct_step(src, here, len(shape)))
-    while step := _slice(here, dst, shape) or _move(here, dst, shape) or _gather(here, dst, shape):
-        steps.append(step)
-        here = step.target
-    if dst.ragged is not None and here.ragged is None:
-        steps.append(slice_step(here, with_placement(here, *dst.ragged)))
-    return steps
-
-
-def gathers_in_turn(
-    src: Layout, dst: Layout, shape: Sequence[int], turn: Sequence[int]
-) -> list[Step] | None:
-    """Return one gather for each axis that ``dst`` replicates instead, in the order of ``turn``.
-
-    Whichever splits first: what remains is then cut into blocks. None unless ``dst`` is ``src``
-    with some axes gathered, and where lengths do not divide evenly.
-    """
-    if not src.is_even(shape):
-        return None
-    steps = []
-    here = src
-    for axis in turn:
-        old = here.placements[axis]
-        if isinstance(old, Shard | StridedShard) and isinstance(dst.placements[axis], Replicate):
-            place = here.shard_axes(old.dim).index(axis)
-            target = without(here, old.dim, place)
-            last = place + 1 == len(here.shard_axes(old.dim)) and here.is_plain
-            kind: Kind = "all_gather" if last else "direct"
-            steps.append(Step(kind=kind, axes=(axis,), source=here, target=target))
-            here = target
-    return steps if here == dst else None
-
-
-def merged(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return the steps with each run of slices made one."""
+def _merged(steps: Steps) -> Steps:
+    """Return the steps with consecutive slices replaced by one."""
     result: list[Step] = []
     for step in steps:
         if result and step.kind == "slice" == result[-1].kind:
@@ -456,109 +541,10 @@ def merged(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(result)
 
 
-def _next_split(here: Layout, dst: Layout, dim: int) -> AxisSplit | None:
-    """Return the split of ``dst`` that comes after those of ``here``; None if these are others."""
-    have, want = axis_splits(here, dim), axis_splits(dst, dim)
-    return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
-
-
-def _slice(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
-    for dim in range(len(shape)):
-        split = _next_split(here, dst, dim)
-        if split is not None and isinstance(here.placements[split[0]], Replicate):
-            return slice_step(here, with_split(here, dim, split))
-    return None
-
-
-def _move(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
-    for dim in range(len(shape)):
-        have = axis_splits(here, dim)
-        if common(have, axis_splits(dst, dim)) == len(have):
-            continue
-        axis = have[-1][0]
-        new = dst.placements[axis]
-        if not isinstance(new, Shard | StridedShard) or new.dim == dim:
-            continue
-        split = _next_split(here, dst, new.dim)
-        if split is not None and split[0] == axis:
-            return move_step(here, dim, new.dim, shape, split[1])
-    return None
-
-
-def _gather(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
-    for dim in range(len(shape)):
-        have = axis_splits(here, dim)
-        if common(have, axis_splits(dst, dim)) < len(have):
-            return gather_step(here, dim, shape)
-    return None
-
-
-def search(
-    src: Layout,
-    dst: Layout,
-    shape: tuple[int, ...],
-    price: Callable[[Step], float],
-    allowed: Callable[[Step], bool],
-    least: Callable[[Layout], float] = lambda here: 0.0,
-    bound: float = math.inf,
-    join: Callable[[float, float], float] = operator.add,
-) -> tuple[tuple[Step, ...] | None, bool]:
-    """Return the cheapest allowed steps that cost less than ``bound``, None if none were found.
-
-    And whether the search came to its end; it gives up at a bound on its work.
-    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
-    ``least`` is a bound from below on what is left from a layout to ``dst``. Each step changes one
-    axis, reduces several, or goes straight to ``dst``: all that torch's planners choose from is
-    among these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
-    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
-    Both layouts are plain.
-    """
-    serial = count()
-    best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
-    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
-        (least(src), 0, 0, 0, 0.0, src, ())
-    ]
-    visits = 0
-    while queue and visits < _MOST_LAYOUTS:
-        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
-        if here == dst:
-            return steps, True
-        if (spent, direct) > best[here]:
-            continue
-        visits += 1
-        for step in _next_steps(here, dst, shape):
-            if not allowed(step):
-                continue
-            total = join(spent, price(step)), direct + (step.kind == "direct")
-            if total >= best.get(step.target, (bound, 0)):
-                continue
-            whole = join(total[0], least(step.target))
-            if whole < bound:
-                best[step.target] = total
-                order = whole, total[1], len(steps) + 1, next(serial)
-                heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
-    return None, not queue
-
-
-def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Step]:
-    dims = range(len(shape))
-    partial = _reduced_axes(here, dst)
-    if not partial:
-        yield direct_step(here, dst, len(shape))
-        if is_local(here, dst, len(shape)):
-            return
-    for axis, placement in enumerate(here.placements):
-        if isinstance(placement, Replicate) and here.mesh_shape[axis] > 1:
-            for dim in dims:
-                yield slice_step(here, with_split(here, dim, (axis, 1)))
-    for dim in dims:
-        if here.shard_axes(dim):
-            yield gather_step(here, dim, shape)
-            for new in dims:
-                if new != dim:
-                    yield move_step(here, dim, new, shape)
-    for size in range(1, len(partial) + 1):
-        for axes in combinations(partial, size):
-            yield reduce_step(here, axes, None)
-            for dim in dims:
-                yield reduce_step(here, axes, dim)
+def _peak(steps: Steps, shape: tuple[int, ...], rank: int) -> int:
+    """Return the largest number of elements in memory at once. The given tensor always counts."""
+    given = 0
+    if steps and steps[0].source.holds(rank):
+        given = math.prod(steps[0].source.local_shape(shape, rank))
+    peaks = [step.peak(shape, rank) + given * (number > 0) for number, step in enumerate(steps)]
+    return max(peaks, default=0)

@@ -1,17 +1,20 @@
-"""Who holds a region of a tensor under a layout, found without asking every rank."""
+"""Transfers: the messages between ranks that change the layout of a tensor.
+
+Each rank computes its own messages. The cost depends on its number of peers, not on the number of
+ranks in the mesh.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
 from ._boxes import (
     Box,
     Interval,
-    chunk,
-    chunk_at,
     held_at,
     intersect,
     place_in,
@@ -22,297 +25,263 @@ from ._boxes import (
 )
 from ._errors import LayoutError, MeshError
 from ._layout import Layout
-from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard, split_dims
+from ._placements import Partial, Replicate
 
-Assignment: TypeAlias = tuple[tuple[int, int], ...]  # (axis, coordinate) of the axes that shard
+Assignment: TypeAlias = tuple[tuple[int, int], ...]  # (mesh axis, coordinate on it)
+Span: TypeAlias = tuple[int, int]  # (first, number)
 
 
 class Tiles:
-    """The tiles into which a layout cuts a tensor of ``shape``; a tile is one box of some ranks.
+    """The boxes that a layout divides a tensor into, and the ranks that hold each of them.
 
-    The tiles of a position are the boxes of `Layout.boxes_at`, and so in number few.
+    Such a box is called a tile. Several ranks hold it if the layout replicates it.
     """
 
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
         self.layout, self.shape = layout, shape
-        dims = range(len(shape))
-        self.axes = [layout.shard_axes(dim) for dim in dims]
-        self.degrees = [layout.degrees(dim) for dim in dims]
-        self.splits = [layout.splits(dim) for dim in dims]
-        self.plain = [all(factor == 1 for _, factor in splits) for splits in self.splits]
-        self.ragged_axis = -1
-        self.leading = 0
+        self.splits = [layout.splits(dim) for dim in range(len(shape))]
+        self.sharded_axes = [a for a, p in enumerate(layout.placements) if p.split_dims]
+        self.replica_axes = [a for a, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+        self.ragged_axis, self.flattened = -1, 0
         self.starts: tuple[int, ...] = ()
         if layout.ragged is not None:
             self.ragged_axis, placement = layout.ragged
-            self.leading = len(placement.dims)
-            self.starts = placement.starts
+            self.flattened, self.starts = len(placement.dims), placement.starts
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether every rank holds at most one box."""
-        return self.ragged_axis < 0 and all(self.plain)
+    def is_divided(self, dim: int) -> bool:
+        """Return whether ranks hold different parts of a dim."""
+        return bool(self.splits[dim]) or dim < self.flattened
 
-    @property
-    def sharding(self) -> tuple[int, ...]:
-        """Return the axes along which ranks hold different tiles."""
-        return tuple(
-            axis
-            for axis, p in enumerate(self.layout.placements)
-            if isinstance(p, Shard | StridedShard | RaggedShard)
-        )
+    def overlapping(self, region: Box) -> Iterator[tuple[Assignment, Box, Box]]:
+        """Yield each tile that overlaps a region.
 
-    def divided(self, dim: int) -> bool:
-        """Return whether ranks hold different parts of ``dim``."""
-        return bool(self.axes[dim]) or dim < self.leading
-
-    def at(self, coordinate: Sequence[int]) -> tuple[Box, ...]:
-        """Return the tiles at a position."""
-        if not self.is_plain:
-            return self.layout.boxes_at(self.shape, coordinate)
-        box = tuple(
-            [
-                chunk(length, degrees, [coordinate[a] for a in axes]) if axes else (0, length)
-                for length, degrees, axes in zip(self.shape, self.degrees, self.axes, strict=True)
-            ]
-        )
-        return (box,) if volume(box) else ()
-
-    def meeting(self, region: Box) -> Iterator[tuple[Assignment, Box, Box]]:
-        """Yield each tile that meets a region: who holds it, the tile, and the common part."""
-        grid = [list(self._ranges(dim, lo, hi, region[dim])) for dim, (lo, hi) in enumerate(region)]
-        for combination in product(*grid):
-            held: Assignment = tuple([pair for who, _, _ in combination for pair in who])
-            tile = tuple([whole for _, whole, _ in combination])
-            piece = tuple([common for _, _, common in combination])
-            if self.ragged_axis < 0:
-                yield held, tile, piece
-            else:
-                yield from self._runs(held, tile, piece)
-
-    def _ranges(
-        self, dim: int, lo: int, hi: int, region: Interval
-    ) -> Iterator[tuple[Assignment, Interval, Interval]]:
-        length, axes = self.shape[dim], self.axes[dim]
-        if not axes:
-            yield (), (0, length), region
-            return
-        while lo < hi:
-            if self.plain[dim]:
-                index = chunk_at(length, self.degrees[dim], lo)
-                whole = chunk(length, self.degrees[dim], index)
-            else:
-                index, whole = self._block(dim, lo)
-            yield tuple(zip(axes, index, strict=True)), whole, (lo, min(hi, whole[1]))
-            lo = whole[1]
-
-    def _block(self, dim: int, position: int) -> tuple[tuple[int, ...], Interval]:
-        index, stop = held_at(self.shape[dim], self.splits[dim], position)
-        held = self.layout.intervals_of(self.shape, dim, index)
-        start = held[bisect_right(held, position, key=lambda interval: interval[0]) - 1][0]
-        return index, (start, stop)
-
-    def _runs(
-        self, held: Assignment, tile: Box, piece: Box
-    ) -> Iterator[tuple[Assignment, Box, Box]]:
-        frame = tile[: self.leading]
-        for i in range(*self._run_span(frame, piece[: self.leading])):
-            for run in run_boxes(frame, self.starts[i], self.starts[i + 1]):
-                common = intersect(run, piece[: self.leading])
-                if volume(common):
-                    whole = (*run, *tile[self.leading :])
-                    part = (*common, *piece[self.leading :])
-                    yield (*held, (self.ragged_axis, i)), whole, part
-
-    def _run_span(self, frame: Box, region: Box) -> tuple[int, int]:
-        """Return the ragged coordinates, as a range, outside of which no run meets the region."""
-        first = place_in(frame, [lo for lo, _ in region])
-        last = place_in(frame, [hi - 1 for _, hi in region])
-        return bisect_right(self.starts, first) - 1, bisect_left(self.starts, last + 1)
-
-    def span(self, dim: int, interval: Interval) -> tuple[int, int]:
-        """Return the first chunk of ``dim`` that meets an interval, and how many from there on.
-
-        Chunks are counted row-major in the order of `Layout.shard_axes`. Where a dim is cut into
-        blocks this is all of them.
+        Each item has the coordinates that hold the tile, the tile, and its part in the region.
         """
-        length, degrees = self.shape[dim], self.degrees[dim]
-        if not self.plain[dim]:
-            count = 1
-            for degree in degrees:
-                count *= degree
-            return 0, count
-        first = ravel(chunk_at(length, degrees, interval[0]), degrees)
-        last = ravel(chunk_at(length, degrees, interval[1] - 1), degrees)
+        grid = [list(self._ranges(dim, interval)) for dim, interval in enumerate(region)]
+        for combination in product(*grid):
+            holder: Assignment = tuple([pair for who, _, _ in combination for pair in who])
+            tile = tuple([whole for _, whole, _ in combination])
+            part = tuple([common for _, _, common in combination])
+            if self.ragged_axis < 0:
+                yield holder, tile, part
+            else:
+                yield from self._runs(holder, tile, part)
+
+    def span(self, dim: int, tile: Box) -> Span:
+        """Return the chunks of a dim that can overlap a tile: the first and their number.
+
+        Chunks are counted in row-major order of the axes in `Layout.shard_axes`. If the dim is
+        split into blocks, all chunks are returned.
+        """
+        splits = self.splits[dim]
+        degrees = [degree for degree, _ in splits]
+        if any(factor != 1 for _, factor in splits):
+            return 0, math.prod(degrees)
+        lo, hi = tile[dim]
+        first, last = (
+            ravel(held_at(self.shape[dim], splits, at)[0], degrees) for at in (lo, hi - 1)
+        )
         return first, last - first + 1
 
-    def run_span(self, region: Box) -> tuple[int, int]:
-        """Return the first ragged coordinate that may meet a region, and how many from there on."""
-        degree = self.layout.mesh_shape[self.ragged_axis]
-        if any(self.axes[dim] for dim in range(self.leading)):
-            return 0, degree
-        frame = tuple((0, length) for length in self.shape[: self.leading])
-        first, stop = self._run_span(frame, region[: self.leading])
+    def ragged_span(self, tile: Box) -> Span:
+        """Return the ragged coordinates that can overlap a tile: the first and their number."""
+        if any(self.splits[: self.flattened]):
+            return 0, self.layout.mesh_shape[self.ragged_axis]
+        outer = tuple((0, length) for length in self.shape[: self.flattened])
+        first, stop = self._ragged_range(outer, tile[: self.flattened])
         return first, stop - first
 
-    @property
-    def free(self) -> tuple[int, ...]:
-        """Return the axes along which ranks hold the same tiles."""
-        return tuple(
-            axis for axis, p in enumerate(self.layout.placements) if isinstance(p, Replicate)
-        )
+    def _ranges(
+        self, dim: int, interval: Interval
+    ) -> Iterator[tuple[Assignment, Interval, Interval]]:
+        """Yield the ranges of one dim that overlap an interval, like `overlapping`."""
+        lo, hi = interval
+        length, splits = self.shape[dim], self.splits[dim]
+        if not splits:
+            yield (), (0, length), interval
+            return
+        axes = self.layout.shard_axes(dim)
+        while lo < hi:
+            index, stop = held_at(length, splits, lo)
+            held = self.layout.intervals_of(self.shape, dim, index)
+            start = held[bisect_right(held, lo, key=lambda each: each[0]) - 1][0]
+            yield tuple(zip(axes, index, strict=True)), (start, stop), (lo, min(hi, stop))
+            lo = stop
+
+    def _runs(
+        self, holder: Assignment, tile: Box, part: Box
+    ) -> Iterator[tuple[Assignment, Box, Box]]:
+        """Yield the boxes that the `RaggedShard` divides a tile into, like `overlapping`."""
+        outer, region = tile[: self.flattened], part[: self.flattened]
+        for i in range(*self._ragged_range(outer, region)):
+            for run in run_boxes(outer, self.starts[i], self.starts[i + 1]):
+                common = intersect(run, region)
+                if volume(common):
+                    whole = (*run, *tile[self.flattened :])
+                    yield (
+                        (*holder, (self.ragged_axis, i)),
+                        whole,
+                        (*common, *part[self.flattened :]),
+                    )
+
+    def _ragged_range(self, outer: Box, region: Box) -> tuple[int, int]:
+        """Return a range of ragged coordinates that includes all that overlap the region."""
+        first = place_in(outer, [lo for lo, _ in region])
+        last = place_in(outer, [hi - 1 for _, hi in region])
+        return bisect_right(self.starts, first) - 1, bisect_left(self.starts, last + 1)
 
 
-class _Digit(NamedTuple):
-    """One part of a receiver's place among those that need a tile.
+class _Component(NamedTuple):
+    """One component of a receiver's index among all receivers of a tile.
 
-    It is the coordinate on ``axes``, row-major. Where ``dim`` is not negative these are the axes
-    that shard the dim; a dim of -2 stands for ragged runs, of -1 for nothing of the tensor.
+    The component is the row-major coordinate on ``axes``. ``span`` returns, for a tile, its first
+    value among the receivers and the number of values.
     """
 
     axes: tuple[int, ...]
     degrees: tuple[int, ...]
-    dim: int
+    span: Callable[[Box], Span]
+
+
+def _whole_span(degree: int, tile: Box) -> Span:
+    return 0, degree
 
 
 class Pairing:
-    """The roles that mesh axes play in one change of layout.
+    """Determines which rank sends each part of a tensor to which rank.
 
-    A tile is held by ranks that differ along the source's ``pool`` axes, and needed by ranks that
-    differ along the target's axes in ``digits``; the n-th receiver is dealt one of the holders. On
-    one mesh all other axes keep the receiver's coordinate.
+    The ranks that hold a tile differ only on the source's ``replica_axes``. The ranks that receive
+    parts of it differ on the target's axes in ``components``. Receiver number n of a tile is
+    assigned to one of the replicas. On one mesh, sender and receiver have the same coordinate on
+    all other axes.
     """
 
-    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], same: bool) -> None:
-        self.src, self.dst, self.same = src, dst, same
+    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], one_mesh: bool) -> None:
+        self.src, self.dst, self.one_mesh = src, dst, one_mesh
         self.held, self.needed = Tiles(src, shape), Tiles(dst, shape)
-        self.owners = self.held.sharding
-        self.pool = self._pool() if same else self.held.free
-        self.pool_degrees = tuple(src.mesh_shape[axis] for axis in self.pool)
-        self.copies = math.prod(self.pool_degrees)
-        self.digits = self._digits()
+        self.replica_axes = self.held.replica_axes
+        if one_mesh:
+            # If the target does not split what the source holds there, each replica keeps its own.
+            self.replica_axes = [
+                axis
+                for axis in self.held.replica_axes
+                if any(map(self.held.is_divided, dst.placements[axis].split_dims))
+            ]
+        self.replica_degrees = [src.mesh_shape[axis] for axis in self.replica_axes]
+        self.replicas = math.prod(self.replica_degrees)
+        self.components = self._components()
 
     def sources(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield where each piece of what ``rank`` needs comes from, the rank itself included."""
+        """Yield the source rank of each box that ``rank`` needs, including its own boxes."""
         if not self.dst.holds(rank):
             return
         me = self.dst.coordinate(rank)
-        mine = self._holder(rank)
-        for region in self.needed.at(me):
-            for who, tile, piece in self.held.meeting(region):
-                if mine is not None and all(mine[axis] == i for axis, i in who):
-                    yield rank, piece
+        mine = self._coordinate_as_holder(rank)
+        for region in self.dst.boxes_at(self.needed.shape, me):
+            for holder, tile, part in self.held.overlapping(region):
+                if mine is not None and all(mine[axis] == i for axis, i in holder):
+                    yield rank, part
                     continue
-                source = list(me) if self.same else [0] * len(self.src.mesh_shape)
-                for axis, i in who:
+                source = list(me) if self.one_mesh else [0] * len(self.src.mesh_shape)
+                for axis, i in holder:
                     source[axis] = i
-                if self.pool:
-                    ranges = self._ranges(tile)
-                    copy = self._copy(self._turn(me, ranges), ranges)
-                    for axis, i in zip(self.pool, unravel(copy, self.pool_degrees), strict=True):
+                if self.replica_axes:
+                    spans = self._spans(tile)
+                    replica = self._replica_for(self._number(me, spans), spans)
+                    at = unravel(replica, self.replica_degrees)
+                    for axis, i in zip(self.replica_axes, at, strict=True):
                         source[axis] = i
-                yield self.src.rank_at(source), piece
+                yield self.src.rank_at(source), part
 
     def targets(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield who gets which piece of what ``rank`` holds from it, without what it keeps."""
+        """Yield the receiver of each box that ``rank`` sends to other ranks."""
         if not self.src.holds(rank):
             return
         me = self.src.coordinate(rank)
-        copy = ravel([me[axis] for axis in self.pool], self.pool_degrees)
-        target = list(me) if self.same else [0] * len(self.dst.mesh_shape)
-        for tile in self.held.at(me):
-            ranges = self._ranges(tile)
-            radices = [count for _, count in ranges]
-            for turn in self._turns(copy, ranges):
-                for digit, (first, _), value in zip(
-                    self.digits, ranges, unravel(turn, radices), strict=True
+        replica = ravel([me[axis] for axis in self.replica_axes], self.replica_degrees)
+        target = list(me) if self.one_mesh else [0] * len(self.dst.mesh_shape)
+        for tile in self.src.boxes_at(self.held.shape, me):
+            spans = self._spans(tile)
+            counts = [count for _, count in spans]
+            for number in self._numbers_of(replica, spans):
+                values = unravel(number, counts)
+                for component, (first, _), value in zip(
+                    self.components, spans, values, strict=True
                 ):
-                    place = unravel(first + value, digit.degrees)
-                    for axis, i in zip(digit.axes, place, strict=True):
+                    at = unravel(first + value, component.degrees)
+                    for axis, i in zip(component.axes, at, strict=True):
                         target[axis] = i
                 receiver = self.dst.rank_at(target)
-                holder = self._holder(receiver)
-                if holder is not None and all(holder[a] == me[a] for a in self.owners):
-                    continue  # it holds this tile itself
-                for region in self.needed.at(target):
-                    piece = intersect(tile, region)
-                    if volume(piece):
-                        yield receiver, piece
+                mine = self._coordinate_as_holder(receiver)
+                if mine is not None and all(mine[a] == me[a] for a in self.held.sharded_axes):
+                    continue  # the receiver holds this tile itself
+                for region in self.dst.boxes_at(self.needed.shape, target):
+                    part = intersect(tile, region)
+                    if volume(part):
+                        yield receiver, part
 
-    def _holder(self, rank: int) -> tuple[int, ...] | None:
-        return self.src.coordinate(rank) if self.same or self.src.holds(rank) else None
+    def _coordinate_as_holder(self, rank: int) -> tuple[int, ...] | None:
+        return self.src.coordinate(rank) if self.one_mesh or self.src.holds(rank) else None
 
-    def _pool(self) -> tuple[int, ...]:
-        """Return the axes of replicas over which receivers are dealt out on one mesh."""
-        found = []
-        for axis in self.held.free:
-            dims = split_dims(self.dst.placements[axis])
-            if any(self.held.divided(dim) for dim in dims):
-                found.append(axis)
-        return tuple(found)
-
-    def _digits(self) -> tuple[_Digit, ...]:
+    def _components(self) -> list[_Component]:
         degrees = self.dst.mesh_shape
-        kept = set(self.held.free) - set(self.pool) if self.same else set[int]()
-        parts = [
-            _Digit(axes, self.needed.degrees[dim], dim)
-            for dim, axes in enumerate(self.needed.axes)
-            if axes and (not self.same or self.held.divided(dim))
+        parts = []
+        for dim, splits in self.dst.axis_splits.items():
+            if not self.one_mesh or self.held.is_divided(dim):
+                axes, counts, _ = zip(*splits, strict=True)
+                parts.append(_Component(axes, counts, partial(self.needed.span, dim)))
+        ragged = self.needed.ragged_axis
+        kept = set(self.held.replica_axes) - set(self.replica_axes) if self.one_mesh else set[int]()
+        if ragged >= 0 and ragged not in kept:
+            parts.append(_Component((ragged,), (degrees[ragged],), self.needed.ragged_span))
+        used = {axis for component in parts for axis in component.axes}
+        others = self.held.sharded_axes if self.one_mesh else self.needed.replica_axes
+        # Receivers along these axes need the same part of the tile.
+        same = [
+            _Component((axis,), (degrees[axis],), partial(_whole_span, degrees[axis]))
+            for axis in others
+            if axis not in used
         ]
-        axis = self.needed.ragged_axis
-        if axis >= 0 and axis not in kept:
-            parts.append(_Digit((axis,), (degrees[axis],), -2))
-        taken = {axis for digit in parts for axis in digit.axes}
-        alike = [
-            _Digit((axis,), (degree,), -1)
-            for axis, degree in enumerate(degrees)
-            if axis in (self.owners if self.same else self.needed.free) and axis not in taken
-        ]
-        # Parts come last: where replicas and parts are many, neighbours in turn differ in part,
-        # while along an axis of receivers alike one of them may hold the tile itself.
-        digits = alike + parts
-        return tuple(digits if self.same else sorted(digits))
+        # Parts come last, so that receivers with consecutive numbers need different parts. If they
+        # needed the same part, one of them could hold the tile itself and the load be uneven.
+        components = same + parts
+        return components if self.one_mesh else sorted(components, key=lambda each: each.axes)
 
-    def _ranges(self, tile: Box) -> list[tuple[int, int]]:
-        """Return the first value of each digit among the receivers of a tile, and their number."""
-        return [
-            self.needed.span(digit.dim, tile[digit.dim])
-            if digit.dim >= 0
-            else self.needed.run_span(tile)
-            if digit.dim == -2
-            else (0, digit.degrees[0])
-            for digit in self.digits
-        ]
+    def _spans(self, tile: Box) -> list[Span]:
+        return [component.span(tile) for component in self.components]
 
-    def _turn(self, receiver: Sequence[int], ranges: Sequence[tuple[int, int]]) -> int:
-        """Return a receiver's place among those that need a tile."""
-        turn = 0
-        for digit, (first, count) in zip(self.digits, ranges, strict=True):
-            mine = ravel([receiver[axis] for axis in digit.axes], digit.degrees)
-            turn = turn * count + mine - first
-        return turn
+    def _number(self, receiver: Sequence[int], spans: Sequence[Span]) -> int:
+        """Return a receiver's row-major number among all receivers of a tile."""
+        number = 0
+        for component, (first, count) in zip(self.components, spans, strict=True):
+            value = ravel([receiver[axis] for axis in component.axes], component.degrees)
+            number = number * count + value - first
+        return number
 
-    def _copy(self, turn: int, ranges: Sequence[tuple[int, int]]) -> int:
-        """Return which replica serves a receiver."""
-        if self.same:
-            return turn % self.copies
-        # In blocks: where both meshes list their ranks in order, neighbours serve neighbours.
-        return turn * self.copies // math.prod([count for _, count in ranges])
+    def _replica_for(self, number: int, spans: Sequence[Span]) -> int:
+        """Return which replica serves receiver ``number``."""
+        if self.one_mesh:
+            return number % self.replicas
+        # In blocks: if both meshes list their ranks in order, neighbors serve neighbors.
+        return number * self.replicas // math.prod([count for _, count in spans])
 
-    def _turns(self, copy: int, ranges: Sequence[tuple[int, int]]) -> range:
-        """Return the receivers that a replica serves; the inverse of `_copy`."""
-        total = math.prod([count for _, count in ranges])
-        if self.same:
-            return range(copy, total, self.copies)
-        return range(-(-copy * total // self.copies), -(-(copy + 1) * total // self.copies))
+    def _numbers_of(self, replica: int, spans: Sequence[Span]) -> range:
+        """Return the numbers of the receivers that a replica serves, as in `_replica_for`."""
+        total = math.prod([count for _, count in spans])
+        if self.one_mesh:
+            return range(replica, total, self.replicas)
+        first, stop = (-(-each * total // self.replicas) for each in (replica, replica + 1))
+        return range(first, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One rank's part in a change of layout; boxes are global half-open ranges.
+    """The messages of one rank in a change of layout, as boxes of global half-open ranges.
 
-    ``sends`` and ``recvs`` pair a peer with what goes there and comes from there, by ascending
-    peer, never the rank itself; ``local`` is what it keeps.
+    Attributes:
+        sends: Pairs ``(peer rank, box)`` that the rank sends, in ascending order of peers.
+        recvs: Pairs ``(peer rank, box)`` that the rank receives, in ascending order of peers.
+        local: Boxes that the rank keeps.
     """
 
     sends: tuple[tuple[int, Box], ...]
@@ -366,15 +335,12 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
             f"target's of shape {dst.mesh_shape}"
         )
     pairing = Pairing(src, dst, tuple(shape), same_mesh(src, dst))
-    recvs: list[tuple[int, Box]] = []
-    local = []
-    for peer, box in pairing.sources(rank):
-        if peer == rank:
-            local.append(box)
-        else:
-            recvs.append((peer, box))
-    sends = sorted(pairing.targets(rank))
-    return Transfer(sends=tuple(sends), recvs=tuple(sorted(recvs)), local=tuple(local))
+    pieces = list(pairing.sources(rank))
+    return Transfer(
+        sends=tuple(sorted(pairing.targets(rank))),
+        recvs=tuple(sorted((peer, box) for peer, box in pieces if peer != rank)),
+        local=tuple(box for peer, box in pieces if peer == rank),
+    )
 
 
 def same_mesh(src: Layout, dst: Layout) -> bool:
@@ -383,7 +349,7 @@ def same_mesh(src: Layout, dst: Layout) -> bool:
 
 
 def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
-    """Raise unless a tensor of ``shape`` can go from ``src`` to ``dst``."""
+    """Raise `LayoutError` unless a tensor of ``shape`` can change from ``src`` to ``dst``."""
     for side, layout in (("source", src), ("target", dst)):
         if not isinstance(layout, Layout):
             raise LayoutError(
@@ -399,7 +365,7 @@ def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
 
 
 def check_kept(axis: int, old: object, new: object) -> None:
-    """Raise `LayoutError` unless a target's partial values are those that the source has."""
+    """Raise `LayoutError` unless the target's `Partial` is the placement of the source, too."""
     if new != old:
         raise LayoutError(
             f"axis {axis} goes from {old} to {new}; a target can keep partial values but not "
