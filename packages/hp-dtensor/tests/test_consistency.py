@@ -21,7 +21,6 @@ from hp_dtensor import (
     Layout,
     MeshError,
     NonMember,
-    Partial,
     RankMismatchError,
     RecordingCollectives,
     Replicate,

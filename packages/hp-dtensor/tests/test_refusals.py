@@ -12,10 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import (
     AlphaBeta,
-    Layout,
     LayoutError,
-    NonMember,
-    NoPlanError,
     RecordingCollectives,
     Replicate,
     Shard,

@@ -1,4 +1,4 @@
-"""Layouts from and to torch's placements, and partial values that only torch reduces."""
+"""Conversion between layouts and torch's placements, and partial values that only torch reduces."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,22 @@ from ._torch import order_of, spec_of, split_factor, strided_shard
 from ._transfer import check_kept
 
 AnyPlacement: TypeAlias = ours.Placement | theirs.Placement
-# What a DTensor can have.
+# The placements that a DTensor can have.
 DensePlacement: TypeAlias = (
     ours.Replicate | ours.Shard | ours.StridedShard | ours.Partial | theirs.Placement
 )
 
 
 class TorchPartial(LayoutError):
-    """Partial values that only torch knows how to reduce."""
+    """Raised if a tensor has partial values that only torch can reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """The layout of a tensor: by position in ``mesh``, by rank where this rank has no mesh.
+    """The layout, mesh, global shape and dtype of a distributed tensor.
 
-    ``mesh`` is None for a `NonMember`.
+    Ranks in ``layout`` are positions in ``mesh``. If ``mesh`` is None, which is the case for a
+    `NonMember`, they are global ranks.
     """
 
     layout: Layout
@@ -41,7 +42,7 @@ class TensorSpec:
 
 
 def is_torch_partial(placement: object) -> bool:
-    """Return whether only torch knows how to reduce it, such as the result of an embedding."""
+    """Return whether only torch can reduce a placement, such as that of a sharded embedding."""
     if not isinstance(placement, theirs.Partial):
         return False
     known = {*get_args(ours.PartialOp), ours.torch_op("prod")}
@@ -55,19 +56,30 @@ def to_layout(
     shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Layout:
-    """Return the layout that ``placements``, ours or torch's, give a tensor with ``ndim`` dims.
+    """Return the layout of a tensor with ``ndim`` dims.
 
-    Negative dims count from the end. torch's strided shards become a shard order where one explains
-    them, as in `StridedShard`; where ``shard_order`` is given it says all.
+    Args:
+        placements: One placement for each mesh axis, of this package or of torch. Negative dims
+            count from the end. torch's strided shards become a shard order if there is one, as
+            `StridedShard` documents it.
+        mesh_shape: Number of ranks on each mesh axis.
+        ndim: Number of dims of the tensor.
+        shard_order: As in `Layout`. If given for a dim, split factors of torch's strided shards of
+            this dim are ignored.
+        ranks: As in `Layout`.
+
+    Raises:
+        LayoutError: The placements do not fit the mesh or the tensor.
+        TorchPartial: Only torch can reduce a placement.
     """
     check_count(placements, mesh_shape)
     ordered = {dim for dim, _ in checked_order(shard_order)}
     converted: list[ours.Placement] = []
     for axis, given in enumerate(placements):
         placement = _converted(given, axis, ndim)
-        theirs_too = isinstance(given, theirs.Placement)
-        if theirs_too and isinstance(placement, ours.StridedShard) and placement.dim in ordered:
-            placement = ours.Shard(placement.dim)
+        split = placement.split
+        if split is not None and split[0] in ordered and isinstance(given, theirs.Placement):
+            placement = ours.Shard(split[0])
         converted.append(placement)
     layout = Layout(tuple(mesh_shape), tuple(converted), shard_order, ranks)
     layout.check(ndim)
@@ -75,10 +87,10 @@ def to_layout(
 
 
 def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
-    """Return torch's placements for ``layout``; a shard order becomes strided shards.
+    """Return torch's placements of a layout. A shard order becomes strided shards.
 
-    Raises `LayoutError` for a layout that torch cannot spell: ragged shards, and blocks
-    within another order of axes than the mesh's.
+    Raises `LayoutError` if torch has no equivalent: for ragged shards, and for a `StridedShard` of
+    a dim whose axes split it in another order than the mesh's.
     """
     result: list[theirs.Placement] = []
     for axis, placement in enumerate(layout.placements):
@@ -110,7 +122,7 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
 
 
 def dense_spec(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> TensorSpec:
-    """Return the layout of a DTensor whose own spec has these parts."""
+    """Return the `TensorSpec` of a DTensor from the fields of torch's spec."""
     shape = tuple(meta.shape)
     layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
     return TensorSpec(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
@@ -128,7 +140,7 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
             f"{placement} on mesh axis {axis} is of a kind that only torch reduces; redistribute a "
             "DTensor that has it, or reduce it with its own redistribute first"
         )
-    # Exact types: subclasses of torch's placements mean something else.
+    # Subclasses of torch's placements have another meaning.
     if type(placement) is theirs.Replicate:
         return ours.Replicate()
     if type(placement) is theirs.Partial:
@@ -149,9 +161,14 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 class TorchStep(NamedTuple):
-    """What torch does first: to these placements; ``then`` is what is left, on ``spec``.
+    """torch's part of a redistribution, if the tensor has partial values that only torch reduces.
 
-    Where a target keeps such values nothing is left to plan, and torch goes all the way.
+    Attributes:
+        placements: Placements to which torch redistributes.
+        spec: Layout of the tensor after torch's part, for planning the rest.
+        then: Target placements of the rest.
+        axes: Mesh axes whose values only torch can reduce.
+        whole: Whether torch makes the whole change, because the target keeps such values.
     """
 
     placements: tuple[theirs.Placement, ...]
@@ -162,21 +179,20 @@ class TorchStep(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Return what to say of it in a plan."""
+        """Text for `Plan.note`."""
         end = ", which takes all steps" if self.whole else " before these steps"
         return f"the mesh axes {self.axes} are reduced by torch's own redistribution{end}"
 
     def run(self, x: DTensor) -> DTensor:
-        """Return the tensor after torch's part, recorded by autograd as torch does."""
+        """Run torch's part. torch records it for autograd."""
         return x.redistribute(placements=list(self.placements))
 
 
 def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bool) -> TorchStep:
-    """Return torch's part of a redistribution; communicates nothing.
+    """Return torch's part of a redistribution of ``x``. Communicates nothing.
 
-    Values go straight to the shards of the target where no other axis shards the same dim, and
-    become replicated otherwise. Raises `LayoutError` for a target that asks for such values where
-    ``x`` has none.
+    torch reduces the values to shards of the target if no other axis shards the same dim, else to
+    replicas. Raises `LayoutError` if the target has such a placement on an axis and ``x`` has not.
     """
     mesh = x.device_mesh
     held = tuple(x.placements)
@@ -203,19 +219,19 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     ]
     if other_mesh:
         steps = [theirs.Replicate() if axis in axes else p for axis, p in enumerate(held)]
-    # What is planned, and checked, has those values reduced on both sides.
+    # Plans and checks treat kept values as replicated on both sides.
     plain = [theirs.Replicate() if axis in kept else p for axis, p in enumerate(steps)]
     then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(target))
     spec = dense_spec(mesh, tuple(plain), spec_of(x).tensor_meta, None)
     if whole:
-        steps = [_spelled(p, x.ndim) for p in target]
+        steps = [_as_torch(p, x.ndim) for p in target]
     return TorchStep(tuple(steps), replace(spec, dtype=x.dtype), then, axes, whole)
 
 
 def _onto(
     held: Sequence[theirs.Placement], target: Sequence[AnyPlacement], axis: int, ndim: int
 ) -> theirs.Placement:
-    """Return what torch makes of one axis: the target's shard, if that can be its place at once."""
+    """Return the placement to which torch reduces one axis: the target's shard if possible."""
     new = target[axis]
     if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:
         return theirs.Replicate()
@@ -226,7 +242,7 @@ def _onto(
     return theirs.Replicate() if taken else theirs.Shard(dim)
 
 
-def _spelled(placement: AnyPlacement, ndim: int) -> theirs.Placement:
+def _as_torch(placement: AnyPlacement, ndim: int) -> theirs.Placement:
     if isinstance(placement, theirs.Placement):
         return placement
     if isinstance(placement, ours.Shard):
