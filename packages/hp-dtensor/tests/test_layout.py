@@ -2,6 +2,10 @@
 
 import itertools
 import math
+import os
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -299,3 +303,21 @@ def test_a_shard_order_may_be_made_of_lists() -> None:
     order: Any = [(0, [1, 0])]
     listed = Layout((2, 2), (Shard(0), Shard(0)), order)
     assert listed == Layout((2, 2), (Shard(0), Shard(0)), {0: (1, 0)})
+
+
+def test_a_layout_from_another_process_is_found_in_a_dict() -> None:
+    """Hashes of strings differ between processes."""
+    program = "import sys, pickle, hp_dtensor as d; sys.stdout.buffer.write(pickle.dumps("
+    program = program.replace("hp_dtensor", Layout.__module__.rpartition("._")[0])
+    program += "d.Layout((2, 2), (d.Partial('max'), d.Shard(0)), ranks=(3, 1, 2, 0))))"
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        sent = pickle.loads(done.stdout)
+        mine = Layout((2, 2), (Partial("max"), Shard(0)), ranks=(3, 1, 2, 0))
+        assert {mine: 1}.get(sent) == 1
+        assert sent.coordinate(2) == (1, 0)

@@ -441,7 +441,8 @@ def _fill(
         elif isinstance(placement, Partial):
             partial.append(axis)
     # Layouts are cache keys. The first and last rank are enough to make hashes differ.
-    ends = None if ranks is None else (ranks[0], ranks[-1])
+    ends = () if ranks is None else (ranks[0], ranks[-1])
+    ragged_axis = -1 if ragged is None else ragged[0]
     values = {
         "mesh_shape": mesh_shape,
         "placements": tuple(given),
@@ -453,7 +454,8 @@ def _fill(
         "ragged": ragged,
         "axis_splits": splits,
         "_positions": positions,
-        "_hash": hash((mesh_shape, ends, ragged and ragged[0], *partial, *splits.items())),
+        # Of numbers only, because other hashes differ between processes.
+        "_hash": hash((mesh_shape, ends, ragged_axis, *partial, *splits.items())),
     }
     for name, value in values.items():
         object.__setattr__(layout, name, value)
