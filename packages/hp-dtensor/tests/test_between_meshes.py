@@ -31,6 +31,7 @@ from hp_dtensor import (
     RecordingCollectives,
     Replicate,
     Shard,
+    TorchCollectives,
     UnsupportedError,
     explain,
     redistribute,
@@ -208,6 +209,7 @@ def recorded(rank: int, started: bool) -> list[str]:
         mesh = mesh_of(target)
         try:
             result: Any = redistribute(x, target.placements, mesh=mesh, async_op=started)
+            result = result.wait() if started else result
             texts.append(f"nothing raised, got {result}")
         except UnsupportedError as error:
             texts.append(str(error))
@@ -365,14 +367,21 @@ def _watched(made: list[tuple[str, set[int]]]) -> Iterator[None]:
             group = options.get("group")
             if name == "batch_isend_irecv":
                 group = args[0][0].group
+            elif name == "all_reduce":
+                group = args[1].group
             made.append((name, set(dist.get_process_group_ranks(group))))
             return call(*args, **options)
 
         return watched
 
     with ExitStack() as stack:
-        for name in ("all_reduce", "batch_isend_irecv", "all_gather_object"):
-            stack.enter_context(mock.patch.object(dist, name, watching(name, getattr(dist, name))))
+        for place, name in (
+            (TorchCollectives, "all_reduce"),
+            (dist, "batch_isend_irecv"),
+            (dist, "all_gather_object"),
+        ):
+            call = watching(name, getattr(place, name))
+            stack.enter_context(mock.patch.object(place, name, call))
         yield
 
 

@@ -59,9 +59,6 @@ WRONG: dict[str, Callable[[int], Any]] = {
         absent(rank, dtype=torch.int64), (S1,), mesh=mesh_of(TARGET)
     ),
     "shape": lambda rank: redistribute(absent(rank, shape=(4, 6)), (S1,), mesh=mesh_of(TARGET)),
-    "gradient": lambda rank: redistribute(
-        absent(rank, requires_grad=True), (S1,), mesh=mesh_of(TARGET)
-    ),
     "source": lambda rank: redistribute(
         absent(rank, layout=replace(SOURCE, placements=(R,))), (S1,), mesh=mesh_of(TARGET)
     ),
@@ -112,11 +109,10 @@ SAID = {
     "dtype": ("rank 0 plans torch.float64 of shape [6, 4] from (S(0))", "2 plans torch.float32"),
     "itemsize": ("rank 0 plans torch.float64", "rank 2 plans torch.int64"),
     "shape": ("rank 0 plans torch.float64 of shape [6, 4]", "rank 2 plans torch.float64 of shape"),
-    "gradient": ("by transfer, without a gradient; rank 2 ", "with a gradient to come back; call"),
     "source": ("from (S(0)) on ranks [0, 1]", "from (R) on ranks [0, 1]"),
     "order of the ranks": ("from (S(0)) on ranks [0, 1]", "from (S(0)) on ranks [1, 0]"),
     "target": ("to (S(1)) on ranks [2, 3]", "to (R) on ranks [2, 3]"),
-    "cost": ("by transfer and all_gather", "by transfer, without a gradient; call on all"),
+    "cost": ("by transfer and all_gather", "by transfer; call on all"),
     "part": ("rank 0 plans torch.float64", "rank 1 plans the local tensor has shape [2, 4] where"),
     "non-member": ("rank 0 plans torch.float64", "rank 1 plans a NonMember where (S(0)) of [6, 4]"),
 }

@@ -122,7 +122,7 @@ def redistribute(
             raise `RankMismatchError`.
         MeshError: ``mesh`` is not a device mesh, or a required process group does not exist.
         UnsupportedError: The target is on another mesh, gradients are enabled and ``x`` requires
-            grad. Raised on all ranks of both meshes before data is sent.
+            grad. Raised on all ranks of both meshes before data is sent, or in ``wait()``.
         NoPlanError: Every plan, or every plan of backward, needs more than ``max_bytes``.
         RankMismatchError: The ranks of two meshes make different calls, or a rank has a local
             tensor of the wrong shape. Raised on all ranks before data is sent, or in ``wait()``.

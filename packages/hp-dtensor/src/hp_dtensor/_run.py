@@ -109,10 +109,11 @@ def _compare(
     """Compare the calls of the ranks of two meshes. Return the rest of the comparison, if any.
 
     If an earlier call with the same plan passed, an asynchronous call does not wait for the other
-    ranks here.
+    ranks here. All ranks then also start the transfer, so that no message is left over if the
+    comparison raises in ``wait()``.
     """
     finish = check.start(fault, recorded)
-    if async_op and check.has_passed and not (fault or recorded):
+    if async_op and check.has_passed and not fault:
         return finish
     finish()
     return None
