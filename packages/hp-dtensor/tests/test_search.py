@@ -53,7 +53,7 @@ def relaxed(search: Any, wide: bool) -> float:
         changed = False
         for here in list(spent):
             for step in search.next_steps(here):
-                total = spent[here] + search.price(step)
+                total = spent[here] + _cost.step_seconds(step, search.shape, ITEMSIZE, search.cost)
                 allowed = len(step.axes) <= 2 and search._may_run(step)
                 if allowed and total < spent.get(step.target, math.inf):
                     spent[step.target], changed = total, True

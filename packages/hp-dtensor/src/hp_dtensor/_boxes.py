@@ -81,9 +81,19 @@ def pieces(length: int, splits: Sequence[Split], index: Sequence[int]) -> tuple[
     Each split divides the remaining elements into ``factor`` blocks with ``torch.chunk``, divides
     each block into ``degree`` chunks, and keeps chunk ``i`` of each block.
     """
-    if all([factor == 1 for _, factor in splits]):
-        lo, hi = chunk(length, [degree for degree, _ in splits], index)
-        return ((lo, hi),) if lo < hi else ()
+    lo, hi = 0, length
+    for (degree, factor), i in zip(splits, index, strict=True):
+        if factor != 1:
+            return _strided_pieces(length, splits, index)
+        step = -(-(hi - lo) // degree)
+        lo = min(lo + step * i, hi)
+        hi = min(lo + step, hi)
+    return ((lo, hi),) if lo < hi else ()
+
+
+def _strided_pieces(
+    length: int, splits: Sequence[Split], index: Sequence[int]
+) -> tuple[Interval, ...]:
     held: list[Interval] = [(0, length)] if length else []
     for (degree, factor), i in zip(splits, index, strict=True):
         total = sum(hi - lo for lo, hi in held)
@@ -124,9 +134,6 @@ def longest(length: int, splits: Sequence[Split]) -> int:
     This is not always index 0. Example: 7 elements split into 4 and 3. If each part is split into 3
     blocks and then in two, index 0 holds 2 of the 4 elements, but all 3 of the 3.
     """
-    if all([factor == 1 for _, factor in splits]):
-        lo, hi = chunk(length, [degree for degree, _ in splits], [0] * len(splits))
-        return hi - lo
     lengths = {length}
     for degree, factor in splits:
         lengths = {n for total in lengths for n in _part_lengths(total, degree, factor)}

@@ -90,7 +90,7 @@ class Step:
             return 0
         if formula is None:
             return self._missing(shape, rank) * itemsize
-        held, result = (_elements(each, shape, rank) for each in (self.source, self.target))
+        held, result = self._sizes(shape, rank)
         return formula(held * itemsize, result * itemsize, self.ranks)
 
     def sent(self, shape: Sequence[int], rank: int, itemsize: int) -> int:
@@ -100,8 +100,7 @@ class Step:
 
     def peak(self, shape: Sequence[int], rank: int) -> int:
         """Return the largest number of elements in memory on a rank: input, output and buffers."""
-        held, result = (_elements(each, shape, rank) for each in (self.source, self.target))
-        return self._memory(held, result, shape)
+        return self._memory(*self._sizes(shape, rank), shape)
 
     def most(self, shape: Sequence[int]) -> int:
         """Return an upper bound on `peak` that holds on all ranks."""
@@ -112,7 +111,10 @@ class Step:
         """Number of ranks that take part in the collective."""
         if self.kind == "transfer":
             return self.source.size + self.target.size
-        return math.prod([self.target.mesh_shape[axis] for axis in self.axes])
+        size = 1
+        for axis in self.axes:
+            size *= self.target.mesh_shape[axis]
+        return size
 
     def __str__(self) -> str:
         if self.kind == "transfer":
@@ -120,6 +122,10 @@ class Step:
             return f"transfer from mesh {meshes}: {self.source} -> {self.target}"
         over = f" over axes {self.axes}" if self.axes else ""
         return f"{self.kind}{over}: {self.source} -> {self.target}"
+
+    def _sizes(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
+        """Return the number of elements that a rank holds before and after the step."""
+        return _elements(self.source, shape, rank), _elements(self.target, shape, rank)
 
     def _memory(self, held: int, result: int, shape: Sequence[int]) -> int:
         total = _USAGE[self.kind].memory(held, result, self.ranks)
@@ -182,7 +188,9 @@ def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
     """Return the largest number of elements of a tensor that a rank holds."""
-    lengths = [longest(length, layout.splits(dim)) for dim, length in enumerate(shape)]
+    lengths = list(shape)
+    for dim in layout.axis_splits:
+        lengths[dim] = longest(shape[dim], layout.splits(dim))
     if layout.ragged is not None:
         placement = layout.ragged[1]
         lengths[: len(placement.dims)] = [max(placement.sizes)]
@@ -345,10 +353,20 @@ def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: 
     return sum([step_seconds(step, shape, itemsize, cost) for step in steps])
 
 
-@clearable
-@lru_cache(maxsize=8192)
 def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
     """Return the modelled time of one step, for the bytes that its ranks receive on average."""
+    if step.kind == "slice":
+        return 0.0
+    return cost.seconds(step.axes, step.ranks, step_bytes(step, shape, itemsize))
+
+
+@clearable
+@lru_cache(maxsize=8192)
+def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int) -> float:
+    """Return the number of bytes that a rank receives on average.
+
+    For a transfer: the most that one rank sends or receives.
+    """
     if step.kind == "slice":
         return 0.0
     if step.kind == "transfer":
@@ -358,15 +376,14 @@ def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostMo
             for layout, use in ((step.source, step.sent), (step.target, step.received))
             for at in sampled(layout.mesh_shape)[::8]
         ]
-        return cost.seconds(step.axes, step.ranks, max(amounts))
+        return max(amounts)
     if step.kind == "direct":
-        received = average_missing(step.source, step.target, shape) * itemsize
-        return cost.seconds(step.axes, step.ranks, received)
+        return average_missing(step.source, step.target, shape) * itemsize
     coordinates = sampled(step.source.mesh_shape)
     if step.source.is_even(shape) and step.target.is_even(shape):
         coordinates = coordinates[:1]  # all ranks receive the same number of bytes
     amounts = [step.received(shape, step.source.rank_at(at), itemsize) for at in coordinates]
-    return cost.seconds(step.axes, step.ranks, sum(amounts) / len(amounts))
+    return sum(amounts) / len(amounts)
 
 
 @clearable

@@ -36,7 +36,8 @@ class Placement:
 
     @property
     def split_dims(self) -> tuple[int, ...]:
-        return () if self.split is None else self.split[:1]
+        split = self.split
+        return () if split is None else split[:1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

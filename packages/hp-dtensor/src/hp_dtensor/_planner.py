@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, count
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ._cost import (
     AlphaBeta,
@@ -25,7 +25,7 @@ from ._cost import (
     reduce_step,
     seconds,
     slice_step,
-    step_seconds,
+    step_bytes,
 )
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._layout import (
@@ -47,9 +47,9 @@ from ._transfer import check_pair, same_mesh
 # Limit on the work for meshes with many axes. Usual searches expand a few to some hundred layouts.
 _MOST_LAYOUTS = 4000
 
-Steps = tuple[Step, ...]
+Steps: TypeAlias = tuple[Step, ...]
 # Sets of mesh axes that have a process group of exactly their ranks. None means all sets.
-Spanned = frozenset[tuple[int, ...]] | None
+Spanned: TypeAlias = frozenset[tuple[int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,12 +291,14 @@ class Search:
     def least_memory(self) -> int:
         """Return the smallest number of elements that some plan has in memory at once."""
         self.max_bytes, self.one_step = None, False
-        steps = self._run(self.memory, lambda here: 0, max)
+        steps = self._run(lambda step, received: self.memory(step), lambda here: 0, max)
         return max(map(self.memory, steps or ()))
 
-    def price(self, step: Step) -> float:
+    def price(self, step: Step, received: float) -> float:
         """Return the modelled time of a step in seconds."""
-        return step_seconds(step, self.shape, self.itemsize, self.cost)
+        if step.kind == "slice":
+            return 0.0
+        return self.cost.seconds(step.axes, step.ranks, received)
 
     def memory(self, step: Step) -> int:
         """Return the number of elements in memory during a step, on any rank at most."""
@@ -306,7 +308,7 @@ class Search:
 
     def _run(
         self,
-        price: Callable[[Step], float],
+        price: Callable[[Step, float], float],
         least: Callable[[Layout], float],
         join: Callable[[float, float], float],
     ) -> Steps | None:
@@ -317,45 +319,50 @@ class Search:
         the second round.
         """
         serial = count()
-        # The price so far, and the number of steps that are not native collectives.
-        found: tuple[tuple[float, int], Steps] | None = None
+        # Price so far, number of steps that are no native collectives, and bytes received.
+        never: tuple[tuple[float, int, float], Steps] = (math.inf, 0, 0.0), ()
+        found = never
         for self.wide in (False, True):
-            best = {self.src: (0.0, 0)}
-            paths: dict[Layout, Steps] = {self.src: ()}
-            if found is not None:
-                best[self.dst], paths[self.dst] = found
-            queue = [(least(self.src), 0, 0, next(serial), self.src)]
+            best = {self.src: ((0.0, 0, 0.0), Steps())}
+            if found is not never:
+                best[self.dst] = found
+            queue = [(best[self.src][0], 0, next(serial), self.src, best[self.src][0])]
             visits = 0
-            while queue and (visits < _MOST_LAYOUTS or self.dst not in paths):
+            while queue and (visits < _MOST_LAYOUTS or self.dst not in best):
                 visits += 1
-                bound, direct, _, _, here = heapq.heappop(queue)
+                _, _, _, here, spent = heapq.heappop(queue)
+                known, path = best[here]
                 if here == self.dst:
                     break
-                spent, already = best[here]
-                if (bound, direct) > (join(spent, least(here)), already):
+                if spent > known:
                     continue
-                for step in self._allowed_steps(here, spent, price, join):
-                    total = join(spent, price(step)), already + (step.kind == "direct")
-                    whole = join(total[0], least(step.target)), total[1]
-                    never = (math.inf, 0)
-                    if total >= best.get(step.target, never) or whole >= best.get(self.dst, never):
+                for step in self._allowed_steps(here, spent[0], price, join):
+                    received = step_bytes(step, self.shape, self.itemsize)
+                    total = (
+                        join(spent[0], price(step, received)),
+                        spent[1] + (step.kind == "direct"),
+                        spent[2] + received,
+                    )
+                    if total >= best.get(step.target, never)[0]:
                         continue
-                    best[step.target] = total
-                    paths[step.target] = steps = (*paths[here], step)
-                    heapq.heappush(queue, (*whole, len(steps), next(serial), step.target))
+                    whole = (join(total[0], least(step.target)), *total[1:])
+                    if whole >= best.get(self.dst, never)[0]:
+                        continue
+                    steps = (*path, step)
+                    best[step.target] = total, steps
+                    heapq.heappush(queue, (whole, len(steps), next(serial), step.target, total))
             else:
                 self.ended &= not queue
-            if self.dst in paths:
-                found = best[self.dst], paths[self.dst]
+            found = best.get(self.dst, never)
             if not self.searchable:
                 break
-        return None if found is None else _merged(found[1])
+        return None if found is never else _merged(found[1])
 
     def _allowed_steps(
         self,
         here: Layout,
         spent: float,
-        price: Callable[[Step], float],
+        price: Callable[[Step, float], float],
         join: Callable[[float, float], float],
     ) -> Iterator[Step]:
         """Yield the next steps that may run and fit into memory, and record the others."""
@@ -370,7 +377,7 @@ class Search:
                     self.candidates.add(here)
                 yield step
             elif step.target == self.dst:
-                time = join(spent, price(step))
+                time = join(spent, price(step, step_bytes(step, self.shape, self.itemsize)))
                 self.without_group = min(self.without_group, (time, step.axes))
 
     def _may_run(self, step: Step) -> bool:
@@ -409,9 +416,7 @@ class Search:
         # The first round is enough between layouts with blocks or ragged parts.
         self.searchable = self.src.is_plain and dst.is_plain and 0 not in self.shape
         yield from self._slices(here)
-        yield from self._gathers(here)
-        for dim in self._free_dims(here):
-            yield from self._moves(here, dim)
+        yield from self._gathers_and_moves(here)
 
     def _native_steps(self, here: Layout) -> Iterator[Step]:
         """Yield slices and native collectives after which no rank lacks elements."""
@@ -419,9 +424,9 @@ class Search:
             yield slice_step(here, sliced)
             return
         for dim in here.axis_splits:
-            for step in (*self._moves(here, dim), gather_step(here, dim, self.shape)):
-                if step.kind != "direct" and is_local(step.target, self.dst):
-                    yield step
+            step = self._move(here, dim) or gather_step(here, dim, self.shape)
+            if step.kind != "direct" and is_local(step.target, self.dst):
+                yield step
 
     def _sliced(self, here: Layout) -> Layout:
         """Return the layout after all slices that the target needs and that are possible now."""
@@ -451,12 +456,18 @@ class Search:
                     if self.wide or (new is not None and new[0] == dim):
                         yield slice_step(here, with_split(here, dim, axis))
 
-    def _gathers(self, here: Layout) -> Iterator[Step]:
+    def _gathers_and_moves(self, here: Layout) -> Iterator[Step]:
         if here.ragged is not None and not same_runs(here, self.dst):
             yield direct_step(here, with_placement(here, here.ragged[0], Replicate()))
-        for dim in self._free_dims(here):
-            if dim in here.axis_splits:
-                yield gather_step(here, dim, self.shape)
+        free = self._free_dims(here)
+        for dim in free:
+            if dim not in here.axis_splits:
+                continue
+            yield gather_step(here, dim, self.shape)
+            if (step := self._move(here, dim)) is not None:
+                yield step
+            if self.wide:
+                yield from (move_step(here, dim, new, self.shape) for new in free if new != dim)
         if not (self.one_step or self.wide):
             yield from self._slowest_gather(here)
 
@@ -476,17 +487,14 @@ class Search:
             if position + 1 < len(here.axis_splits[dim]):
                 yield gather_step(here, dim, self.shape, position)
 
-    def _moves(self, here: Layout, old: int) -> Iterator[Step]:
-        """Yield the steps that move the last split of a dim to the end of another dim."""
-        if old not in here.axis_splits:
-            return
+    def _move(self, here: Layout, old: int) -> Step | None:
+        """Return the step that moves the last split of a dim to where the target has it, if any."""
         axis = here.axis_splits[old][-1][0]
-        for new in self._free_dims(here):
+        for new in self.dst.placements[axis].split_dims:
             split = self._next_split(here, new)
-            follows = split is not None and split[0] == axis
-            if new != old and (self.wide or follows):
-                factor = split[2] if split is not None and follows else 1
-                yield move_step(here, old, new, self.shape, factor)
+            if new != old and split is not None and split[0] == axis:
+                return move_step(here, old, new, self.shape, split[2])
+        return None
 
     def _reductions(self, here: Layout, partial: list[int]) -> Iterator[Step]:
         for size in range(1, len(partial) + 1):
