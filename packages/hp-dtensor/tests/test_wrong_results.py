@@ -161,9 +161,10 @@ def test_ranks_of_a_mesh_may_have_any_order(ranks: Pools) -> None:
 def of_unequal_parts(rank: int) -> Pair:
     mesh, sizes = mesh_of(RANKS), (2, 3, 4, 5)
     part = torch.arange(14.0).split(sizes)[rank]
-    x = DTensor.from_local(part, mesh, [theirs.Shard(0)], run_check=True, shape=(14,), stride=(1,))
+    size: Any = (14,)
+    x = DTensor.from_local(part, mesh, [theirs.Shard(0)], run_check=True, shape=size, stride=(1,))
     refused = outcome(lambda: redistribute(x, (R,), collectives=CheckedCollectives()))
-    ragged = RaggedTensor.from_local(part, mesh, (RaggedShard((0,), sizes),), shape=(14,))
+    ragged = RaggedTensor.from_local(part, mesh, (RaggedShard((0,), sizes),), shape=size)
     assert torch.equal(redistribute(ragged, (R,)).to_local(), torch.arange(14.0))
     return Pair(x.full_tensor(), refused)
 
@@ -220,7 +221,7 @@ def test_blocks_of_blocks_are_gathered(ranks: Pools, report: str, wrong: list[in
 
 def added_number(rank: int) -> list[Pair]:
     total: Any = laid(torch.arange(8.0), mesh_of(RANKS), theirs.Shard(0)).sum()
-    reduced = reduce_partial(total)
+    reduced: Any = reduce_partial(total)
     numbers = (torch.tensor(10), 10)  # the second sum takes the placements of the first one
     return [
         Pair((total + n).full_tensor().item(), (reduced + n).full_tensor().item()) for n in numbers
@@ -249,22 +250,23 @@ def test_item_of_a_reduced_tensor_is_the_sum_of_all_ranks(ranks: Pools) -> None:
 
 # Hangs.
 
-SECONDS = 2.0
+SECONDS = 2.0  # the timeout of the group, once it is connected
 
 
 def one_rank_alone(rank: int) -> tuple[str, str, float]:
-    group = cached("wrong, alone", lambda: dist.new_group(timeout=timedelta(seconds=SECONDS)))
+    group: Any = cached("wrong, alone", lambda: dist.new_group(timeout=timedelta(seconds=60)))
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=SECONDS))
     mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.arange(2))
     x = DTensor.from_local(torch.ones(2), mesh, [theirs.Shard(0)])
-    checked, texts, start = CheckedCollectives(deadline=SECONDS), ["", ""], time.monotonic()
-    redistribute(x, (R,), collectives=checked)
+    checked, torchs, ours = CheckedCollectives(deadline=SECONDS), "", ""
+    start = time.monotonic()
     if rank == 0:
-        texts[1] = outcome(lambda: redistribute(x, (R,), collectives=checked))
-        start = time.monotonic()
-        texts[0] = outcome(x.full_tensor)
+        torchs = outcome(x.full_tensor)
     seconds = time.monotonic() - start
+    if rank == 0:
+        ours = outcome(lambda: redistribute(x, (R,), collectives=checked))
     dist.barrier()
-    return texts[0], texts[1], seconds
+    return torchs, ours, seconds
 
 
 def test_a_rank_that_gathers_alone_learns_which_rank_is_missing(ranks: Pools) -> None:
@@ -333,7 +335,7 @@ def test_a_tensor_goes_to_a_mesh_of_another_shape(ranks: Pools) -> None:
 def flat_view(rank: int) -> Pair:
     full, mesh = torch.arange(24.0).view(6, 4), mesh_of(RANKS)
     x = laid(full, mesh, theirs.Shard(0))
-    flat = redistribute(x, (S1,)).view(-1)
+    flat: Any = redistribute(x, (S1,)).view(-1)
     return Pair(outcome(lambda: x.view(-1)), redistribute(flat, (S0,)).full_tensor())
 
 
@@ -351,7 +353,8 @@ def test_a_view_works_after_a_redistribution(ranks: Pools) -> None:
 def viewed(rank: int) -> Pair:
     full, mesh = torch.arange(96.0).view(12, 8), mesh_of(RANKS)
     x = laid(full, mesh, theirs.Shard(1))
-    torchs, ours = x.view(-1, 6), redistribute(x, (R,)).view(-1, 6)
+    torchs: Any = x.view(-1, 6)
+    ours: Any = redistribute(x, (R,)).view(-1, 6)
     return Pair(torchs.full_tensor(), ours.full_tensor())
 
 
