@@ -6,8 +6,8 @@ sides may use the group of the world.
 
 Bytes are counted, not timed: the payload received from other ranks for a tensor of 64 MB. An
 all-reduce counts ``2 (n-1) / n`` times its tensor. Our plans are averaged over all ranks. torch's
-collectives run on fake groups and on tensors without data. Plans weigh bytes against calls, also
-those of torch's min-cost planner. The sums are of plans with default costs. To count the pairs on
+collectives run on fake groups and on tensors without data. Our planner and torch's min-cost planner
+both weigh bytes against calls. The sums are of plans with default costs. To count the pairs on
 which ours receives more, calls cost nothing. The last row is the time of a plan over five axes.
 """
 
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import AlphaBeta, Layout, explain
 
-LENGTH = 4096  # of the sides of a square of 64 MB
+LENGTH = 4096  # side of the square tensor of 64 MB
 
 
 class Counter(TorchDispatchMode):
@@ -56,7 +56,7 @@ class Counter(TorchDispatchMode):
     def all_to_all(
         self, x: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, axis: int
     ) -> Tensor:
-        """Stand in for torch's shard-to-shard step: an all-to-all keeps one n-th of the part."""
+        """Replace torch's shard-to-shard step, and count it as an all-to-all over n ranks."""
         n = mesh.size(axis)
         self.bytes += x.nbytes * (n - 1) // n
         shape = list(x.shape)
@@ -66,7 +66,7 @@ class Counter(TorchDispatchMode):
 
 
 def rows_of(shapes: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Sum received bytes over all pairs of {R, S0, S1}, then over those with P in the source."""
+    """Sum received bytes over all pairs of {R, S0, S1}, then over pairs with P in the source."""
     rows = []
     for shape in shapes:
         fake_world(math.prod(shape))
@@ -97,7 +97,7 @@ def compared(
     mesh: DeviceMesh,
     counter: Counter,
 ) -> dict[str, Any]:
-    """Return one row: sums over all pairs, and how often ours receives more."""
+    """Return one row: sums over all pairs, and the number of pairs on which ours receives more."""
     pairs = [pair for pair in itertools.product(sources, targets) if pair[0] != pair[1]]
     planners = []
     for graph in (False, True):

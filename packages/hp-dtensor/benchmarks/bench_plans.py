@@ -33,7 +33,7 @@ Case = tuple[str, Layout, Layout]
 
 
 def cases(world: int) -> Iterator[Case]:
-    """Yield changes of layout in which a rank has few peers."""
+    """Yield redistributions in which each rank has few peers."""
     outer = world // 256
     cube, flat = (outer, 16, 16), (world // 16, 16)
     half = range(world // 2)
@@ -76,7 +76,7 @@ def timed(call: Callable[[], Any], rounds: int, before: Callable[[], None] = lam
 
 
 def row_of(world: int, case: Case, rounds: int) -> dict[str, Any]:
-    """Time one change of layout on one rank."""
+    """Time the plan of one redistribution on one rank."""
     name, source, target = case
     shape = (world * 4, world)
     rank = world // 3 + 1

@@ -44,7 +44,7 @@ GLOO_PAIRS: list[tuple[Placements, Placements]] = [
     ((S0, R), (R, S0)),
     ((P,), (S1,)),
 ]
-# From a mesh of 2 x 2 to one of 4 ranks in the order given.
+# From a 2 x 2 mesh to a mesh of 4 ranks in the given order.
 MESH_PAIRS: list[tuple[Placements, Placements, list[int]]] = [
     ((S0, S1), (S0,), [0, 1, 2, 3]),
     ((S0, R), (S1,), [3, 1, 2, 0]),
@@ -72,7 +72,7 @@ HOST_LENGTH = 64  # side of the square tensor of the host times
 def gpu_all_to_all(
     x: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, axis: int
 ) -> Tensor:
-    """Do what torch does between shards on GPUs: chunk, all-to-all, concatenate."""
+    """Run torch's shard-to-shard step of GPUs: chunk, all-to-all, concatenate."""
     n = mesh.size(axis)
     packed = torch.cat([part.contiguous().flatten() for part in x.chunk(n, dim=shard_dim)])
     received = torch.empty_like(packed)
@@ -83,7 +83,7 @@ def gpu_all_to_all(
 
 
 def gloo_rank(rank: int, store: str, length: int, rounds: int, results: Connection) -> None:
-    """Measure all pairs as one of 4 ranks; rank 0 reports."""
+    """Measure all pairs as one of 4 ranks. Rank 0 sends the rows."""
     quiet()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -113,7 +113,7 @@ def gloo_rank(rank: int, store: str, length: int, rounds: int, results: Connecti
         if rank == 0:
             results.send(row)
     dist.barrier()
-    # Meshes still hold groups: leave without running destructors.
+    # Meshes still refer to process groups. Leave without running destructors.
     results.close()
     os._exit(0)
 
@@ -121,7 +121,7 @@ def gloo_rank(rank: int, store: str, length: int, rounds: int, results: Connecti
 def between(
     x: DTensor, source: Placements, target: Placements, order: list[int], rounds: int
 ) -> dict[str, Any]:
-    """Measure the way to a mesh with the ranks in another order; torch by way of the whole."""
+    """Measure a move to a mesh with another order of ranks. torch gathers the whole tensor."""
     other = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("d",))
     place = order.index(dist.get_rank())
 
@@ -144,7 +144,7 @@ def between(
 def paired(
     theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Time both sides in turn until the slowest rank is done, after two uncounted rounds."""
+    """Time both sides in turn until the slowest rank ends. Two rounds before that warm up."""
     times: tuple[list[float], list[float]] = ([], [])
     for round_number in range(rounds + 2):
         for side, call in enumerate((theirs, ours)):
@@ -158,7 +158,7 @@ def paired(
 
 
 def gloo_rows(length: int, rounds: int, deadline: float) -> list[dict[str, Any]]:
-    """Run 4 ranks for at most ``deadline`` seconds and return rank 0's rows; kill what is left."""
+    """Run 4 ranks for at most ``deadline`` seconds, and return the rows of rank 0."""
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     rows: list[dict[str, Any]] = []

@@ -1,14 +1,14 @@
 """Check collectives, redistributions and gradient norms on GPUs against the same calls on CPUs.
 
-    python benchmarks/gpu.py                 on the GPUs that there are
+    python benchmarks/gpu.py                 on all GPUs of this machine
     python benchmarks/gpu.py --device cpu    the same code on CPUs, to see that it runs
 
 Worlds: one rank with NCCL, and gloo with two and with 2 x 2 ranks on one GPU. With several GPUs,
 also NCCL with one rank for each GPU. Every row makes the same calls with tensors on CPUs, through
-gloo, and compares bits. All values are small whole numbers, so that no order of a sum changes them.
+gloo, and compares bits. All values are small integers, so the order of a sum does not change it.
 
-A check fails if the results differ, or if the call raises on the GPU alone. The script then ends
-with 1.
+A check fails if the results differ, or if the call raises only on the GPU. The exit status is then
+1.
 """
 
 import sys
@@ -45,7 +45,7 @@ DTYPES = (
     torch.float8_e5m2,
 )
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
-# The layouts that tensor, sequence and sharded data parallel models change between.
+# Redistributions of tensor, sequence and sharded data parallel models.
 PAIRS_1D: tuple[tuple[Placements, Placements], ...] = (
     ((S0,), (R,)),
     ((S1,), (R,)),
@@ -74,21 +74,21 @@ Call = Callable[[TorchCollectives, Axis, torch.device, torch.dtype], list[Tensor
 
 
 def filled(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return whole numbers of 0, 1 and 2 that differ between the ranks, on the device."""
+    """Return a tensor of the numbers 0, 1 and 2 on the device. Ranks have different values."""
     count = torch.Size(shape).numel()
     values = (torch.arange(count) * 7 + 5 * dist.get_rank()) % 3
     return values.reshape(shape).to(dtype).to(device)
 
 
 def gathered(c: TorchCollectives, axis: Axis, device: torch.device, dtype: torch.dtype) -> Any:
-    """Gather one tensor, then three at once, of which one has no elements."""
+    """Gather one tensor, then three in one call. One of the three has no elements."""
     alone = c.all_gather(axis, [filled((3, 2), device, dtype)]).wait()
     shapes = ((5,), (0, 4), (2, 3, 2))
     return alone + c.all_gather(axis, [filled(shape, device, dtype) for shape in shapes]).wait()
 
 
 def scattered(op: Any) -> Call:
-    """Return the call of a reduce-scatter of one tensor, then of two at once."""
+    """Return a function that reduce-scatters one tensor, then two in one call."""
 
     def call(c: TorchCollectives, axis: Axis, device: torch.device, dtype: torch.dtype) -> Any:
         n = axis.size
@@ -100,7 +100,7 @@ def scattered(op: Any) -> Call:
 
 
 def reduced(op: Any) -> Call:
-    """Return the call of an all-reduce of one tensor, then of two at once."""
+    """Return a function that all-reduces one tensor, then two in one call."""
 
     def call(c: TorchCollectives, axis: Axis, device: torch.device, dtype: torch.dtype) -> Any:
         one = c.all_reduce(axis, [filled((7,), device, dtype)], op=op).wait()
@@ -111,7 +111,7 @@ def reduced(op: Any) -> Call:
 
 
 def exchanged(c: TorchCollectives, axis: Axis, device: torch.device, dtype: torch.dtype) -> Any:
-    """Send equal blocks, then blocks of unequal lengths, of which some are empty."""
+    """Exchange equal blocks, then blocks of unequal lengths. Some of these are empty."""
     n, me = axis.size, axis.index
     equal = c.all_to_all(axis, filled((2 * n, 3), device, dtype)).wait()
     sent, received = [(me + to) % 3 for to in range(n)], [(me + of) % 3 for of in range(n)]
@@ -120,7 +120,7 @@ def exchanged(c: TorchCollectives, axis: Axis, device: torch.device, dtype: torc
 
 
 def passed_on(c: TorchCollectives, axis: Axis, device: torch.device, dtype: torch.dtype) -> Any:
-    """Send one tensor to the next rank, then two at once."""
+    """Send one tensor to the next rank, then two in one call."""
     n, me = axis.size, axis.index
     after, before = (me + 1) % n, (me - 1) % n
     out = torch.empty(4, 3, device=device, dtype=dtype)
@@ -160,7 +160,7 @@ def outcome(call: Call, axis: Axis, device: torch.device, dtype: torch.dtype) ->
 
 
 def every_dtype(name: str, pair: tuple[Axis, Axis], device: torch.device) -> str:
-    """Return how many dtypes give the CPU's bits; raise for one that does not."""
+    """Return the number of dtypes with the same bits as on the CPU. Raise if any differs."""
     equal, refused, wrong = [], [], []
     for dtype in DTYPES:
         short = str(dtype).removeprefix("torch.")
@@ -200,7 +200,7 @@ def mixed(pair: tuple[Axis, Axis], device: torch.device) -> str:
 
 
 def laid_out(mesh: DeviceMesh, placements: Placements, device: torch.device) -> DTensor:
-    """Return a 12 x 10 tensor of whole numbers in a layout; partial ranks hold other numbers."""
+    """Return a 12 x 10 tensor of integers in a layout. Ranks differ along partial axes only."""
     whole = (torch.arange(120.0).reshape(12, 10) % 11).to(device)
     coordinate = mesh.get_coordinate() or []
     local = whole
@@ -216,7 +216,7 @@ def laid_out(mesh: DeviceMesh, placements: Placements, device: torch.device) -> 
 
 
 def moved(meshes: tuple[DeviceMesh, DeviceMesh], source: Placements, target: Placements) -> str:
-    """Change a layout, with the gradient's way back."""
+    """Redistribute a tensor, forward and backward."""
 
     def both(mesh: DeviceMesh) -> list[Any]:
         x = laid_out(mesh, source, torch.device(mesh.device_type)).requires_grad_()
@@ -231,7 +231,7 @@ def moved(meshes: tuple[DeviceMesh, DeviceMesh], source: Placements, target: Pla
 
 
 def norms(meshes: tuple[DeviceMesh, DeviceMesh], kind: float) -> str:
-    """Clip gradients that are sharded by rows, by columns, and replicated."""
+    """Clip gradients that are sharded by rows, sharded by columns, and replicated."""
 
     def clipped(mesh: DeviceMesh) -> tuple[float, list[Tensor]]:
         found = []
@@ -268,7 +268,7 @@ def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
-    """Return the worlds, also those that cannot be here; on CPUs the one with most of the code."""
+    """Return all worlds, also worlds that this machine cannot run. On CPUs, return one."""
     if not on_gpu:
         return [World("2 x 2 ranks, gloo", "gloo", (2, 2))]
     gpus = torch.cuda.device_count()

@@ -25,7 +25,7 @@ NAMES = {R: "R", S0: "S0", S1: "S1", P: "P"}
 
 
 def named(placements: Placements) -> str:
-    """Return placements as short text."""
+    """Return placements as a short text, such as ``(S0,R)``."""
     return "(" + ",".join(NAMES[p] for p in placements) + ")"
 
 
@@ -35,7 +35,7 @@ def make_mesh(shape: Sequence[int]) -> DeviceMesh:
 
 
 def wrapped(placements: Placements, mesh: DeviceMesh, length: int) -> DTensor:
-    """Return a square tensor of random values; ranks differ where they are partial."""
+    """Return a square tensor of random values. Ranks differ along partial axes only."""
     coordinate = mesh.get_coordinate() or []
     seed = sum(i << axis * 4 for axis, i in enumerate(coordinate) if placements[axis] == P)
     local = torch.randn(length, length, generator=torch.Generator().manual_seed(seed))
@@ -48,7 +48,7 @@ def wrapped(placements: Placements, mesh: DeviceMesh, length: int) -> DTensor:
 
 
 def fake_world(size: int) -> None:
-    """Be rank 1 of a world that moves nothing."""
+    """Join a fake world as rank 1. Its collectives move no data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     quiet()
@@ -56,7 +56,7 @@ def fake_world(size: int) -> None:
 
 
 def quiet() -> None:
-    """Use one thread and print no warnings."""
+    """Use one thread, and hide warnings."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

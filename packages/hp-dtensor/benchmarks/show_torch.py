@@ -1,11 +1,12 @@
-"""Show what torch does where this package does otherwise, case by case, on 4 local gloo ranks.
+"""Show the cases in which torch and this package give different results, on 4 local gloo ranks.
 
     python packages/hp-dtensor/benchmarks/show_torch.py
 
 Both sides run in the same processes, with the installed torch. "Right" means that every rank holds
-the chunk of the whole tensor that ``torch.chunk`` gives it. torch plans by default; where bytes are
-counted, the sum of what all ranks receive from others, it is given its all-to-all of GPUs between
-shards: on CPU meshes it would gather and cut. Exits with 1 where this package is not right.
+the chunk of the whole tensor that ``torch.chunk`` gives it. torch uses its default planner. Some
+cases count the bytes that all ranks receive from other ranks. In these cases torch gets the
+all-to-all between shards that it runs on GPUs, because on CPU meshes it gathers and slices. The
+exit status is 1 if this package is wrong in any case.
 """
 
 import os
@@ -31,19 +32,19 @@ from torch.distributed.tensor import DTensor, Shard
 import hp_dtensor as hp
 
 RANKS = 4
-LATE = 0.5  # seconds by which the other ranks come late to a collective
-SIZES = (1, 1, 2, 4)  # rows of the ranks in unequal runs
+LATE = 0.5  # seconds by which ranks 1 to 3 start a collective later than rank 0
+SIZES = (1, 1, 2, 4)  # number of rows of each rank in an unequal split
 BLOCKS = placement_types._StridedShard(0, split_factor=2)
 Side = Callable[[], str]
-Case = tuple[str, Side, Side]  # what is asked, torch's side, ours
+Case = tuple[str, Side, Side]  # description, torch's call, our call
 
 
 class Runs(Shard):
-    """What one would try for runs of unequal lengths: a placement of one's own."""
+    """A user's first attempt at shards of unequal lengths: a subclass of `Shard`."""
 
 
 def cases() -> Iterator[Case]:
-    """Go through all cases."""
+    """Yield all cases."""
     line, square = make_mesh((RANKS,)), make_mesh((2, 2))
     reverse = DeviceMesh("cpu", torch.tensor([3, 2, 1, 0]), mesh_dim_names=("d",))
     yield between(line, (S0,), reverse, (S0,))
@@ -65,12 +66,12 @@ def cases() -> Iterator[Case]:
 
 
 def judged(found: Tensor, wanted: Tensor) -> str:
-    """Return whether a rank holds what it should."""
+    """Compare the values of a rank with the expected values."""
     return "right" if torch.equal(found, wanted) else f"WRONG, without an error: {found.tolist()}"
 
 
 def landed(x: DTensor, full: Tensor, mesh: DeviceMesh, placements: Placements) -> str:
-    """Judge a result by its mesh and this rank's part."""
+    """Compare the mesh and this rank's part of a result with the expected ones."""
     if x.device_mesh != mesh:
         return f"WRONG, without an error: still on ranks {x.device_mesh.mesh.tolist()}"
     return judged(x.to_local(), chunk_of(full, mesh, placements))
@@ -86,14 +87,14 @@ def chunk_of(full: Tensor, mesh: DeviceMesh, placements: Sequence[dt.Placement])
 
 
 def matrix(mesh: DeviceMesh, placements: Placements) -> tuple[Tensor, DTensor]:
-    """Return a whole matrix, and the same made of every rank's part, without communication."""
+    """Return a matrix, and the same matrix as a DTensor, without communication."""
     full = torch.arange(32.0).view(8, 4)
     part = chunk_of(full, mesh, placements)
     return full, DTensor.from_local(part, mesh, placements, shape=full.shape, stride=(4, 1))
 
 
 def between(old: DeviceMesh, source: Placements, mesh: DeviceMesh, target: Placements) -> Case:
-    """Go to another mesh."""
+    """Redistribute a matrix to another mesh."""
     full, x = matrix(old, source)
     return (
         f"{named(source)} on {old.mesh.tolist()} -> {named(target)} on {mesh.mesh.tolist()}",
@@ -103,7 +104,7 @@ def between(old: DeviceMesh, source: Placements, mesh: DeviceMesh, target: Place
 
 
 def received(mesh: DeviceMesh, source: Placements, target: Placements) -> Case:
-    """Count the bytes of a redistribution."""
+    """Count the received bytes of a redistribution."""
     full, x = matrix(mesh, source)
 
     def described(y: DTensor, count: float) -> str:
@@ -132,7 +133,7 @@ def received(mesh: DeviceMesh, source: Placements, target: Placements) -> Case:
 
 
 def strided(mesh: DeviceMesh, rows: int, placements: list[dt.Placement], kind: str) -> Case:
-    """Put together what torch itself has cut."""
+    """Gather a tensor that torch has split into strided shards."""
     whole = torch.arange(float(rows))
     x = dt.distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return (
@@ -143,7 +144,7 @@ def strided(mesh: DeviceMesh, rows: int, placements: list[dt.Placement], kind: s
 
 
 def refused(mesh: DeviceMesh, placements: Placements) -> Case:
-    """Ask for what cannot be."""
+    """Redistribute to placements that are impossible."""
     _, x = matrix(mesh, (S0, R))
     return (
         f"placements {placements} for a matrix on a mesh of two axes",
@@ -153,7 +154,7 @@ def refused(mesh: DeviceMesh, placements: Placements) -> Case:
 
 
 def started(mesh: DeviceMesh, source: Placements) -> Case:
-    """See whether a rank can go on while the others have not come to the collective yet."""
+    """Check whether a rank continues before the other ranks start the collective."""
     full, x = matrix(mesh, source)
 
     def timed(call: Callable[[], Any]) -> str:
@@ -173,7 +174,7 @@ def started(mesh: DeviceMesh, source: Placements) -> Case:
 
 
 def added(mesh: DeviceMesh) -> Case:
-    """Compute with rows in unequal runs."""
+    """Add 1 to a matrix that is split into unequal numbers of rows."""
     full = torch.arange(32.0).view(8, 4)
     part = full.split(SIZES)[dist.get_rank()]
 
@@ -196,7 +197,7 @@ def added(mesh: DeviceMesh) -> Case:
 
 
 def tied(distribute: Callable[[nn.Module, DeviceMesh], object], mesh: DeviceMesh) -> str:
-    """Distribute a module whose two layers share a weight."""
+    """Distribute a module of two layers that share a weight."""
     pair = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
     pair[1].weight = pair[0].weight
     distribute(pair, mesh)
@@ -204,7 +205,7 @@ def tied(distribute: Callable[[nn.Module, DeviceMesh], object], mesh: DeviceMesh
 
 
 def outcome(side: Side) -> str:
-    """Return what a side says, or what it raises."""
+    """Return the text of a call, or the name and text of its error."""
     try:
         return side()
     except hp.LayoutError as error:
@@ -214,12 +215,12 @@ def outcome(side: Side) -> str:
 
 
 def merit(text: str) -> tuple[bool, bool]:
-    """Order outcomes from wrong to right."""
+    """Return a sort key: wrong results first, right ones last."""
     return text.startswith("right"), text == "right"
 
 
 def run_rank(rank: int, store: str) -> None:
-    """Go through the cases as one rank; rank 0 prints what is least right on some rank."""
+    """Run all cases as one rank. Rank 0 prints the worst result of all ranks for each case."""
     quiet()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -240,7 +241,7 @@ def run_rank(rank: int, store: str) -> None:
             if rank == 0:
                 print(f"\n{name}\n  torch: {worst[0]}\n  here:  {worst[1]}", flush=True)
     dist.barrier()
-    # Meshes still hold groups: leave without running destructors.
+    # Meshes still refer to process groups. Leave without running destructors.
     os._exit(failed)
 
 

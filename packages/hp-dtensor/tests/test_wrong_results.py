@@ -40,7 +40,7 @@ RANKS = 4
 
 
 class Pair(NamedTuple):
-    """What one rank got from torch and from this package: a tensor, a list, or an error's text."""
+    """The results of torch and of this package on one rank: tensors, numbers or error texts."""
 
     torchs: Any
     ours: Any
