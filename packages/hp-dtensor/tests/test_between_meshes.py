@@ -208,7 +208,8 @@ def recorded(rank: int, started: bool) -> list[str]:
         x = laid(whole(SHAPE, 1), source, rank, grad=True)
         mesh = mesh_of(target)
         try:
-            result: Any = redistribute(x, target.placements, mesh=mesh, async_op=started)
+            call: Any = redistribute
+            result = call(x, target.placements, mesh=mesh, async_op=started)
             result = result.wait() if started else result
             texts.append(f"nothing raised, got {result}")
         except UnsupportedError as error:
