@@ -225,14 +225,14 @@ def averages(bench: Bench) -> str | Result:
     if axis.size == 1:
         return skipped("one rank, nothing is communicated")
     asked = []
-    all_reduce = dist.all_reduce
+    all_reduce = dist.ProcessGroup.allreduce
 
-    def noted(tensor: Tensor, op: Any, **more: Any) -> Any:
-        asked.append(str(op))
-        return all_reduce(tensor, op=op, **more)
+    def noted(group: Any, tensors: Any, options: Any) -> Any:
+        asked.append("AVG" if options.reduceOp == dist.ReduceOp.AVG else "SUM")
+        return all_reduce(group, tensors, options)
 
     given = torch.full((4,), float(axis.index), device=bench.batch.device)
-    with mock.patch.object(dist, "all_reduce", noted):
+    with mock.patch.object(dist.ProcessGroup, "allreduce", noted):
         (mean,) = TorchCollectives().all_reduce(axis, [given], "avg").wait()
     expected = (axis.size - 1) / 2
     right = bool((mean == expected).all()) and ("AVG" in asked[0]) == bench.over_nccl
