@@ -1,10 +1,12 @@
-"""Tools for tests: simulated ranks as threads of one process, and a comparison with one process."""
+"""Tools for tests: simulated ranks in one process, and a comparison with one process."""
 
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
@@ -155,6 +157,9 @@ class SimulatedMesh:
 
 
 T = TypeVar("T")
+Ranks = tuple[int, ...]
+# Ranks of the axis, coordinates of sender and receiver, and number of the message between the two.
+_MessageKey = tuple[Ranks, int, int, int]
 
 
 class SimulatedWorld:
@@ -186,8 +191,8 @@ class SimulatedWorld:
         self.timeout = timeout
         self._changed = threading.Condition()
         self._ended: set[int] = set()
-        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._messages: dict[tuple[tuple[int, ...], int, int, int], Tensor] = {}
+        self._meetings: dict[tuple[Ranks, int], _Meeting] = {}
+        self._messages: dict[_MessageKey, Tensor] = {}
 
     def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
         """Call a function on every rank and return the results.
@@ -208,7 +213,7 @@ class SimulatedWorld:
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 
-        def live(rank: int) -> None:
+        def main(rank: int) -> None:
             try:
                 results[rank] = function(rank, SimulatedCollectives(self, rank))
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
@@ -218,7 +223,7 @@ class SimulatedWorld:
                     self._ended.add(rank)
                     self._changed.notify_all()
 
-        threads = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(self.size)]
+        threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -244,6 +249,8 @@ class SimulatedWorld:
 
 @dataclass
 class _Meeting:
+    """One collective call of all ranks of an axis. The last rank to call computes the results."""
+
     call: str
     posted: dict[int, list[Tensor]] = field(default_factory=dict)
     results: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -267,9 +274,10 @@ class SimulatedCollectives:
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
-        self._turn: dict[tuple[int, ...], int] = {}
-        self._sent: dict[tuple[tuple[int, ...], int], int] = {}
-        self._received: dict[tuple[tuple[int, ...], int], int] = {}
+        # Numbers of the next call over an axis, and of the next message to and from each peer.
+        self._calls: defaultdict[Ranks, count[int]] = defaultdict(count)
+        self._sent: defaultdict[tuple[Ranks, int], count[int]] = defaultdict(count)
+        self._received: defaultdict[tuple[Ranks, int], count[int]] = defaultdict(count)
 
     def axis(self, name: str = "world", ranks: Sequence[int] | None = None) -> Axis:
         """Return an axis over some ranks of the simulated world.
@@ -351,7 +359,7 @@ class SimulatedCollectives:
         def transpose(posted: list[list[Tensor]]) -> list[list[Tensor]]:
             received = []
             for me, blocks in enumerate(zip(*posted, strict=True)):
-                # As between processes, a rank that sends no rows may have rows of another width.
+                # A rank that sends no rows may have rows of another width, as with real processes.
                 sent = [block for block in blocks if len(block)]
                 received.append([torch.cat([blocks[me][:0], *sent])])
             return received
@@ -379,36 +387,38 @@ class SimulatedCollectives:
         """Send and receive point to point; see `Collectives.send_recv`."""
         if fault := own_fault(axis, sends, receives):
             raise ValueError(fault)
-        world = self._world
+        world, ranks, me = self._world, axis.ranks, axis.index
         with world._changed:
             for peer, parts in sends.items():
                 for tensor in as_tensors(parts):
-                    turn = _next(self._sent, (axis.ranks, peer))
-                    world._messages[axis.ranks, axis.index, peer, turn] = tensor.detach().clone()
+                    number = next(self._sent[ranks, peer])
+                    world._messages[ranks, me, peer, number] = tensor.detach().clone()
             world._changed.notify_all()
         awaited = [
-            (out, peer, (axis.ranks, peer, axis.index, _next(self._received, (axis.ranks, peer))))
+            (out, (ranks, peer, me, next(self._received[ranks, peer])))
             for peer, parts in receives.items()
             for out in as_tensors(parts)
         ]
 
         def finish() -> list[Tensor]:
-            for out, peer, key in awaited:
-                world._wait_for(
-                    lambda key=key: key in world._messages,  # type: ignore[misc]
-                    lambda peer=peer: {axis.ranks[peer]},  # type: ignore[misc]
-                    f"send_recv over {axis.name}",
-                )
-                message = world._messages.pop(key)
-                if (message.dtype, message.shape) != (out.dtype, out.shape):
-                    raise RankMismatchError(
-                        f"rank {axis.ranks[peer]} sent {described([message])} over {axis.name} "
-                        f"where rank {self.rank} expects {described([out])}"
-                    )
-                out.detach().copy_(message)
-            return [out for out, *_ in awaited]
+            for out, key in awaited:
+                self._receive(axis, out, key)
+            return [out for out, _ in awaited]
 
         return _Deferred(finish)
+
+    def _receive(self, axis: Axis, output: Tensor, key: _MessageKey) -> None:
+        world, sender = self._world, axis.ranks[key[1]]
+        world._wait_for(
+            lambda: key in world._messages, lambda: {sender}, f"send_recv over {axis.name}"
+        )
+        message = world._messages.pop(key)
+        if (message.dtype, message.shape) != (output.dtype, output.shape):
+            raise RankMismatchError(
+                f"rank {sender} sent {described([message])} over {axis.name} "
+                f"where rank {self.rank} expects {described([output])}"
+            )
+        output.detach().copy_(message)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with the tensor of one rank; see `Collectives.broadcast`."""
@@ -429,7 +439,7 @@ class SimulatedCollectives:
         check: Callable[[list[Tensor], list[list[Tensor]]], None] | None = None,
     ) -> Work:
         world = self._world
-        key = (axis.ranks, _next(self._turn, axis.ranks))
+        key = (axis.ranks, next(self._calls[axis.ranks]))
         with world._changed:
             meeting = world._meetings.setdefault(key, _Meeting(call))
             if meeting.call != call and meeting.error is None:
@@ -439,7 +449,7 @@ class SimulatedCollectives:
                 )
             meeting.posted[axis.index] = [tensor.detach() for tensor in inputs]
             if len(meeting.posted) == axis.size:
-                del world._meetings[key]  # nobody looks for it any more; those who wait hold it
+                del world._meetings[key]  # the ranks that wait have references to it
             if len(meeting.posted) == axis.size and meeting.error is None:
                 posted = [meeting.posted[i] for i in range(axis.size)]
                 try:
@@ -488,12 +498,6 @@ class _Deferred:
                 self._error = error
                 raise
         return self._outputs
-
-
-def _next(counters: dict[Any, int], key: Any) -> int:
-    turn = counters.get(key, 0)
-    counters[key] = turn + 1
-    return turn
 
 
 def _reduce(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
