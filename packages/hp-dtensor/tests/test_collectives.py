@@ -22,6 +22,7 @@ from hp_dtensor import (
     TorchCollectives,
 )
 from hp_dtensor.collectives._c10d import _average
+from hp_dtensor.collectives._uneven import start_uneven_reduce_scatter
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_dtensor.torch_compat import backend_of
 
@@ -999,3 +1000,17 @@ def test_a_group_by_a_registered_name_is_served_as_its_backend_is(
         assert torch.equal(found[0], torch.cat([numbers(0, 2), numbers(1, 2)]))
         assert torch.equal(found[1], torch.cat([numbers(9, 4), numbers(10, 4)]))
         assert torch.equal(found[2], (numbers(0, 3) + numbers(1, 3)) / 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_blocks_of_different_lengths_are_reduced_as_their_definition_says(op: Any) -> None:
+    sizes = (2, 0, 3)
+
+    def reduced(rank: int, collectives: SimulatedCollectives) -> tuple[Tensor, Tensor]:
+        axis, rows = collectives.axis(), numbers(rank, 5, 2)
+        part = start_uneven_reduce_scatter(collectives, axis, rows, sizes, op)()
+        (whole,) = collectives.all_reduce(axis, [rows.clone()], op).wait()
+        return part, whole.split(list(sizes))[rank]
+
+    for part, expected in SimulatedWorld(3).run(reduced):
+        torch.testing.assert_close(part, expected)

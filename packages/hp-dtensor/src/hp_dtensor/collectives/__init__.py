@@ -1,1 +1,1 @@
-"""The interface to process groups: every collective of every package goes through it."""
+"""Collectives over a mesh axis. All packages communicate through these classes."""

@@ -10,8 +10,9 @@ from torch.compiler import is_compiling
 from .._torch import keep_eager
 from ._c10d import TorchCollectives
 from ._interface import Axis, Collectives
+from ._uneven import start_uneven_reduce_scatter
 
-Change: TypeAlias = Callable[[Tensor], Tensor]
+LinearFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class AutogradCollectives:
@@ -59,8 +60,8 @@ class AutogradCollectives:
             ValueError: ``sizes`` does not have one length per rank, or its entry for this rank is
                 not the length of ``x`` in ``dim``.
         """
-        how = axis, dim, _lengths(x, axis, dim, sizes), self._inner
-        return _apply(x, lambda y: _gather(y, *how), lambda y: _scatter(y, *how))
+        args = axis, dim, _lengths(x, axis, dim, sizes), self._inner
+        return _apply(x, lambda y: _gather(y, *args), lambda y: _scatter(y, *args))
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
@@ -97,8 +98,8 @@ class AutogradCollectives:
                 f"sizes {tuple(sizes)} over {axis.name} must be {axis.size} lengths that sum to "
                 f"{x.shape[dim]}, the length of dim {dim}"
             )
-        how = axis, dim, tuple(sizes), self._inner
-        return _apply(x, lambda y: _scatter(y, *how), lambda y: _gather(y, *how))
+        args = axis, dim, tuple(sizes), self._inner
+        return _apply(x, lambda y: _scatter(y, *args), lambda y: _gather(y, *args))
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum the tensors of all ranks.
@@ -114,7 +115,7 @@ class AutogradCollectives:
         Returns:
             The sum, the same on all ranks.
         """
-        return _apply(x, lambda y: _sum(y, axis, self._inner), _same)
+        return _apply(x, lambda y: _sum(y, axis, self._inner), _view)
 
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
         """Return a replicated tensor, and sum its gradient over the ranks in backward.
@@ -130,7 +131,7 @@ class AutogradCollectives:
         Returns:
             A view of ``x``.
         """
-        return _apply(x, _same, lambda y: _sum(y, axis, self._inner))
+        return _apply(x, _view, lambda y: _sum(y, axis, self._inner))
 
     def all_to_all(
         self,
@@ -173,30 +174,29 @@ class AutogradCollectives:
         )
 
 
-def _apply(x: Tensor, change: Change, adjoint: Change) -> Tensor:
-    """Return ``change(x)``, linear in ``x``; the two are each other's backward."""
-    return (_communicate_outside if is_compiling() else _communicate)(x, change, adjoint)
+def _apply(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
+    """Return ``function(x)``. Backward applies ``adjoint``, and double backward ``function``."""
+    return (_communicate_eagerly if is_compiling() else _communicate)(x, function, adjoint)
 
 
-def _communicate(x: Tensor, change: Change, adjoint: Change) -> Tensor:
-    # What is sent are bytes: they must be those of the values, not of their conjugates.
-    x = x.resolve_conj()
-    result: Tensor = _Linear.apply(x, change, adjoint)  # type: ignore[no-untyped-call]
+def _communicate(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
+    x = x.resolve_conj()  # collectives send the memory of x, which must hold its values
+    result: Tensor = _Linear.apply(x, function, adjoint)  # type: ignore[no-untyped-call]
     return result
 
 
-_communicate_outside = keep_eager(_communicate)
+_communicate_eagerly = keep_eager(_communicate)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Change, adjoint: Change) -> Tensor:
-        ctx.back = adjoint, change
-        return change(x)
+    def forward(ctx: Any, x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
+        ctx.swapped = adjoint, function
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(grads[0], *ctx.back), None, None
+        return _apply(grads[0], *ctx.swapped), None, None
 
 
 def _lengths(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -220,8 +220,8 @@ def _gather(
         (whole,) = collectives.all_gather(axis, [rows]).wait()
     else:
         whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
-        places = dict(enumerate(whole.split(list(sizes))))
-        collectives.send_recv(axis, dict.fromkeys(places, rows), places).wait()
+        parts = dict(enumerate(whole.split(list(sizes))))
+        collectives.send_recv(axis, dict.fromkeys(parts, rows), parts).wait()
     return whole.movedim(0, dim)
 
 
@@ -234,9 +234,7 @@ def _scatter(
     if len(set(sizes)) == 1:
         (part,) = collectives.reduce_scatter(axis, [rows]).wait()
     else:
-        mine = sizes[axis.index]
-        (parts,) = collectives.all_to_all(axis, rows, sizes, (mine,) * axis.size).wait()
-        part = parts.view(axis.size, mine, *rows.shape[1:]).sum(0)
+        part = start_uneven_reduce_scatter(collectives, axis, rows, sizes)()
     return part.movedim(0, dim)
 
 
@@ -246,7 +244,7 @@ def _sum(x: Tensor, axis: Axis, collectives: Collectives) -> Tensor:
     return total
 
 
-def _same(x: Tensor) -> Tensor:
+def _view(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 

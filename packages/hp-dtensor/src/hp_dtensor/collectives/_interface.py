@@ -1,4 +1,4 @@
-"""What the packages ask of communication: an axis, and six collectives over it."""
+"""Protocols of communication: an axis of ranks, and six collectives over it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
-Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
+Parts = Tensor | Sequence[Tensor]  # the tensors of one message
 
 
 class RankMismatchError(RuntimeError):
@@ -107,11 +107,11 @@ class Axis:
     size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Count the ranks once: every collective asks several times."""
+        """Store the number of ranks, because every collective reads it several times."""
         object.__setattr__(self, "size", len(self.ranks))
 
     def __deepcopy__(self, memo: object) -> "Axis":
-        # A group is running processes: a copied module communicates over the same ones.
+        # A process group cannot be copied, so a copied module uses the same group.
         return self
 
     @property
@@ -158,7 +158,7 @@ class Axis:
 
 
 def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError unless a reduce-scatter over ``axis`` can cut dim 0 of all inputs evenly."""
+    """Raise ValueError if the number of ranks does not divide dim 0 of an input."""
     for tensor in inputs:
         if tensor.shape[0] % axis.size:
             raise ValueError(
@@ -168,7 +168,7 @@ def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
 
 
 class Waitable(Protocol):
-    """What was started: a `Work`, or c10d's own, which returns no tensors."""
+    """Handle of an operation in flight: a `Work`, or a work of torch, which returns no tensors."""
 
     def wait(self) -> object:
         """Wait until the outputs are complete for use on the caller's stream."""
@@ -352,12 +352,12 @@ class Collectives(Protocol):
 
 
 def as_tensors(parts: Parts) -> list[Tensor]:
-    """Return what travels together as a list."""
+    """Return the tensors of a message as a list."""
     return [parts] if isinstance(parts, Tensor) else list(parts)
 
 
 def own_fault(axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> str:
-    """Say why a rank does not receive from itself what it sends itself; empty if it does."""
+    """Return why the messages of a rank to itself do not match, or an empty text if they do."""
     me = axis.index
     if me not in sends and me not in receives:
         return ""
@@ -371,10 +371,10 @@ def own_fault(axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Par
 
 
 def described(tensors: Sequence[Tensor]) -> str:
-    """Return dtypes and shapes for a message."""
+    """Return the dtypes and shapes of tensors as text."""
     return ", ".join(f"{dtype_name(tensor)} {list(tensor.shape)}" for tensor in tensors)
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype as messages have it."""
+    """Return the name of a tensor's dtype, such as ``"float32"``."""
     return str(tensor.dtype).removeprefix("torch.")
