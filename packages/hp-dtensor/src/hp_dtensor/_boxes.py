@@ -107,7 +107,10 @@ def _strided_pieces(
 
 
 def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[int, ...], int]:
-    """Return the index whose `pieces` contain a position, and the end of the range around it."""
+    """Return the index that holds a position, and the end of the range that contains it.
+
+    The ranges of an index are those that `pieces` returns.
+    """
     index = []
     # `offset` counts elements within the current part, which has `total` elements. `run` is the
     # number of elements from the position to the end of its range.
@@ -131,8 +134,9 @@ def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[
 def longest(length: int, splits: Sequence[Split]) -> int:
     """Return the largest number of elements that an index holds after nested splits.
 
-    This is not always index 0. Example: 7 elements split into 4 and 3. If each part is split into 3
-    blocks and then in two, index 0 holds 2 of the 4 elements, but all 3 of the 3.
+    With blocks, the largest part is not always the first. Example: 7 elements are split into 4 and
+    3. Each part is then split into 3 blocks of 2 chunks. The largest part of the 4 elements has 2
+    of them, and the largest part of the 3 elements has all 3.
     """
     lengths = {length}
     for degree, factor in splits:
@@ -166,7 +170,8 @@ def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
     """Return the distinct numbers of elements that the indices of one split hold."""
     block = -(-total // factor) or 1
     full, last = divmod(total, block)
-    # The number changes only at the index where the chunks of a full or of the last block end.
+    # The number changes only at two indices: after the last chunk of a full block, and after the
+    # last chunk of the last block.
     ends = [length // -(-length // degree) for length in (block, last) if length]
     return {
         full * _chunk_length(block, degree, i) + _chunk_length(last, degree, i)

@@ -28,9 +28,13 @@ Kind = Literal[
 class _Usage(NamedTuple):
     """Bytes and memory of one kind of step.
 
-    Both functions take the size of the source on a rank, its size of the target, and the number of
-    ranks of the collective. ``received`` is None if the rank receives exactly the elements that it
-    needs and does not hold. ``memory`` is the size of the source, the target and all buffers.
+    Both functions take the size of a rank's local tensor before the step, its size after the step,
+    and the number of ranks in the collective.
+
+    Attributes:
+        received: Returns the size of the data that the rank receives from others. None if it
+            receives exactly the elements that it needs and does not hold.
+        memory: Returns the size of input, output and buffers.
     """
 
     received: Callable[[int, int, int], int] | None
@@ -130,7 +134,8 @@ class Step:
     def _memory(self, held: int, result: int, shape: Sequence[int]) -> int:
         total = _USAGE[self.kind].memory(held, result, self.ranks)
         if self.kind == "reduce_scatter" and not self.target.is_even(shape):
-            # Every rank receives one part of its own length from each rank, in an all-to-all.
+            # This runs as an all-to-all. From each rank, a rank receives a part as long as its
+            # result.
             return 2 * held + (self.ranks + 1) * result
         if self.kind == "direct":
             # If the target replicates an axis, a rank packs elements once for each receiver on it.
@@ -505,7 +510,7 @@ def lower_bound(
         if terms == 1:
             elements = average_missing(here, dst, shape)
             return 0.0 if is_local(here, dst) else alpha + beta * elements * itemsize
-        # Each coordinate of the partial axes that are kept has a sum of its own.
+        # There is a separate sum for each coordinate of the partial axes that are kept.
         sums = _ranks_along(here, [p and k for p, k in zip(partial, kept, strict=True)])
         elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
         # Each all-reduce rounds its bytes down, and there is at most one for each axis.

@@ -20,22 +20,21 @@ def _as_torch(other: object, name: str) -> Any:
 
 
 class Placement:
-    """Base class of all placements. A placement states how its mesh axis splits the tensor.
-
-    Attributes:
-        split: Tensor dim and split factor, if the axis splits one dim into chunks of blocks. The
-            split factor is the number of blocks. None if the axis does not.
-        split_dims: Tensor dims that the axis splits, separately or as one flattened dim.
-    """
+    """Base class of all placements. A placement states how its mesh axis splits the tensor."""
 
     __slots__ = ()
 
     @property
     def split(self) -> tuple[int, int] | None:
+        """Tensor dim and split factor of a `Shard` or `StridedShard`, otherwise None.
+
+        The split factor is the number of blocks of which each rank holds one chunk.
+        """
         return None
 
     @property
     def split_dims(self) -> tuple[int, ...]:
+        """Tensor dims that the axis splits, either one dim or several flattened dims."""
         split = self.split
         return () if split is None else split[:1]
 
@@ -84,6 +83,7 @@ class Shard(Placement):
 
     @property
     def split(self) -> tuple[int, int]:
+        """Tensor dim, and the split factor 1."""
         return self.dim, 1
 
     def __eq__(self, other: object) -> bool:
@@ -135,6 +135,7 @@ class StridedShard(Placement):
 
     @property
     def split(self) -> tuple[int, int]:
+        """Tensor dim and split factor."""
         return self.dim, self.split_factor
 
     def __eq__(self, other: object) -> bool:
@@ -202,6 +203,7 @@ class RaggedShard(Placement):
 
     @property
     def split_dims(self) -> tuple[int, ...]:
+        """Tensor dims that are flattened."""
         return self.dims
 
     def __hash__(self) -> int:

@@ -48,6 +48,7 @@ from ._transfer import check_pair, same_mesh
 _MOST_LAYOUTS = 4000
 
 Steps: TypeAlias = tuple[Step, ...]
+_Total: TypeAlias = tuple[float, float, float]
 # Sets of mesh axes that have a process group of exactly their ranks. None means all sets.
 Spanned: TypeAlias = frozenset[tuple[int, ...]] | None
 
@@ -249,12 +250,13 @@ class Search:
     """A search for the cheapest steps from one layout to another.
 
     This is A* (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968) over layouts. Each step changes
-    one axis, reduces several, or goes straight to the target. The steps include all steps of
-    torch's planners. If times are equal, native collectives are preferred, then fewer steps, then
-    the first found, so that every rank finds the same plan.
+    one axis, reduces several axes, or changes to the target at once. The steps include all steps of
+    torch's planners. If times are equal, plans with more native collectives win, then plans with
+    fewer bytes, then plans with fewer steps. The order of the steps is fixed, so that all ranks
+    find the same plan.
 
     Attributes:
-        ended: Whether the search looked at all layouts that it had to.
+        ended: False if the search gave up at the limit on the number of layouts.
         wide: Whether steps that lead away from the target are included.
         searchable: Whether such steps can help.
         candidates: Layouts from which the first round went to the target in one step.
@@ -312,18 +314,22 @@ class Search:
         least: Callable[[Layout], float],
         join: Callable[[float, float], float],
     ) -> Steps | None:
-        """Search for the steps with the lowest joined price.
+        """Search for the steps with the lowest total price.
 
-        ``least`` is a lower bound on the price from a layout to the target. The first round takes
-        only steps that lead towards the target. It always ends, and its result limits the work of
-        the second round.
+        There are two rounds. The first has few steps: those that lead towards the target. Its
+        result is an upper bound for the second round, which has all steps.
+
+        Args:
+            price: Returns the price of a step, given the bytes that it receives.
+            least: Returns a lower bound on the price from a layout to the target.
+            join: Combines the prices of consecutive steps.
         """
         serial = count()
         # Price so far, number of steps that are no native collectives, and bytes received.
-        never: tuple[tuple[float, int, float], Steps] = (math.inf, 0, 0.0), ()
+        never: tuple[_Total, Steps] = (math.inf, math.inf, math.inf), ()
         found = never
         for self.wide in (False, True):
-            best = {self.src: ((0.0, 0, 0.0), Steps())}
+            best: dict[Layout, tuple[_Total, Steps]] = {self.src: ((0.0, 0, 0.0), ())}
             if found is not never:
                 best[self.dst] = found
             queue = [(best[self.src][0], 0, next(serial), self.src, best[self.src][0])]
@@ -365,7 +371,10 @@ class Search:
         price: Callable[[Step, float], float],
         join: Callable[[float, float], float],
     ) -> Iterator[Step]:
-        """Yield the next steps that may run and fit into memory, and record the others."""
+        """Yield the next steps that fit into memory and have a process group.
+
+        The last steps of plans that lack memory or a group are recorded.
+        """
         for step in self.next_steps(here):
             if not self._may_run(step):
                 continue
@@ -391,7 +400,7 @@ class Search:
         return self.max_bytes is None or self.memory(step) * self.itemsize <= self.max_bytes
 
     def next_steps(self, here: Layout) -> Iterator[Step]:
-        """Yield the steps that may come next."""
+        """Yield the steps that the search considers after a layout."""
         dst = self.dst
         if not same_mesh(here, dst):
             partial = [a for a, p in enumerate(here.placements) if isinstance(p, Partial)]

@@ -161,7 +161,7 @@ class Pairing:
         self.held, self.needed = Tiles(src, shape), Tiles(dst, shape)
         self.replica_axes = self.held.replica_axes
         if one_mesh:
-            # If the target does not split what the source holds there, each replica keeps its own.
+            # On other replicated axes, ranks never need data from another replica.
             self.replica_axes = [
                 axis
                 for axis in self.held.replica_axes
