@@ -132,7 +132,7 @@ def test_a_plan_holds_at_most_what_it_says(
         local, mesh, [spelled(p) for p in source], shape=torch.Size(shape), stride=(shape[1], 1)
     )
     for target in itertools.product(KINDS[:3], repeat=2):
-        prepared = _prepare.prepare(x, (target, None, None), _prepare.Options())
+        prepared = _prepare.prepare(x, target, None, _prepare.NO_OPTIONS)
         if prepared.unchanged:
             continue
         with Held(local) as mode:

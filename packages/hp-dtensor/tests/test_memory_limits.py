@@ -76,8 +76,8 @@ def prepared_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
     one_mesh = (source.mesh_shape, source.ranks) == (target.mesh_shape, target.ranks)
     other = None if one_mesh else mesh_of(target, meshes)
     try:
-        wanted = target.placements, other, target.shard_order
-        return _prepare.prepare(x, wanted, _prepare.Options(max_bytes=limit))
+        options = _prepare.Options(shard_order=target.shard_order, max_bytes=limit)
+        return _prepare.prepare(x, target.placements, other, options)
     except NoPlanError:
         raise
     except LayoutError:  # torch has no name for it, or no group

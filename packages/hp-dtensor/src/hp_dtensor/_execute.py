@@ -17,6 +17,7 @@ from ._planner import Plan
 from ._torch import counts_messages
 from ._transfer import Transfer, plan_transfer
 from .collectives._interface import Collectives, ReduceOp
+from .collectives._uneven import start_uneven_reduce_scatter
 
 # Waits for the collective of a step and returns the local result.
 Finish: TypeAlias = Callable[[], Tensor]
@@ -153,7 +154,7 @@ def _all_reduce(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundS
 def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
     """Return a reduce-scatter. If shards are unequal, it is an all-to-all and a local reduction."""
     if not (step.source.is_even(shape) and step.target.is_even(shape)):
-        return _scatter_by_all_to_all(step, group)
+        return _uneven_reduce_scatter(step, group)
     dim, result = _sharded_dims(step)[1], step.target.local_shape(shape, rank)
     split = splitter(step.source.local_shape(shape, rank), dim, group.size, group.order)
     # The output has the shape of one part of the packed input.
@@ -168,24 +169,20 @@ def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> Bo
     return begin
 
 
-def _scatter_by_all_to_all(step: Step, group: AxisGroup) -> BoundStep:
+def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
+    """Return a reduce-scatter of chunks with different lengths."""
     dim = _sharded_dims(step)[1]
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
-    (op, terms), find, size = _reduction(step), group.find, group.size
-    order, reduce = group.order or range(size), _REDUCTIONS[op]
+    (op, terms), find = _reduction(step), group.find
+    order = group.order or range(group.size)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        axis = find()
-        cuts = [chunk(x.shape[dim], degrees, unravel(i, degrees)) for i in range(size)]
-        chunks = [x.narrow(dim, lo, hi - lo) for lo, hi in cuts]
-        parts = [chunks[position] for position in order]
-        sizes = [part.numel() for part in parts]
-        packed = x.new_empty(x.numel())
-        for space, part in zip(packed.split(sizes), parts, strict=True):
-            space.view(part.shape).copy_(part)
-        mine = parts[axis.index]
-        work = collectives.all_to_all(axis, packed, sizes, [mine.numel()] * size)
-        return lambda: _averaged(reduce(work.wait()[0].view(size, *mine.shape)), terms)
+        rows = x.movedim(dim, 0)
+        chunks = [chunk(len(rows), degrees, unravel(position, degrees)) for position in order]
+        packed = torch.cat([rows[lo:hi] for lo, hi in chunks])
+        sizes = [hi - lo for lo, hi in chunks]
+        finish = start_uneven_reduce_scatter(collectives, find(), packed, sizes, op)
+        return lambda: _averaged(finish(), terms).movedim(0, dim).contiguous()
 
     return begin
 
@@ -214,15 +211,6 @@ def _reduction(step: Step) -> tuple[ReduceOp, int]:
 
 def _averaged(total: Tensor, terms: int) -> Tensor:
     return total if terms == 1 else total.div_(terms)
-
-
-_REDUCTIONS: dict[ReduceOp, Change] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "avg": lambda parts: parts.sum(0, dtype=parts.dtype) / parts.shape[0],
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-    "prod": lambda parts: parts.prod(0, dtype=parts.dtype),
-}
 
 
 def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
