@@ -54,7 +54,7 @@ def piece(x: Tensor, box: Box, frame: Box) -> Tensor:
 
 
 def viewer(frame: Box) -> Callable[[Box], Callable[[Tensor], Tensor]]:
-    return lambda box: lambda x: _execute.taken(x, _execute.within(box, frame))
+    return lambda box: lambda x: _execute.narrowed(x, _execute.within(box, frame))
 
 
 @settings(deadline=None, max_examples=200)
