@@ -219,16 +219,16 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
     If the received buffer is then the result itself, or one copy away from it, the rank also sends
     itself its own piece. Otherwise it copies its own piece while the all-to-all runs.
     """
-    transfer, held, needed = _moved(step, shape, rank)
-    mine = _index(step, group, rank)
-    sends = sorted((_index(step, group, peer), box) for peer, box in transfer.sends)
-    receives = sorted((_index(step, group, peer), box) for peer, box in transfer.recvs)
-    kept = [(mine, box) for box in transfer.local]
-    arranged = _arranged([box for _, box in sorted(receives + kept)], needed)
-    if arranged is not None:
+    transfer, held, needed = _transfer_and_views(step, shape, rank)
+    own_index = _group_index(step, group, rank)
+    sends = sorted((_group_index(step, group, peer), box) for peer, box in transfer.sends)
+    receives = sorted((_group_index(step, group, peer), box) for peer, box in transfer.recvs)
+    kept = [(own_index, box) for box in transfer.local]
+    unpack_all = _single_unpacker([box for _, box in sorted(receives + kept)], needed)
+    if unpack_all is not None:
         sends, receives = sorted(sends + kept), sorted(receives + kept)
         kept = []
-    splits = _splits(sends, group.size), _splits(receives, group.size)
+    splits = _split_sizes(sends, group.size), _split_sizes(receives, group.size)
     pack = packer([box for _, box in sends], held.box, held.view)
     unpack = unpacker([box for _, box in receives], needed.view)
     copy_own = _own_copier([box for _, box in kept], held, needed)
@@ -236,8 +236,8 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         work = collectives.all_to_all(find(), pack(x), *splits)
-        if arranged is not None:
-            return lambda: arranged(work.wait()[0])
+        if unpack_all is not None:
+            return lambda: unpack_all(work.wait()[0])
         out = copy_own(x)
 
         def finish() -> Tensor:
@@ -255,14 +255,14 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
     The local tensor of a rank outside the source mesh is empty, and so is the result of a rank
     outside the target mesh.
     """
-    transfer, held, needed = _moved(step, shape, rank)
-    outgoing = _messages([(_index(step, group, peer), box) for peer, box in transfer.sends])
-    incoming = _messages([(_index(step, group, peer), box) for peer, box in transfer.recvs])
+    transfer, held, needed = _transfer_and_views(step, shape, rank)
+    outgoing = _messages([(_group_index(step, group, peer), box) for peer, box in transfer.sends])
+    incoming = _messages([(_group_index(step, group, peer), box) for peer, box in transfer.recvs])
     # Peers that receive the same boxes share one buffer.
     parts = list(dict.fromkeys(outgoing.values()))
     sizes = [_size(boxes) for boxes in parts]
     pack = packer([box for boxes in parts for box in boxes], held.box, held.view)
-    arrive = [_size(boxes) for boxes in incoming.values()]
+    received_sizes = [_size(boxes) for boxes in incoming.values()]
     unpack = unpacker([box for boxes in incoming.values() for box in boxes], needed.view)
     copy_own, find = _own_copier(transfer.local, held, needed), group.find
     # An all-to-all, for groups that require the same calls on all ranks.
@@ -276,16 +276,16 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
         if not outgoing and not incoming:
             return out
         packed = dict(zip(parts, pack(x).split(sizes) if parts else (), strict=True))
-        arriving = x.new_empty(sum(arrive))
+        received = x.new_empty(sum(received_sizes))
         work = collectives.send_recv(
             axis,
             {peer: packed[boxes] for peer, boxes in outgoing.items()},
-            dict(zip(incoming, arriving.split(arrive), strict=True)),
+            dict(zip(incoming, received.split(received_sizes), strict=True)),
         )
 
         def finish() -> Tensor:
             work.wait()
-            unpack(arriving, out)
+            unpack(received, out)
             return out
 
         return finish
@@ -306,7 +306,7 @@ def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") ->
     return copy
 
 
-def _moved(
+def _transfer_and_views(
     step: Step, shape: tuple[int, ...], rank: int
 ) -> "tuple[Transfer, LocalView, LocalView]":
     """Return the messages of a rank in a step, and its local tensor before and after the step."""
@@ -317,7 +317,7 @@ def _moved(
     return plan_transfer(step.source, step.target, shape, rank), held, needed
 
 
-def _index(step: Step, group: AxisGroup, rank: int) -> int:
+def _group_index(step: Step, group: AxisGroup, rank: int) -> int:
     """Return a rank's index in the group of a step."""
     if step.kind == "transfer":
         return group.members[rank]
@@ -326,20 +326,20 @@ def _index(step: Step, group: AxisGroup, rank: int) -> int:
     return group.members[ravel([position[a] for a in axes], [degrees[a] for a in axes])]
 
 
-def _arranged(arriving: Sequence[Box], needed: "LocalView") -> Change | None:
+def _single_unpacker(received: Sequence[Box], needed: "LocalView") -> Change | None:
     """Return a function from the received buffer to the result.
 
     Returns None if no view and no single concatenation does it.
     """
     if needed.box is None:
         return None
-    if fills(arriving, needed.box):
+    if fills(received, needed.box):
         return lambda x: x.view(needed.shape)
-    dim = equal_parts(arriving, needed.box)
-    return None if dim is None else concatenator(extent(arriving[0]), dim, len(arriving))
+    dim = equal_parts(received, needed.box)
+    return None if dim is None else concatenator(extent(received[0]), dim, len(received))
 
 
-def _splits(pieces: Pieces, size: int) -> list[int]:
+def _split_sizes(pieces: Pieces, size: int) -> list[int]:
     splits = [0] * size
     for index, box in pieces:
         splits[index] += volume(box)
