@@ -137,7 +137,12 @@ def _pending(
 
     def wait() -> Distributed:
         if compare is not None:
-            compare()
+            try:
+                compare()
+            except UnsupportedError:
+                # All ranks have started the same transfer. It ends, so that no message is left.
+                finish()
+                raise
         with torch.set_grad_enabled(recorded):
             if recorded:
                 result = _record(x, prepared, options, prepare, finish)
