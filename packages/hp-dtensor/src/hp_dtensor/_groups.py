@@ -109,8 +109,8 @@ def find_group(
     flattened meshes, groups of hp-mesh aliases, the group of the world. Returns None if there is no
     such group. Communicates nothing.
     """
-    names = mesh.mesh_dim_names or tuple(f"dim{axis}" for axis in range(mesh.ndim))
-    name = "_".join(names[axis] for axis in axes)
+    names = mesh.mesh_dim_names or tuple([f"dim{axis}" for axis in range(mesh.ndim)])
+    name = "_".join([names[axis] for axis in axes])
     existing = _axis_group(mesh, axes[0]) if len(axes) == 1 else _groups_over_axes(mesh)
     ranks = ranks_along(mesh, axes)
     for group, group_ranks in [*map(_with_ranks, given), *existing]:
@@ -118,7 +118,7 @@ def find_group(
             continue
         index = {rank: i for i, rank in enumerate(group_ranks)}
         if index.keys() == set(ranks):
-            members = tuple(index[rank] for rank in ranks)
+            members = tuple([index[rank] for rank in ranks])
             return AxisGroup(_finder(name, group, group_ranks), members, len(ranks))
     return None
 
@@ -132,7 +132,7 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    here = tuple(slice(None) if axis in axes else i for axis, i in enumerate(coordinate))
+    here = tuple([slice(None) if axis in axes else i for axis, i in enumerate(coordinate)])
     order = [sorted(axes).index(axis) for axis in axes]
     return tuple(_meshes[number].mesh[here].permute(order).flatten().tolist())
 

@@ -203,7 +203,9 @@ class Layout:
         Returns:
             True if the mesh contains the rank.
         """
-        return self._position(rank) is not None
+        if self._positions is not None:
+            return rank in self._positions
+        return rank in (range(self.size) if self.ranks is None else self.ranks)
 
     def all_ranks(self) -> Sequence[int]:
         """Return the global ranks of the mesh.
