@@ -177,12 +177,17 @@ def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
     order = group.order or range(group.size)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        rows = x.movedim(dim, 0)
-        chunks = [chunk(len(rows), degrees, unravel(position, degrees)) for position in order]
-        packed = torch.cat([rows[lo:hi] for lo, hi in chunks])
-        sizes = [hi - lo for lo, hi in chunks]
-        finish = start_uneven_reduce_scatter(collectives, find(), packed, sizes, op)
-        return lambda: _averaged(finish(), terms).movedim(0, dim).contiguous()
+        axis, length = find(), x.shape[dim]
+        ranges = [chunk(length, degrees, unravel(position, degrees)) for position in order]
+        parts = [x.narrow(dim, lo, hi - lo) for lo, hi in ranges]
+        sizes = [part.numel() for part in parts]
+        # Flat parts need no copy of the result, which other layouts of the buffer would need.
+        packed = x.new_empty(x.numel())
+        for space, part in zip(packed.split(sizes), parts, strict=True):
+            space.view(part.shape).copy_(part)
+        result = parts[axis.index].shape
+        finish = start_uneven_reduce_scatter(collectives, axis, packed, sizes, op)
+        return lambda: _averaged(finish().view(result), terms)
 
     return begin
 

@@ -71,8 +71,7 @@ def run(
         prepared = prepare(x, placements, mesh, options)
     except TorchPartial:
         return _run_after_torch(x, placements, mesh, options, async_op, prepare)
-    # A rank outside the mesh has nothing to record.
-    recorded = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+    recorded = x.requires_grad and torch.is_grad_enabled()
     if prepared.unchanged and not recorded:
         return Pending(lambda: x) if async_op else x
     if not prepared.crosses:
