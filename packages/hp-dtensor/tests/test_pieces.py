@@ -83,11 +83,11 @@ def test_joining_undoes_parting(part: tuple[int, ...], parts: int, data: st.Data
     dim = data.draw(st.integers(0, len(part) - 1))
     shape = (*part[:dim], part[dim] * parts, *part[dim + 1 :])
     x = torch.arange(math.prod(shape)).view(shape)
-    apart = _execute.splitter(shape, dim, parts)(x)
+    apart = _execute.splitter(shape, [(dim, parts, 0)])(x)
     assert apart.is_contiguous()
     expected = x.chunk(parts, dim) if x.shape[dim] else [x] * parts
     assert torch.equal(apart.flatten(), torch.cat([chunk.flatten() for chunk in expected]))
-    together = _execute.concatenator(part, dim, parts)(apart)
+    together = _execute.concatenator(part, [(dim, parts, 0)])(apart)
     assert torch.equal(together, x)
     assert together.is_contiguous()
 
@@ -98,3 +98,42 @@ def test_rows_are_packed_without_a_copy() -> None:
     frame: Box = ((0, 4), (0, 3))
     packed = _execute.packer(rows, frame, viewer(frame))(x)
     assert packed.data_ptr() == x.data_ptr()
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]], list[int]]:
+    """Draw the shape of a part, a grid with up to two entries for each dim, and an order."""
+    part = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    dims = draw(st.lists(st.integers(0, len(part) - 1), min_size=1, max_size=3))
+    levels = draw(st.permutations(range(len(dims))))
+    grid = [(dim, draw(st.integers(1, 3)), level) for dim, level in zip(dims, levels, strict=True)]
+    order = draw(st.permutations(range(math.prod(number for _, number, _ in grid))))
+    return part, grid, order
+
+
+@settings(deadline=None, max_examples=200)
+@given(grids(), st.booleans())
+def test_parts_of_a_grid_are_what_chunks_in_turn_give(
+    case: tuple[tuple[int, ...], list[tuple[int, int, int]], list[int]], ordered: bool
+) -> None:
+    part, grid, order = case
+    shape = list(part)
+    for dim, number, _ in grid:
+        shape[dim] *= number
+    x = torch.arange(math.prod(shape)).view(shape)
+    expected = []
+    for index in itertools.product(*(range(number) for _, number, _ in grid)):
+        chunk = x
+        for _, dim, number, i in sorted(
+            (level, dim, number, i) for (dim, number, level), i in zip(grid, index, strict=True)
+        ):
+            chunk = chunk.chunk(number, dim)[i]
+        expected.append(chunk)
+    if ordered:
+        expected = [expected[i] for i in order]
+    given_order = order if ordered else None
+    apart = _execute.splitter(tuple(shape), grid, given_order)(x)
+    assert torch.equal(apart.flatten(), torch.stack(expected).flatten())
+    together = _execute.concatenator(part, grid, given_order)(apart.contiguous())
+    assert torch.equal(together, x)
+    assert together.is_contiguous()

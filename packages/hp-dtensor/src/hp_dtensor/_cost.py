@@ -152,11 +152,32 @@ class Step:
         return missing_at(self.source, self.target, shape, here, there)
 
 
-def direct_step(src: Layout, dst: Layout) -> Step:
-    """Return the one step that sends each rank exactly the elements that it needs and lacks."""
+def direct_step(src: Layout, dst: Layout, shape: Sequence[int]) -> Step:
+    """Return the one step that sends each rank exactly the elements that it needs and lacks.
+
+    If every rank of the group lacks all elements of the others, the step is an all-gather.
+    """
     if is_local(src, dst):
         return slice_step(src, dst)
-    return Step(kind="direct", axes=moving_axes(src, dst), source=src, target=dst)
+    axes = moving_axes(src, dst)
+    kind: Kind = "all_gather" if _only_gathers(src, dst, axes, shape) else "direct"
+    return Step(kind=kind, axes=axes, source=src, target=dst)
+
+
+def _only_gathers(src: Layout, dst: Layout, axes: tuple[int, ...], shape: Sequence[int]) -> bool:
+    """Return whether a step gathers equal parts on all of its axes and changes nothing else."""
+    if not src.is_even(shape) or any(dst.placements[axis].split_dims for axis in axes):
+        return False
+    for dim, splits in src.axis_splits.items():
+        kept = dst.axis_splits.get(dim, ())
+        if splits[: len(kept)] != kept or any(
+            axis not in axes for axis, _, _ in splits[len(kept) :]
+        ):
+            return False
+    return all(
+        axis in axes or old == new
+        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
+    )
 
 
 def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:

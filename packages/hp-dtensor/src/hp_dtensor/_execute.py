@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, permutations
 from typing import TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from ._boxes import Box, chunk, extent, place_in, ravel, run_boxes, unravel, vol
 from ._cost import Step
 from ._groups import AxisGroup
 from ._layout import Layout, replicated
-from ._placements import Partial, Shard
+from ._placements import Partial
 from ._planner import Plan
 from ._torch import counts_messages
 from ._transfer import Transfer, plan_transfer
@@ -104,11 +104,15 @@ def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
 
 
 def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
-    """Return an all-gather of equal shards of one dim."""
-    held, dim = step.source.local_shape(shape, rank), _sharded_dims(step)[0]
+    """Return an all-gather of equal shards over one or several axes."""
+    held = step.source.local_shape(shape, rank)
+    grid = []
+    for axis in step.axes:
+        dim = _sharded_dim(step.source, axis)
+        level = step.source.shard_axes(dim).index(axis)
+        grid.append((dim, step.source.mesh_shape[axis], level))
     gathered = (group.size * held[0], *held[1:])
-    in_order = dim == 0 and group.order is None
-    join = None if in_order else concatenator(held, dim, group.size, group.order)
+    join = None if _is_dim_0(grid, group.order) else concatenator(held, grid, group.order)
     find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -123,12 +127,12 @@ def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundS
 
 def _all_to_all(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
     """Return an all-to-all that gathers one dim and splits another one into equal shards."""
-    old, new = _sharded_dims(step)
+    old, new = (_sharded_dim(layout, step.axes[0]) for layout in (step.source, step.target))
     held = step.source.local_shape(shape, rank)
     piece = list(held)
     piece[new] //= group.size
-    split = splitter(held, new, group.size, group.order)
-    join = concatenator(tuple(piece), old, group.size, group.order)
+    split = splitter(held, [(new, group.size, 0)], group.order)
+    join = concatenator(tuple(piece), [(old, group.size, 0)], group.order)
     find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -155,8 +159,8 @@ def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> Bo
     """Return a reduce-scatter. If shards are unequal, it is an all-to-all and a local reduction."""
     if not (step.source.is_even(shape) and step.target.is_even(shape)):
         return _uneven_reduce_scatter(step, group)
-    dim, result = _sharded_dims(step)[1], step.target.local_shape(shape, rank)
-    split = splitter(step.source.local_shape(shape, rank), dim, group.size, group.order)
+    dim, result = _sharded_dim(step.target, step.axes[0]), step.target.local_shape(shape, rank)
+    split = splitter(step.source.local_shape(shape, rank), [(dim, group.size, 0)], group.order)
     # The output has the shape of one part of the packed input.
     part = result if dim == 0 and group.order is None else (1, *result)
     (op, terms), find = _reduction(step), group.find
@@ -171,7 +175,7 @@ def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> Bo
 
 def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
     """Return a reduce-scatter of chunks with different lengths."""
-    dim = _sharded_dims(step)[1]
+    dim = _sharded_dim(step.target, step.axes[0])
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
     (op, terms), find = _reduction(step), group.find
     order = group.order or range(group.size)
@@ -192,10 +196,10 @@ def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
     return begin
 
 
-def _sharded_dims(step: Step) -> tuple[int, int]:
-    """Return the dims that the axes of a step shard in its source and in its target; -1 if none."""
-    old, new = (layout.placements[step.axes[0]] for layout in (step.source, step.target))
-    return old.dim if isinstance(old, Shard) else -1, new.dim if isinstance(new, Shard) else -1
+def _sharded_dim(layout: Layout, axis: int) -> int:
+    """Return the dim that an axis shards."""
+    (dim,) = layout.placements[axis].split_dims
+    return dim
 
 
 def _reduction(step: Step) -> tuple[ReduceOp, int]:
@@ -340,8 +344,8 @@ def _single_unpacker(received: Sequence[Box], needed: "LocalView") -> Change | N
         return None
     if fills(received, needed.box):
         return lambda x: x.view(needed.shape)
-    dim = equal_parts(received, needed.box)
-    return None if dim is None else concatenator(extent(received[0]), dim, len(received))
+    grid = equal_grid(received, needed.box)
+    return None if grid is None else concatenator(extent(received[0]), grid)
 
 
 def _split_sizes(pieces: Pieces, size: int) -> list[int]:
@@ -456,41 +460,87 @@ def _inside(box: Box, frame: Box) -> bool:
     )
 
 
-def splitter(shape: Shape, dim: int, parts: int, order: Sequence[int] | None = None) -> Change:
-    """Return a function that splits ``dim`` of a tensor into equal parts and stacks the parts.
+# How a tensor is split into a grid of equal parts, whose row-major order is the order of the parts:
+# (dim, number of parts, level). A dim with several entries is split at level 0 first.
+Grid: TypeAlias = Sequence[tuple[int, int, int]]
 
-    The result is contiguous, ``[parts, ...]``. For dim 0 without ``order``, the parts are not
-    stacked, because the tensor itself already has their elements in order. ``order[i]`` is the part
-    at position ``i`` of the stack; None means ascending order.
+
+def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
+    """Return a function that splits a tensor into the parts of a grid and stacks the parts.
+
+    The result is contiguous, ``[parts, ...]``. For a grid of dim 0 alone, without ``order``, the
+    parts are not stacked, because the tensor itself already has their elements in order.
+
+    Args:
+        shape: Shape of the tensor.
+        grid: Dims to split.
+        order: ``order[i]`` is the row-major number of the part at position ``i`` of the stack. None
+            means ascending order.
     """
-    if order is not None:
-
-        def arrange(x: Tensor) -> Tensor:
-            pieces = x.tensor_split(parts, dim)
-            return torch.stack([pieces[i] for i in order])
-
-        return arrange
-    if dim == 0:
+    if _is_dim_0(grid, order):
         return Tensor.contiguous
-    split = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    dims = (dim, *(d for d in range(len(split)) if d != dim))
-    return lambda x: x.reshape(split).permute(dims).contiguous()
+    part = list(shape)
+    for dim, number, _ in grid:
+        part[dim] //= number
+    _, stacked, sizes = _grid_dims(part, grid)
+    if order is None:
+        return lambda x: x.reshape(sizes).permute(stacked).contiguous()
+    indices = [unravel(number, [parts for _, parts, _ in grid]) for number in order]
+
+    def stack(x: Tensor) -> Tensor:
+        parts = x.reshape(sizes).permute(stacked)
+        return torch.stack([parts[index] for index in indices])
+
+    return stack
 
 
-def concatenator(part: Shape, dim: int, parts: int, order: Sequence[int] | None = None) -> Change:
-    """Return the inverse of `splitter`: a function that concatenates stacked parts along ``dim``.
+def concatenator(part: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
+    """Return the inverse of `splitter`: a function that joins stacked parts to one tensor.
 
     ``part`` is the shape of one part. The argument can have any shape with as many elements.
     """
-    stacked = (parts, *part)
-    if order is not None:
-        places = sorted(range(parts), key=order.__getitem__)
-        return lambda x: torch.cat([x.view(stacked)[i] for i in places], dim)
-    whole = (*part[:dim], parts * part[dim], *part[dim + 1 :])
-    if dim == 0:
+    whole = list(part)
+    for dim, number, _ in grid:
+        whole[dim] *= number
+    if _is_dim_0(grid, order):
         return lambda x: x.view(whole)
-    dims = (*range(1, dim + 1), 0, *range(dim + 1, len(stacked)))
-    return lambda x: x.view(stacked).permute(dims).reshape(whole).contiguous()
+    apart, stacked, sizes = _grid_dims(part, grid)
+    degrees = [number for _, number, _ in grid]
+    if order is None:
+        return lambda x: x.view(*degrees, *part).permute(apart).reshape(whole).contiguous()
+    indices = [unravel(number, degrees) for number in order]
+
+    def join(x: Tensor) -> Tensor:
+        out = x.new_empty(sizes)
+        parts = out.permute(stacked)
+        for index, received in zip(indices, x.view(-1, *part), strict=True):
+            parts[index].copy_(received)
+        return out.view(whole)
+
+    return join
+
+
+def _is_dim_0(grid: Grid, order: Sequence[int] | None) -> bool:
+    return order is None and [dim for dim, _, _ in grid] == [0]
+
+
+def _grid_dims(part: Sequence[int], grid: Grid) -> tuple[list[int], list[int], list[int]]:
+    """Return how to permute between stacked parts and the tensor with its dims split.
+
+    Stacked parts have one dim for each entry of ``grid``, followed by the dims of a part. In the
+    split tensor, the entries of a dim come directly before the dim, by level.
+
+    Returns:
+        The permutation from stacked parts to the split tensor, its inverse, and the shape of the
+        split tensor.
+    """
+    apart: list[int] = []
+    for dim in range(len(part)):
+        levels = sorted((level, i) for i, (split, _, level) in enumerate(grid) if split == dim)
+        apart += [*(i for _, i in levels), len(grid) + dim]
+    lengths = [*(number for _, number, _ in grid), *part]
+    inverse = sorted(range(len(apart)), key=apart.__getitem__)
+    return apart, inverse, [lengths[i] for i in apart]
 
 
 def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change]) -> Change:
@@ -501,9 +551,9 @@ def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change
     """
     if frame is not None and fills(boxes, frame):
         return lambda x: x.reshape(-1)
-    if frame is not None and (dim := equal_parts(boxes, frame)) is not None:
-        split_up = splitter(extent(frame), dim, len(boxes))
-        return lambda x: split_up(x).view(-1)
+    if frame is not None and (grid := equal_grid(boxes, frame)) is not None:
+        split = splitter(extent(frame), grid)
+        return lambda x: split(x).view(-1)
     views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
     if not views:
@@ -563,22 +613,34 @@ def fills(boxes: Sequence[Box], frame: Box) -> bool:
     return bool(boxes) and bool(frame) and offset == volume(frame)
 
 
-def equal_parts(boxes: Sequence[Box], frame: Box) -> int | None:
-    """Return the dim along which ``frame``, split equally, gives the boxes in order; else None."""
-    for dim in range(len(frame)):
-        lengths = {box[dim][1] - box[dim][0] for box in boxes}
-        if len(lengths) == 1 and _consecutive(boxes, frame, dim):
-            return dim
+def equal_grid(boxes: Sequence[Box], frame: Box) -> Grid | None:
+    """Return the grid of equal parts of ``frame`` that are the boxes, in order. None if none is."""
+    if not boxes or not volume(frame):
+        return None
+    part = extent(boxes[0])
+    if any(extent(box) != part for box in boxes) or 0 in part:
+        return None
+    counts = [length // size for length, size in zip(extent(frame), part, strict=True)]
+    split = [dim for dim, number in enumerate(counts) if number > 1]
+    if math.prod(counts) != len(boxes):
+        return None
+    for dims in permutations(split):
+        degrees = [counts[dim] for dim in dims]
+        if all(
+            _part_at(frame, part, dims, unravel(number, degrees)) == box
+            for number, box in enumerate(boxes)
+        ):
+            return [(dim, number, 0) for dim, number in zip(dims, degrees, strict=True)]
     return None
 
 
-def _consecutive(boxes: Sequence[Box], frame: Box, dim: int) -> bool:
-    position = frame[dim][0]
-    for box in boxes:
-        if box[dim][0] != position or box[:dim] + box[dim + 1 :] != frame[:dim] + frame[dim + 1 :]:
-            return False
-        position = box[dim][1]
-    return position == frame[dim][1]
+def _part_at(frame: Box, part: Shape, dims: Sequence[int], index: Sequence[int]) -> Box:
+    """Return the box of one part of a grid."""
+    box = list(frame)
+    for dim, number in zip(dims, index, strict=True):
+        start = frame[dim][0] + number * part[dim]
+        box[dim] = start, start + part[dim]
+    return tuple(box)
 
 
 def _is_contiguous(box: Box, frame: Box) -> bool:

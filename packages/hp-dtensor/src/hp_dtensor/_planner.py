@@ -414,7 +414,7 @@ class Search:
         if partial:
             yield from self._reductions(here, partial)
         else:
-            straight = direct_step(here, dst)
+            straight = direct_step(here, dst, self.shape)
             yield straight
             if straight.kind == "slice":
                 return
@@ -467,7 +467,8 @@ class Search:
 
     def _gathers_and_moves(self, here: Layout) -> Iterator[Step]:
         if here.ragged is not None and not same_runs(here, self.dst):
-            yield direct_step(here, with_placement(here, here.ragged[0], Replicate()))
+            gathered = with_placement(here, here.ragged[0], Replicate())
+            yield direct_step(here, gathered, self.shape)
         free = self._free_dims(here)
         for dim in free:
             if dim not in here.axis_splits:
