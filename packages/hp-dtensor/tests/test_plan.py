@@ -79,7 +79,7 @@ def test_steps_lead_from_source_to_target(case: Case) -> None:
         ((S0,), (S1,), ["all_to_all"]),
         ((S0, R), (R, S1), ["slice", "all_gather"]),
         ((S0, S1), (S1, S0), ["direct"]),
-        ((S0, S0), (R, R), ["direct"]),
+        ((S0, S0), (R, R), ["all_gather"]),
         ((P,), (R,), ["all_reduce"]),
         ((P,), (S1,), ["reduce_scatter"]),
         ((P, R), (R, S0), ["slice", "all_reduce"]),
