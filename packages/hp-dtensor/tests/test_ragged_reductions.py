@@ -82,3 +82,34 @@ def test_any_and_all_have_torchs_dtype(ranks: Ranks, dtype: torch.dtype) -> None
         for mine, expected in zip(found, (torch.any(whole), torch.all(whole)), strict=True):
             assert mine.dtype == expected.dtype
             assert torch.equal(mine, expected)
+
+
+def largest(rank: int, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = ragged(rank, values).requires_grad_()
+    result = x.norm(float("inf"))
+    result.backward()
+    grad: Any = x.grad
+    return result.detach(), grad.full_tensor()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.full((3, 3), 0.1, dtype=torch.double),
+        torch.full((3, 3), 3e38),
+        torch.tensor([[1.0, 2.0, 3.0], [float("nan"), 1.0, 2.0], [3.0, 0.0, 0.0]]),
+    ],
+    ids=["equal", "large", "nan"],
+)
+def test_the_largest_element_is_exact_however_many_ranks_hold_it(
+    ranks: Ranks, values: torch.Tensor
+) -> None:
+    whole = values.clone().requires_grad_()
+    expected = whole.norm(float("inf"))
+    expected.backward()
+    assert whole.grad is not None
+    for result, gradient in ranks(2).run(largest, values):
+        assert torch.equal(result, expected.detach()) or (result.isnan() and expected.isnan())
+        if not expected.isnan():
+            torch.testing.assert_close(gradient, whole.grad)
+        assert not gradient.isnan().any()

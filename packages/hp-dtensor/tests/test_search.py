@@ -53,7 +53,9 @@ def relaxed(search: Any, wide: bool) -> float:
         changed = False
         for here in list(spent):
             for step in search.next_steps(here):
-                total = spent[here] + _cost.step_seconds(step, search.shape, ITEMSIZE, search.cost)
+                total = spent[here] + _cost.step_seconds(
+                    step, _cost.step_bytes(step, search.shape, ITEMSIZE), search.cost
+                )
                 allowed = len(step.axes) <= 2 and search._may_run(step)
                 if allowed and total < spent.get(step.target, math.inf):
                     spent[step.target], changed = total, True

@@ -21,7 +21,7 @@ from ._errors import LayoutError, MeshError
 from ._execute import BoundStep, bind, start
 from ._groups import AxisGroup
 from ._layout import Layout
-from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from ._placements import Placement, RaggedShard
 from ._planner import Plan
 from ._prepare import Options, Prepared, options_of, prepare, step_groups, tensor_spec
 from ._run import Pending, run
@@ -117,9 +117,8 @@ def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
     return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)
 
 
-_TYPES = {
-    cls.__name__: cls
-    for cls in (Layout, Partial, Plan, RaggedShard, Replicate, Shard, Step, StridedShard)
+_TYPES: dict[str, Any] = {
+    cls.__name__: cls for cls in (Layout, Plan, Step, *Placement.__subclasses__())
 }
 
 

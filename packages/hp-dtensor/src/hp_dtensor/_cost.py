@@ -376,14 +376,12 @@ _SAMPLING_MARGIN = 0.97
 
 def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
     """Return the modelled time of all steps, one after another."""
-    return sum([step_seconds(step, shape, itemsize, cost) for step in steps])
+    return sum([step_seconds(step, step_bytes(step, shape, itemsize), cost) for step in steps])
 
 
-def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
-    """Return the modelled time of one step, for the bytes that its ranks receive on average."""
-    if step.kind == "slice":
-        return 0.0
-    return cost.seconds(step.axes, step.ranks, step_bytes(step, shape, itemsize))
+def step_seconds(step: Step, received: float, cost: CostModel) -> float:
+    """Return the modelled time of one step. ``received`` is the result of `step_bytes`."""
+    return 0.0 if step.kind == "slice" else cost.seconds(step.axes, step.ranks, received)
 
 
 @clearable

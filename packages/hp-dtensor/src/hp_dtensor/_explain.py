@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ._errors import LayoutError, MeshError
 from ._layout import Layout
-from ._planner import Plan, check_order_left_out, explain_layouts
+from ._planner import Plan, PlanOptions, check_names, check_order_left_out, explain_layouts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ._prepare import Distributed, PlanOptions
+    from ._prepare import Distributed
 
 
 def explain(
@@ -21,7 +21,7 @@ def explain(
     shape: Sequence[int] | None = None,
     rank: int | None = None,
     itemsize: int | None = None,
-    **options: "Unpack[PlanOptions]",
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Return the plan that `redistribute` would carry out. Communicates nothing.
 
@@ -65,9 +65,12 @@ def explain(
                 f"mesh={mesh!r} beside a Layout, which has its own mesh of shape "
                 f"{layout.mesh_shape}; leave mesh= out"
             )
+    check_names(options, PlanOptions)
     check_order_left_out(placements, options.get("shard_order"))
     if isinstance(x, Layout):
-        return explain_layouts(x, placements, shape=shape, rank=rank, itemsize=itemsize, **options)
+        return explain_layouts(
+            x, placements, shape=shape, rank=rank, itemsize=itemsize, options=options
+        )
     from ._prepare import options_of, plan_for  # They need torch; plans between layouts do not.
 
     plan = plan_for(x, placements, mesh, options_of(options))

@@ -408,7 +408,8 @@ class Layout:
     def __str__(self) -> str:
         text = "(" + ", ".join(map(str, self.placements)) + ")"
         for dim, axes in cast(ShardOrder, self.shard_order or ()):
-            text += f" dim {dim} by axes {axes}"
+            if len(axes) > 1:
+                text += f" dim {dim} by axes {axes}"
         return text
 
 

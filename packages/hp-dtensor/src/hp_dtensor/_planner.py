@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, count
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from ._cost import (
     AlphaBeta,
@@ -26,6 +26,7 @@ from ._cost import (
     seconds,
     slice_step,
     step_bytes,
+    step_seconds,
 )
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._layout import (
@@ -44,6 +45,10 @@ from ._layout import (
 from ._placements import Partial, Replicate, in_tuple
 from ._transfer import check_pair, same_mesh
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 # Limit on the work for meshes with many axes. Usual searches expand a few to some hundred layouts.
 _MOST_LAYOUTS = 4000
 
@@ -51,6 +56,22 @@ Steps: TypeAlias = tuple[Step, ...]
 _Total: TypeAlias = tuple[float, float, float]
 # Sets of mesh axes that have a process group of exactly their ranks. None means all sets.
 Spanned: TypeAlias = frozenset[tuple[int, ...]] | None
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keyword arguments that `redistribute` and `explain` share."""
+
+    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None
+    max_bytes: int | None
+    cost: CostModel | None
+    groups: "Sequence[ProcessGroup | DeviceMesh] | None"
+
+
+def check_names(given: Mapping[str, object], options: Any) -> None:
+    """Raise TypeError for a keyword argument that is not a field of the class of options."""
+    known = options.__optional_keys__
+    if unknown := sorted(given.keys() - known):
+        raise TypeError(f"unexpected keyword arguments {unknown}; use {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,22 +187,19 @@ def explain_layouts(
     source: Layout,
     target: Sequence[Any] | Layout | None,
     *,
-    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
-    shape: Sequence[int] | None = None,
-    rank: int | None = None,
-    itemsize: int | None = None,
-    cost: CostModel | None = None,
-    max_bytes: int | None = None,
-    groups: object = None,
+    shape: Sequence[int] | None,
+    rank: int | None,
+    itemsize: int | None,
+    options: PlanOptions,
 ) -> Plan:
     """Return the plan between two layouts, without torch. Arguments and errors as in `explain`."""
-    check_order_left_out(target, shard_order)
+    cost, max_bytes = options.get("cost"), options.get("max_bytes")
     check_limits(cost, max_bytes)
     rank = 0 if rank is None else rank
     itemsize = 4 if itemsize is None else itemsize
     if shape is None:
         raise LayoutError("a plan between layouts needs the tensor's global shape=")
-    if groups is not None:
+    if (groups := options.get("groups")) is not None:
         raise LayoutError(
             f"groups={groups!r} beside a Layout, which is planned as if any set of axes had a "
             "group; leave groups= out"
@@ -190,7 +208,8 @@ def explain_layouts(
         raise LayoutError(f"itemsize={itemsize!r} is no number of bytes; give 1 or more")
     if not isinstance(target, Layout):
         placements = in_tuple(target, len(source.mesh_shape))
-        target = Layout(source.mesh_shape, placements, shard_order, source.ranks)
+        order = options.get("shard_order")
+        target = Layout(source.mesh_shape, placements, order, source.ranks)
     numbers = whole_numbers([rank])
     if numbers is None or not (source.holds(rank) or target.holds(rank)):
         held = sorted({*source.all_ranks(), *target.all_ranks()})
@@ -298,9 +317,7 @@ class Search:
 
     def price(self, step: Step, received: float) -> float:
         """Return the modelled time of a step in seconds."""
-        if step.kind == "slice":
-            return 0.0
-        return self.cost.seconds(step.axes, step.ranks, received)
+        return step_seconds(step, received, self.cost)
 
     def memory(self, step: Step) -> int:
         """Return the number of elements in memory during a step, on any rank at most."""

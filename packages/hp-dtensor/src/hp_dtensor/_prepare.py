@@ -3,15 +3,14 @@
 It is computed once for all equal calls.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +38,7 @@ from ._groups import (
 )
 from ._layout import Layout, ShardOrder, checked_order, reduced_layout
 from ._placements import Partial, in_tuple
-from ._planner import Plan, make_plan
+from ._planner import Plan, PlanOptions, check_names, make_plan
 from ._torch import dtensor_maker, group_count, local_part, spec_for, spec_parts
 from ._transfer import same_mesh
 from .collectives._c10d import TorchCollectives
@@ -48,16 +47,6 @@ from .ragged._spec import RaggedSpec
 from .ragged._tensor import RaggedTensor
 
 Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
-Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
-
-
-class PlanOptions(TypedDict, total=False):
-    """Keyword arguments that `redistribute` and `explain` share."""
-
-    shard_order: Order
-    max_bytes: int | None
-    cost: CostModel | None
-    groups: Sequence[ProcessGroup | DeviceMesh] | None
 
 
 class RunOptions(PlanOptions, total=False):
@@ -69,15 +58,15 @@ class RunOptions(PlanOptions, total=False):
 class Options(NamedTuple):
     """The checked `RunOptions` of one call. ``groups`` has the names of process groups."""
 
+    collectives: Collectives = TorchCollectives()
     shard_order: ShardOrder | None = None
     max_bytes: int | None = None
     cost: CostModel | None = None
     groups: tuple[str, ...] = ()
-    collectives: Collectives = TorchCollectives()
 
     def plan_key(self) -> tuple[object, ...]:
-        """Return the options that decide about the plan."""
-        return self[:4]
+        """Return all options but ``collectives``, which plans do not depend on."""
+        return self[1:]
 
 
 NO_OPTIONS = Options()
@@ -85,11 +74,7 @@ NO_OPTIONS = Options()
 
 def options_of(given: Mapping[str, Any]) -> Options:
     """Check keyword arguments. Raises `LayoutError`, or TypeError for an unknown name."""
-    if unknown := sorted(given.keys() - set(Options._fields)):
-        raise TypeError(
-            f"unexpected keyword arguments {unknown}; use mesh, async_op, "
-            f"{', '.join(Options._fields)}"
-        )
+    check_names(given, RunOptions)
     checked = {name: value for name, value in given.items() if value is not None}
     check_limits(checked.get("cost"), checked.get("max_bytes"))
     if "shard_order" in checked:

@@ -109,12 +109,32 @@ def _norm(sizes: Tensor, order: float, axes: Sequence[Axis]) -> Tensor:
 def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
     with torch.no_grad():
         largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
-        _all_reduce_(largest, axes, "max")
+        # The bits of numbers from 0 on, as integers, have the order of the numbers, with NaN last.
+        # The maximum of floats can lose a NaN.
+        integer = torch.int64 if sizes.dtype is torch.float64 else torch.int32
+        bits = torch.where(largest.isnan(), math.nan, largest).view(integer)
+        _all_reduce_(bits, axes, "max")
+        largest = bits.view(sizes.dtype)
         chosen = sizes == largest
-        count = chosen.sum().to(sizes.dtype)
+        count = chosen.sum()
         _all_reduce_(count, axes, "sum")
-    # As in torch, all elements with the largest value share the gradient.
-    return _sum_over((sizes * chosen).sum() / count, axes)
+    result: Tensor = _Largest.apply(sizes, largest, chosen, count)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Largest(torch.autograd.Function):
+    """The largest element. As in torch, all elements with this value share its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sizes: Tensor, largest: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen, count)
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        chosen, count = ctx.saved_tensors
+        # No element equals a NaN, so that the count is 0 then.
+        return torch.where(chosen, grads[0] / count, 0), None, None, None
 
 
 def _sum_over(part: Tensor, axes: Sequence[Axis]) -> Tensor:

@@ -229,12 +229,14 @@ class RaggedTensor(Tensor):
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
         """Return the sum of all elements. Differentiable.
 
-        Communicates one all-reduce of one number over each mesh axis that splits the tensor.
+        Communicates one all-reduce of one number over the ranks that hold different parts, or one
+        for each of their mesh axes if no process group spans them.
 
         Args:
             dim: Dims to reduce: None or all dims.
             keepdim: Has to be False.
-            dtype: Dtype of the sum. Defaults to the dtype of the tensor.
+            dtype: Dtype of the sum. Defaults to the dtype of the tensor; int64 for integers and
+                bools, as in torch.
 
         Returns:
             A plain scalar tensor, the same on every rank.
