@@ -106,9 +106,13 @@ class NonMember:
 
 
 class _Fingerprint(NamedTuple):
-    """The transfer that a rank is about to make.
+    """The message of one rank to the others about the transfer that it is about to make.
 
-    ``description`` is for errors. ``digest`` differs between ranks if their transfers differ.
+    Attributes:
+        rank: Global rank.
+        digest: Hash that is equal on all ranks if they make the same transfer.
+        description: Text for the error.
+        needs_gradient: Whether autograd on this rank would record the transfer.
     """
 
     rank: int

@@ -343,7 +343,7 @@ def _report(
 
 
 def _cause_of_loss(factor: float | None) -> str:
-    """Return the usual cause of a loss that is nearly a whole number of times too large."""
+    """Return the usual cause if a loss is about 2, 3, ... times too large, otherwise ""."""
     whole = 0 if factor is None else round(factor)
     if factor is None or whole < 2 or not 1e-6 < abs(factor - whole) / whole < 0.05:
         return ""

@@ -231,7 +231,11 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
 def _onto(
     held: Sequence[theirs.Placement], target: Sequence[AnyPlacement], axis: int, ndim: int
 ) -> theirs.Placement:
-    """Return the placement to which torch reduces one axis: the target's shard if possible."""
+    """Return the placement that torch's reduction leaves on one axis.
+
+    It is the target's `Shard`, or `Replicate` if the target is no `Shard` or another axis already
+    splits that dim.
+    """
     new = target[axis]
     if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:
         return theirs.Replicate()

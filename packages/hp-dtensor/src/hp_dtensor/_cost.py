@@ -260,8 +260,8 @@ class AlphaBeta:
 
     Args:
         alpha: Latency of a collective in seconds: one number, or a tuple with one number for each
-            mesh axis. For a transfer between two meshes, the tuple needs as many numbers as the
-            mesh with more axes has axes. Defaults to 10 us.
+            mesh axis. For a transfer between two meshes, give one number for each axis of the mesh
+            that has more axes. Defaults to 10 us.
         beta: Transfer time in seconds per byte: one number, or a tuple as for ``alpha``. The
             default corresponds to 50 GB/s.
 

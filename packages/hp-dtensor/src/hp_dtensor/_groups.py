@@ -253,9 +253,11 @@ _Named: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 def _axis_group(mesh: DeviceMesh, axis: int) -> list[_Named]:
-    """Return the group of a single axis. Its ranks can have another order than the mesh.
+    """Return candidates for the process group of one mesh axis.
 
-    ``torch.distributed.new_group`` sorts the ranks, but a mesh can list its ranks in any order.
+    It is the group of the axis alone. If the mesh was built without groups, candidates are all
+    groups that can span several axes. Ranks are in group order, which can differ from the order of
+    the mesh, because ``torch.distributed.new_group`` sorts them.
     """
     try:
         return [_named(mesh.get_group(axis))]

@@ -734,7 +734,11 @@ def unchanged_axes(src: Layout, dst: Layout) -> frozenset[int]:
 
 
 def _same_splits(src: Layout, dst: Layout) -> set[int]:
-    """Return the axes of the splits that both layouts begin with, and of the same `RaggedShard`."""
+    """Return the mesh axes that split a dim in the same way in both layouts.
+
+    In each dim, axes count up to the first difference. The axis of a `RaggedShard` counts if both
+    layouts have the same one.
+    """
     found: set[int] = set()
     for dim, splits in src.axis_splits.items():
         for old, new in zip(splits, dst.axis_splits.get(dim, ()), strict=False):

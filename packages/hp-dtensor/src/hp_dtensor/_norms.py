@@ -183,12 +183,13 @@ def _by_ranks(
 ) -> tuple[dict[_Ranks, tuple[Axis, ...]], dict[_Ranks, list[Tensor]], list[Tensor]]:
     """Group gradients by the global ranks over which they are sharded.
 
-    A parameter without a gradient adds the ranks of the parameter, so that all ranks find the same
-    sets of ranks. The set is empty for gradients that are not sharded.
+    A parameter without a gradient still adds its own set of ranks, with no gradients, so that all
+    ranks find the same sets. The set is empty for gradients that are not sharded.
 
     Returns:
-        The axes whose all-reduces in turn cover each set of ranks, the local tensors of the
-        gradients for each set of ranks, and views of the repeated rows of all gradients.
+        Three values. For each set of ranks, the axes over which to all-reduce, one after the other.
+        For each set, the local tensors of its gradients. Views of the repeated rows of all
+        gradients.
     """
     covering: dict[_Ranks, tuple[Axis, ...]] = {}
     gradients: dict[_Ranks, list[Tensor]] = {}

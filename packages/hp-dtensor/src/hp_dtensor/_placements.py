@@ -28,7 +28,8 @@ class Placement:
     def split(self) -> tuple[int, int] | None:
         """Tensor dim and split factor of a `Shard` or `StridedShard`, otherwise None.
 
-        The split factor is the number of blocks of which each rank holds one chunk.
+        A dim is first split into as many blocks as the split factor says, and each rank holds one
+        chunk of every block. The split factor of a `Shard` is 1.
         """
         return None
 

@@ -571,8 +571,8 @@ def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] |
         value: Any object.
 
     Returns:
-        The children, and a function that builds an equal container from a list of new children. It
-        is None if the class of ``value`` is not registered.
+        A pair: the list of children, and a function that builds an equal container from a list of
+        new children. None in place of the pair if the class of ``value`` is not registered.
 
     Examples:
         >>> children, rebuild = pytree_node({"a": 1, "b": 2})

@@ -297,7 +297,7 @@ class Slice(_OfOne):
     stop: int
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape with the length of the range along ``dim``; see `Source.shape`."""
+        """Return the source's shape, with ``stop - start`` as the length of ``dim``."""
         shape = self.source.shape(stored)
         _check_dim(self, self.dim, len(shape))
         if not 0 <= self.start <= self.stop <= shape[self.dim]:

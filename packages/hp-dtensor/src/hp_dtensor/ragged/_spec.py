@@ -55,11 +55,11 @@ class RaggedSpec:
         object.__setattr__(self, "placements", (*others[:axis], runs, *others[axis + 1 :]))
 
     def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
-        """Return a copy on an equal mesh, without checks.
+        """Return a copy with another mesh object, which must equal the present one (not checked).
 
         Args:
-            mesh: The mesh. If None, only `on` of the copy may be called. A cache stores such
-                copies, so that it keeps no mesh alive.
+            mesh: The mesh, or None for a copy without one. Caches store such copies, so that they
+                keep no mesh alive. Call ``on(mesh)`` before any other use of the copy.
         """
         made = object.__new__(RaggedSpec)
         for name in ("layout", "shape", "placements"):
