@@ -403,53 +403,35 @@ def test_only_the_ranks_of_both_meshes_share_the_group_and_agree_in_one_all_redu
                 assert torch.equal(local, cut(whole(SHAPE), target, rank))
 
 
-def ahead(rank: int) -> list[Tensor | None]:
-    """Rank 2 calls only after the others went on from their calls, which they could not before."""
-    source, target, _ = APART[2]
-    x, mesh = laid(whole(SHAPE), source, rank), mesh_of(target)
-    results = []
-    store = dist.distributed_c10d._get_default_store()
-    for number in range(3):
-        name = f"ahead {number} {cached('ahead', lambda: 0)}"
-        if rank == 2 and number:
-            for other in (0, 1, 3):
-                store.wait([f"{name} {other}"])
-        pending = redistribute(x, target.placements, mesh=mesh, async_op=True)
-        store.set(f"{name} {rank}", "on")
-        y = pending.wait()
-        results.append(None if isinstance(y, NonMember) else y.to_local())
-    return results
-
-
-def test_a_started_transfer_waits_for_nobody_after_the_first_of_its_kind(ranks: Pools) -> None:
-    _, target, _ = APART[2]
-    for rank, results in enumerate(ranks(WORLD).run(ahead)):
-        for local in results:
-            assert (local is None) == (not target.holds(rank))
-            if local is not None:
-                assert torch.equal(local, cut(whole(SHAPE), target, rank))
-
-
-def disagreeing(rank: int) -> list[str]:
-    """One rank means another dtype after the kind was agreed on; the others have started."""
+def disagreeing(rank: int) -> list[tuple[str, Tensor | None]]:
+    """Rank 2 means another dtype in the second of three calls, whose kind is known."""
     group = cached("impatient", lambda: dist.new_group(range(WORLD), timeout=timedelta(seconds=5)))
     source, target, _ = APART[2]
-    mesh, said = mesh_of(target), []
-    for wrong in (False, True):
-        x = laid(whole(SHAPE), source, rank)
-        if rank == 2 and wrong:
+    mesh = mesh_of(target)
+    found: list[tuple[str, Tensor | None]] = []
+    for number in range(3):
+        x = laid(whole(SHAPE, number), source, rank)
+        if rank == 2 and number == 1:
             x = NonMember(source, SHAPE, torch.float32)
         try:
-            redistribute(x, target.placements, mesh=mesh, groups=[group], async_op=True).wait()
-            said.append("")
+            pending = redistribute(x, target.placements, mesh=mesh, groups=[group], async_op=True)
+            y = pending.wait()
+            found.append(("", None if isinstance(y, NonMember) else y.to_local()))
         except RankMismatchError as error:
-            said.append(str(error))
-    return said
+            found.append((str(error), None))
+    return found
 
 
-def test_ranks_that_disagree_after_they_started_hear_of_it_when_they_wait(ranks: Pools) -> None:
-    first, *others = ranks(WORLD).run(disagreeing)
-    assert first[0] == ""
-    assert "rank 0 plans torch.float64" in first[1]
-    assert "rank 2 plans torch.float32" in first[1]
-    assert others == [first] * 3
+def test_a_refused_transfer_leaves_no_message_for_the_next_one(ranks: Pools) -> None:
+    _, target, _ = APART[2]
+    results = ranks(WORLD).run(disagreeing)
+    assert len({found[1][0] for found in results}) == 1
+    assert "rank 0 plans torch.float64" in results[0][1][0]
+    assert "rank 2 plans torch.float32" in results[0][1][0]
+    for rank, found in enumerate(results):
+        for number in (0, 2):
+            text, local = found[number]
+            assert text == ""
+            assert (local is None) == (not target.holds(rank))
+            if local is not None:
+                assert torch.equal(local, cut(whole(SHAPE, number), target, rank))

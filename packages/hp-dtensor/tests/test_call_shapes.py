@@ -164,3 +164,25 @@ def test_a_strided_shard_of_ours_on_the_left_equals_torchs() -> None:
     assert StridedShard(0, 3) != strided
     assert StridedShard(0, 2) != DTensor
     assert hash(StridedShard(0, 2)) == hash(strided)
+
+
+def in_turn(rank: int) -> list[list[int]]:
+    """Return the local rows for ours, torch's and ours again, with an order for the dim."""
+    mesh = mesh_of((2, 2))
+    x = theirs.distribute_tensor(
+        torch.arange(12.0), mesh, [theirs.Replicate()] * 2, src_data_rank=None
+    )
+    torchs = theirs.placement_types._StridedShard(0, split_factor=3)
+    call: Any = redistribute
+    return [
+        call(x, (placement, R), shard_order={0: (0,)}).to_local().tolist()
+        for placement in (StridedShard(0, 3), torchs, StridedShard(0, 3))
+    ]
+
+
+def test_equal_placements_of_ours_and_torchs_are_prepared_separately(ranks: Pools) -> None:
+    """With a shard order, torch's split factor says the same as the order; ours makes blocks."""
+    for rank, (ours, torchs, again) in enumerate(ranks(4).run(in_turn)):
+        half = rank // 2
+        assert torchs == list(range(6 * half, 6 * half + 6))
+        assert ours == again == [i for i in range(12) if i % 4 // 2 == half]

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hp_dtensor import Layout, LayoutError, NoPlanError, Shard, plan_transfer
+from hp_dtensor import Layout, LayoutError, NoPlanError, Replicate, Shard, plan_transfer
 
 from .strategies import Case, free_layouts
 from .test_memory import Allocating, Held
@@ -20,6 +20,7 @@ from .test_memory import Allocating, Held
 _package = plan_transfer.__module__.rpartition("._")[0]
 _execute: Any = import_module(f"{_package}._execute")
 _prepare: Any = import_module(f"{_package}._prepare")
+make_plan: Any = import_module(f"{_package}._planner").make_plan
 
 # Meshes of a world of 8: of all ranks, of some, overlapping and disjoint.
 GRIDS = [
@@ -123,3 +124,12 @@ def test_a_transfer_holds_what_it_packs_and_what_arrives_beside_both_parts(meshe
     prepared = prepared_of(Case(source, target, (64, 64)), meshes, plan.peak_bytes)
     assert prepared.plan.rank == rank
     assert 2 * part + 2 * part * 7 // 8 <= measured(prepared) <= plan.peak_bytes == 4 * part
+
+
+def test_the_least_limit_is_enough_without_groups_over_several_axes() -> None:
+    source = Layout((2, 2, 2), (Shard(1), Shard(1), Replicate()), shard_order={1: (1, 0)})
+    target = Layout((2, 2, 2), (Shard(1), Replicate(), Shard(0)))
+    with pytest.raises(NoPlanError) as info:
+        make_plan(source, target, (6, 4), 0, 4, None, frozenset(), 1)
+    least = info.value.best_peak
+    assert make_plan(source, target, (6, 4), 0, 4, None, frozenset(), least).steps

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hp_dtensor import (
     MeshError,
     NoPlanError,
     Partial,
+    RaggedShard,
     Replicate,
     Shard,
     explain,
@@ -22,6 +24,9 @@ from hp_dtensor import (
 )
 
 from .strategies import Case, cases
+
+_package = plan_transfer.__module__.rpartition("._")[0]
+make_plan = import_module(f"{_package}._planner").make_plan
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Placements = tuple[Replicate | Shard | Partial, ...]
@@ -207,3 +212,20 @@ def test_an_error_of_the_limit_is_pickled_with_its_numbers() -> None:
     copied = pickle.loads(pickle.dumps(info.value))
     assert str(copied) == str(info.value)
     assert (copied.max_bytes, copied.best_peak) == (8, info.value.best_peak)
+
+
+def test_steps_keep_off_the_dims_that_a_ragged_shard_flattens() -> None:
+    """An axis cannot move to dim 0 while a ragged shard flattens it."""
+    source = Layout((2, 2, 2), (R, RaggedShard((0,), (1, 5)), S1))
+    made = make_plan(source, Layout((2, 2, 2), (R, S1, S0)), (6, 8), 0, 4, None, frozenset())
+    assert made.steps[-1].target.placements == (R, S1, S0)
+
+
+def test_a_ragged_transfer_costs_the_same_both_ways() -> None:
+    """The ranks that send much are as busy as ranks that receive much."""
+    times = []
+    for sizes in ((0, 10**6), (10**6, 0)):
+        source = Layout((2,), (RaggedShard((0,), sizes),), ranks=(0, 1))
+        target = Layout((2,), (S0,), ranks=(2, 3))
+        times.append(explain(source, target, shape=(10**6,)).time)
+    assert times[0] == times[1]

@@ -130,10 +130,7 @@ class ConsistencyCheck:
     The ranks compare a digest of both layouts with their ranks, the shape, the dtype and the steps,
     with one all-reduce of 32 bytes. If digests differ, the ranks gather all descriptions, and all
     of them raise the same error. If ranks plan for meshes with other ranks, they wait for each
-    other in vain, and raise when the process group times out.
-
-    Attributes:
-        has_passed: Whether a comparison has found no difference.
+    other until the process group times out.
     """
 
     def __init__(
@@ -153,17 +150,13 @@ class ConsistencyCheck:
         )
         self._find = find
         self._device = device
-        self.has_passed = False
 
-    def start(self, fault: str, needs_gradient: bool) -> Callable[[], None]:
-        """Start the comparison.
+    def __call__(self, fault: str, needs_gradient: bool) -> None:
+        """Wait for all ranks, and raise on all of them if their transfers differ.
 
         Args:
             fault: Description of a problem on this rank. Empty if there is none.
             needs_gradient: Whether autograd would record the transfer on this rank.
-
-        Returns:
-            A function that waits for all ranks and raises if their transfers differ.
         """
         description = fault or self._description
         digest = sha256(f"{self._base} {needs_gradient} {fault}".encode()).digest()
@@ -171,38 +164,31 @@ class ConsistencyCheck:
         # If all ranks have equal numbers, the maximum of the numbers is the opposite of the maximum
         # of their opposites.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
-        most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
+        maxima = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
         try:
             # The first call creates the group, and waits for its ranks.
             axis = self._find()
-            work = TorchCollectives().all_reduce(axis, [most], "max")
+            found: list[Any] = [mine] * axis.size
+            (maxima,) = TorchCollectives().all_reduce(axis, [maxima], "max").wait()
+            high, low, high_opposite, low_opposite = maxima.tolist()
+            if differs := (high, low) != (-high_opposite, -low_opposite):
+                dist.all_gather_object(found, mine, cast(dist.ProcessGroup, axis.group))
         except MeshError:
             raise
         except RuntimeError as error:
             raise self._timed_out(mine) from error
-
-        def finish() -> None:
-            found: list[Any] = [mine] * axis.size
-            try:
-                high, low, high_opposite, low_opposite = work.wait()[0].tolist()
-                differs = (high, low) != (-high_opposite, -low_opposite)
-                if differs:
-                    dist.all_gather_object(found, mine, cast(dist.ProcessGroup, axis.group))
-            except RuntimeError as error:
-                raise self._timed_out(mine) from error
-            if any(each.needs_gradient for each in found):
-                raise UnsupportedError(NO_GRADIENT)
-            if differs:
-                raise _difference(found)
-            self.has_passed = True
-
-        return finish
+        if any(each.needs_gradient for each in found):
+            raise UnsupportedError(NO_GRADIENT)
+        if differs:
+            raise _difference(found)
+        if fault:
+            raise LayoutError(fault)
 
     def _timed_out(self, mine: _Fingerprint) -> RankMismatchError:
         return RankMismatchError(
             f"ranks {self._ranks} did not all take part in time in the transfer that rank "
-            f"{mine.rank} plans as {mine.description}; some did not make the call, or with meshes "
-            "that have other ranks than these"
+            f"{mine.rank} plans as {mine.description}; some did not make the call, made it "
+            "with other groups=, or with meshes that have other ranks than these"
         )
 
 

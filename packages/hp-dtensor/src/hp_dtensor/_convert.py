@@ -115,8 +115,8 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
         dims = [p.dim for p in layout.placements if isinstance(p, ours.Shard | ours.StridedShard)]
         if to_layout(result, layout.mesh_shape, max(dims) + 1, ranks=layout.ranks) != layout:
             raise LayoutError(
-                f"torch's placements cannot say {layout}: split factors there are read in mesh "
-                "order; leave shard_order= out, or use Shard(dim) on one of the axes"
+                f"torch's placements cannot represent {layout}: split factors there are read in "
+                "mesh order; leave shard_order= out, or use Shard(dim) on one of the axes"
             )
     return tuple(result)
 

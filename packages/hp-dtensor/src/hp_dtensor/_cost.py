@@ -398,7 +398,7 @@ def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int) -> float:
         amounts = [
             use(shape, layout.rank_at(at), itemsize)
             for layout, use in ((step.source, step.sent), (step.target, step.received))
-            for at in sampled(layout.mesh_shape)[::8]
+            for at in sampled(layout.mesh_shape)[:: max(1, min(layout.size, _SAMPLED_RANKS) // 8)]
         ]
         return max(amounts)
     if step.kind == "direct":

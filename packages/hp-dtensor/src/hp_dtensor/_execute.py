@@ -274,13 +274,12 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
     received_sizes = [_size(boxes) for boxes in incoming.values()]
     unpack = unpacker([box for boxes in incoming.values() for box in boxes], needed.view)
     copy_own, find = _own_copier(transfer.local, held, needed), group.find
-    # An all-to-all, for groups that require the same calls on all ranks.
-    in_one_call = _direct(step, shape, rank, group)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish | Tensor:
         axis = find()
         if counts_messages(axis.group, x.device):
-            return in_one_call(x, collectives)
+            # The group requires the same calls on all ranks, so an all-to-all carries the messages.
+            return _direct(step, shape, rank, group)(x, collectives)
         out = copy_own(x)
         if not outgoing and not incoming:
             return out
@@ -595,7 +594,7 @@ def narrowed(x: Tensor, arguments: Narrow) -> Tensor:
 
 
 def within(box: Box, frame: Box) -> Narrow:
-    """Return how to narrow a tensor that covers ``frame`` to ``box``."""
+    """Return ``(dim, start, length)`` for each dim in which ``box`` is smaller than ``frame``."""
     return tuple(
         (dim, lo - start, hi - lo)
         for dim, ((lo, hi), (start, end)) in enumerate(zip(box, frame, strict=True))

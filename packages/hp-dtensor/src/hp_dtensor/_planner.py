@@ -277,8 +277,8 @@ class Search:
     Attributes:
         ended: False if the search gave up at the limit on the number of layouts.
         wide: Whether steps that lead away from the target are included.
-        searchable: Whether such steps can help.
-        candidates: Layouts from which the first round went to the target in one step.
+        searchable: Whether a second round can improve the plan.
+        candidates: Layouts from which one allowed step reached the target in the first round.
         over_limit: Layouts from which this step would have needed too much memory.
         without_group: Time of the cheapest plan whose last step has no process group, and the axes
             of this step.
@@ -307,16 +307,18 @@ class Search:
     def cheapest(self) -> Steps | None:
         """Return the cheapest steps within the memory limit, or None if no steps are."""
         least = lower_bound(self.dst, self.shape, self.itemsize, self.cost)
-        return self._run(self.price, least, operator.add)
+        steps = self._run(self.price, least, operator.add)
+        return None if steps is None else _merged(steps)
 
     def least_memory(self) -> int:
         """Return the smallest number of elements that some plan has in memory at once."""
         self.max_bytes, self.one_step = None, False
+        # Limits hold for the steps as they are searched, before slices are merged.
         steps = self._run(lambda step, received: self.memory(step), lambda here: 0, max)
-        return max(map(self.memory, steps or ()))
+        return max(map(self.memory, steps or ()), default=0)
 
     def price(self, step: Step, received: float) -> float:
-        """Return the modelled time of a step in seconds."""
+        """Return the time of a step in seconds, if each rank receives ``received`` bytes."""
         return step_seconds(step, received, self.cost)
 
     def memory(self, step: Step) -> int:
@@ -379,7 +381,7 @@ class Search:
             found = best.get(self.dst, never)
             if not self.searchable:
                 break
-        return None if found is never else _merged(found[1])
+        return None if found is never else found[1]
 
     def _allowed_steps(
         self,
@@ -495,7 +497,8 @@ class Search:
                 yield step
             if self.wide:
                 yield from (move_step(here, dim, new, self.shape) for new in free if new != dim)
-        if not (self.one_step or self.wide):
+        # With equal prices this saves no time, but it can save memory.
+        if not self.wide and not (self.one_step and self.max_bytes is None):
             yield from self._slowest_gather(here)
 
     def _slowest_gather(self, here: Layout) -> Iterator[Step]:
@@ -515,11 +518,15 @@ class Search:
                 yield gather_step(here, dim, self.shape, position)
 
     def _move(self, here: Layout, old: int) -> Step | None:
-        """Return the step that moves the last split of a dim to where the target has it, if any."""
+        """Return the step that moves the last split of a dim to the dim that its axis splits last.
+
+        Returns None if the target does not split another dim with this axis next.
+        """
         axis = here.axis_splits[old][-1][0]
         for new in self.dst.placements[axis].split_dims:
             split = self._next_split(here, new)
-            if new != old and split is not None and split[0] == axis:
+            movable = new != old and new in self._free_dims(here)
+            if movable and split is not None and split[0] == axis:
                 return move_step(here, old, new, self.shape, split[2])
         return None
 

@@ -193,7 +193,9 @@ def prepare(x: object, placements: object, mesh: object, options: Options) -> Pr
     number = 0 if own is None else mesh_numbers.get(id(own)) or number_of(own)
     there = None if mesh is None else number_of(mesh)
     chosen = None if options is NO_OPTIONS else options.plan_key()
-    key = (input_hash, number, number_of_groups, there, placements, chosen)
+    # Placements of torch and of this package can be equal, but are not always read alike.
+    kinds = None if placements is None else tuple(map(type, cast(Any, placements)))
+    key = (input_hash, number, number_of_groups, there, placements, kinds, chosen)
     try:
         kept = _prepared.get(key)
     except TypeError:  # An unhashable placement is invalid; `_make` raises for it.
@@ -317,8 +319,9 @@ def _make(
     if mesh is not None:
         takes_part = src.holds(rank) or dst.holds(rank)
 
+    limits = options.cost, groups, options.max_bytes  # The options have collectives.
+
     def plan_between(src: Layout, dst: Layout) -> Plan:
-        limits = options.cost, groups, options.max_bytes
         return make_plan(src, dst, shape, rank, itemsize, *limits)
 
     plan = plan_between(src, dst)

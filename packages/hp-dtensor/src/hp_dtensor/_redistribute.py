@@ -81,9 +81,8 @@ def redistribute(
       of ``groups``, the world's, or one that the first call creates. Every rank of both meshes has
       to call. On a rank outside a mesh, a `NonMember` represents the tensor. The ranks first
       compare their calls with one all-reduce of 32 bytes, which does not go through
-      ``collectives``. With ``async_op=True``, only the first call with a given plan waits for this
-      all-reduce; later calls wait for it in ``wait()``. Gradients do not pass between meshes: use
-      ``x.detach()`` or ``torch.no_grad()``.
+      ``collectives``; with ``async_op=True`` too, the call waits for this all-reduce. Gradients do
+      not pass between meshes: use ``x.detach()`` or ``torch.no_grad()``.
     - **Compilation.** Under ``torch.compile`` the plan is made during tracing, for the traced
       sizes, and carried out by one opaque op. ``async_op`` then changes only the type of the
       result. Ragged tensors, `NonMember`, other meshes, ``collectives`` and ``groups`` raise.
@@ -122,10 +121,10 @@ def redistribute(
             raise `RankMismatchError`.
         MeshError: ``mesh`` is not a device mesh, or a required process group does not exist.
         UnsupportedError: The target is on another mesh, gradients are enabled and ``x`` requires
-            grad. Raised on all ranks of both meshes before data is sent, or in ``wait()``.
+            grad. Raised on all ranks of both meshes before data is sent.
         NoPlanError: Every plan, or every plan of backward, needs more than ``max_bytes``.
         RankMismatchError: The ranks of two meshes make different calls, or a rank has a local
-            tensor of the wrong shape. Raised on all ranks before data is sent, or in ``wait()``.
+            tensor of the wrong shape. Raised on all ranks before data is sent.
 
     Examples:
         On 4 ranks:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._between_meshes import NO_GRADIENT, ConsistencyCheck
+from ._between_meshes import NO_GRADIENT
 from ._convert import TorchPartial, torch_step
 from ._errors import LayoutError, UnsupportedError
 from ._execute import start
@@ -80,11 +80,11 @@ def run(
             prepared.check_backward()
     elif recorded and prepared.check is None:
         raise UnsupportedError(NO_GRADIENT)
-    compare = None
     if prepared.check is not None:
-        compare = _compare(prepared.check, prepared.fault(local_of(x)), recorded, async_op)
+        # It ends before the first step, so that a refused call leaves no message in a group.
+        prepared.check(prepared.fault(local_of(x)), recorded)
     if async_op:
-        return _pending(x, mesh, prepared, options, recorded, prepare, compare)
+        return _pending(x, mesh, prepared, options, recorded, prepare)
     if recorded:
         return _record(x, prepared, options, prepare, None)
     return prepared.wrap(_start(x, prepared, options)(), x, mesh)
@@ -103,22 +103,6 @@ def _run_after_torch(
     return run(y, step.then, mesh, options, async_op, prepare)
 
 
-def _compare(
-    check: ConsistencyCheck, fault: str, recorded: bool, async_op: bool
-) -> Callable[[], None] | None:
-    """Compare the calls of the ranks of two meshes. Return the rest of the comparison, if any.
-
-    If an earlier call with the same plan passed, an asynchronous call does not wait for the other
-    ranks here. All ranks then also start the transfer, so that no message is left over if the
-    comparison raises in ``wait()``.
-    """
-    finish = check.start(fault, recorded)
-    if async_op and check.has_passed and not fault:
-        return finish
-    finish()
-    return None
-
-
 def _pending(
     x: Distributed,
     mesh: Any,
@@ -126,7 +110,6 @@ def _pending(
     options: Options,
     recorded: bool,
     prepare: Prepare,
-    compare: Callable[[], None] | None,
 ) -> Pending[Distributed]:
     """Start the first step. The handle finishes the other steps, and records them if needed."""
     local = local_of(x)
@@ -135,13 +118,6 @@ def _pending(
     finish = _start(x, prepared, options)
 
     def wait() -> Distributed:
-        if compare is not None:
-            try:
-                compare()
-            except UnsupportedError:
-                # All ranks have started the same transfer. It ends, so that no message is left.
-                finish()
-                raise
         with torch.set_grad_enabled(recorded):
             if recorded:
                 result = _record(x, prepared, options, prepare, finish)

@@ -68,10 +68,10 @@ class Tiles:
                 yield from self._runs(holder, tile, part)
 
     def span(self, dim: int, tile: Box) -> Span:
-        """Return the chunks of a dim that can overlap a tile: the first and their number.
+        """Return ``(first, count)``: the consecutive chunks of a dim that can overlap a tile.
 
-        Chunks are counted in row-major order of the axes in `Layout.shard_axes`. If the dim is
-        split into blocks, all chunks are returned.
+        Chunks are numbered in row-major order of the axes in `Layout.shard_axes`. If the dim is
+        split into blocks, the result covers all chunks.
         """
         splits = self.splits[dim]
         degrees = [degree for degree, _ in splits]
@@ -94,7 +94,10 @@ class Tiles:
     def _ranges(
         self, dim: int, interval: Interval
     ) -> Iterator[tuple[Assignment, Interval, Interval]]:
-        """Yield the ranges of one dim that overlap an interval, like `overlapping`."""
+        """Yield each source range of one dim that overlaps an interval.
+
+        Each item has the coordinates that hold the range, the range, and its part in the interval.
+        """
         lo, hi = interval
         length, splits = self.shape[dim], self.splits[dim]
         if not splits:
