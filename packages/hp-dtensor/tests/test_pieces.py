@@ -137,3 +137,10 @@ def test_parts_of_a_grid_are_what_chunks_in_turn_give(
     together = _execute.concatenator(part, grid, given_order)(apart.contiguous())
     assert torch.equal(together, x)
     assert together.is_contiguous()
+
+
+def test_equal_boxes_that_leave_a_rest_are_no_grid() -> None:
+    x = torch.arange(10)
+    frame: Box = ((0, 10),)
+    boxes: list[Box] = [((0, 3),), ((3, 6),), ((6, 9),)]
+    assert _execute.packer(boxes, frame, viewer(frame))(x).tolist() == list(range(9))

@@ -619,6 +619,8 @@ def equal_grid(boxes: Sequence[Box], frame: Box) -> Grid | None:
     part = extent(boxes[0])
     if any(extent(box) != part for box in boxes) or 0 in part:
         return None
+    if any(length % size for length, size in zip(extent(frame), part, strict=True)):
+        return None
     counts = [length // size for length, size in zip(extent(frame), part, strict=True)]
     split = [dim for dim, number in enumerate(counts) if number > 1]
     if math.prod(counts) != len(boxes):
