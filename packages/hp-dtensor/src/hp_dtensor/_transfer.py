@@ -151,12 +151,13 @@ def _whole_span(degree: int, tile: Box) -> Span:
 
 
 class Pairing:
-    """Determines which rank sends each part of a tensor to which rank.
+    """Chooses the sender of each part of a tensor, in the same way on the sender and the receiver.
 
-    The ranks that hold a tile differ only on the source's ``replica_axes``. The ranks that receive
-    parts of it differ on the target's axes in ``components``. Receiver number n of a tile is
-    assigned to one of the replicas. On one mesh, sender and receiver have the same coordinate on
-    all other axes.
+    Several ranks, the replicas, can hold the same tile. They differ only on the source's
+    ``replica_axes``. Several ranks can receive parts of a tile. They differ only on the target's
+    axes in ``components`` and are numbered in row-major order of these axes. Receivers are
+    distributed over the replicas by their number: round-robin on one mesh, in blocks between
+    meshes. On one mesh, sender and receiver have the same coordinate on all other axes.
     """
 
     def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], one_mesh: bool) -> None:
@@ -239,7 +240,7 @@ class Pairing:
             parts.append(_Component((ragged,), (degrees[ragged],), self.needed.ragged_span))
         used = {axis for component in parts for axis in component.axes}
         others = self.held.sharded_axes if self.one_mesh else self.needed.replica_axes
-        # Receivers along these axes need the same part of the tile.
+        # Along these axes, receivers differ on no dim that the target splits by the axis.
         same = [
             _Component((axis,), (degrees[axis],), partial(_whole_span, degrees[axis]))
             for axis in others
