@@ -63,7 +63,7 @@ _NEED_TORCH = {
     "reduce_partial": "._modules",
 }
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "AlphaBeta",
     "Layout",

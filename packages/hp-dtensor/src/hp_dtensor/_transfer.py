@@ -240,7 +240,7 @@ class Pairing:
             parts.append(_Component((ragged,), (degrees[ragged],), self.needed.ragged_span))
         used = {axis for component in parts for axis in component.axes}
         others = self.held.sharded_axes if self.one_mesh else self.needed.replica_axes
-        # Along these axes, receivers differ on no dim that the target splits by the axis.
+        # The other axes along which the receivers of one tile differ.
         same = [
             _Component((axis,), (degrees[axis],), partial(_whole_span, degrees[axis]))
             for axis in others
