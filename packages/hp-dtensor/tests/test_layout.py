@@ -321,3 +321,17 @@ def test_a_layout_from_another_process_is_found_in_a_dict() -> None:
         mine = Layout((2, 2), (Partial("max"), Shard(0)), ranks=(3, 1, 2, 0))
         assert {mine: 1}.get(sent) == 1
         assert sent.coordinate(2) == (1, 0)
+
+
+@pytest.mark.parametrize("wrong", [(0.0, 1.0), 5, "01", (0, None)])
+def test_ranks_are_whole_numbers(wrong: Any) -> None:
+    with pytest.raises(MeshError, match=r"ranks=.* sequence of 2 whole numbers"):
+        Layout((2,), (S0,), ranks=wrong)
+    numbered = Layout((2,), (S0,), ranks=np.array([7, 3]))  # type: ignore[arg-type]
+    assert numbered == Layout((2,), (S0,), ranks=(7, 3))
+
+
+def test_a_shard_order_lists_each_dim_once() -> None:
+    for order in (((0, (0,)), (0, (0, 1))), ((0, (0, 1)), (0, (0, 1)))):
+        with pytest.raises(LayoutError, match="lists a dim twice"):
+            Layout((2, 2), (S0, S0), shard_order=order)

@@ -57,7 +57,8 @@ class Layout:
 
     Raises:
         LayoutError: The placements, orders or sizes contradict each other.
-        MeshError: The mesh has no ranks, or ``ranks`` has a wrong number of them or duplicates.
+        MeshError: The mesh has no ranks; or ``ranks`` has a wrong number of them, duplicates, or
+            values that are not whole numbers.
 
     Examples:
         >>> Layout((2, 4), (Shard(0), Shard(0)), shard_order={0: (1, 0)}).boxes((16, 4), rank=3)
@@ -582,6 +583,10 @@ def checked_order(given: object) -> ShardOrder:
             f"shard_order={given!r} gives no axes for each dim; write {{0: (1, 0)}} or "
             "((0, (1, 0)),) where axis 1 splits dim 0 first, axis 0 then"
         )
+    if len({dim for dim, _ in order}) < len(order):
+        raise LayoutError(
+            f"shard_order={given!r} lists a dim twice; list all axes of a dim in one pair"
+        )
     return order
 
 
@@ -592,7 +597,12 @@ def _checked_ranks(
     if ranks is None:
         return None
     size = math.prod(mesh_shape)
-    given = ranks if isinstance(ranks, range) else tuple(ranks)
+    given = ranks if isinstance(ranks, range) else whole_numbers(ranks)
+    if given is None:
+        raise MeshError(
+            f"ranks={ranks!r} are no ranks of a mesh; give a sequence of {size} whole numbers, or "
+            "None for the ranks from 0"
+        )
     if len(given) != size or (not isinstance(given, range) and len(set(given)) != size):
         raise MeshError(
             f"a mesh of shape {tuple(mesh_shape)} needs {size} different ranks, got {len(given)}"
@@ -698,7 +708,10 @@ def same_runs(a: Layout, b: Layout) -> bool:
 
 
 def is_local(src: Layout, dst: Layout) -> bool:
-    """Return whether every rank holds all elements that it needs, for any shape."""
+    """Return whether the change needs no communication.
+
+    Each rank already holds what it needs, whatever the shape.
+    """
     if src.ragged is not None and not same_runs(src, dst):
         return False
     for dim, splits in src.axis_splits.items():
