@@ -443,3 +443,15 @@ def test_a_clip_makes_few_calls_for_each_parameter(ranks: Pools) -> None:
     for plain, *sharded in ranks(2).run(calls_of_each):
         assert plain <= 7
         assert max(sharded) <= 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_frozen_parameter_in_float8_does_not_count(dtype: torch.dtype) -> None:
+    frozen = nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+    weights = [nn.Parameter(torch.zeros(4, dtype=x)) for x in (torch.bfloat16, torch.float32)]
+    for chosen in ([frozen], [frozen, weights[0]], [frozen, *weights]):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 3.0)
+        norm = clip_grad_norm_(chosen, 1.0)
+        assert norm.dtype == torch.float32
+        assert norm == pytest.approx(6.0 * math.sqrt(len(chosen) - 1))

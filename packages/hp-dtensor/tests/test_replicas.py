@@ -205,3 +205,19 @@ def test_what_is_no_collectives_is_named() -> None:
     wrong: Any = "gloo"
     with pytest.raises(ValueError, match=r"collectives='gloo' lacks methods of Collectives; use"):
         check_same(Model(w=torch.ones(2)), door.mesh((1,), ("dp",)), collectives=wrong)
+
+
+def test_lazily_conjugated_negated_and_sparse_buffers_are_compared() -> None:
+    base = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    same: list[tuple[Tensor, Tensor]] = [
+        (base.conj(), base.conj().resolve_conj()),
+        (base.conj().imag, base.conj().imag.resolve_neg()),
+        (torch.eye(3).to_sparse(), torch.eye(3).to_sparse()),
+    ]
+    for first, other in same:
+        made = said_on_each(lambda rank, pair=(first, other): Model(steps=pair[rank % 2]))  # type: ignore[misc]
+        assert made == [""] * 4
+    differing = [(base, base.conj()), (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse())]
+    for first, other in differing:
+        made = said_on_each(lambda rank, pair=(first, other): Model(steps=pair[rank % 2]))  # type: ignore[misc]
+        assert all("'steps': ranks 0, 2 and 1, 3" in text for text in made)

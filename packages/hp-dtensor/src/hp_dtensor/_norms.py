@@ -18,7 +18,7 @@ from ._torch import foreach_norms, foreach_scale, group_name, spec_of
 from .checkpoint import local_boxes
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .ragged._reductions import checked_collectives
-from .ragged._tensor import RaggedTensor, local_of, mesh_and_placements
+from .ragged._tensor import RaggedTensor, local_tensor_of, mesh_and_placements
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def clip_grad_norm_(
         order = 0.0
     if not order > 0:
         raise ValueError(f"norm_type={norm_type!r} is no norm; use a positive number or inf")
-    carrier = checked_collectives(collectives)
+    collectives = checked_collectives(collectives)
     stages = None if pp is None else _stages(pp)
     limit = _limit(max_norm)
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -101,15 +101,15 @@ def clip_grad_norm_(
     for ranks in sorted(by_ranks, key=sorted):
         part = _power_sum(by_ranks[ranks], order, dtype, total, foreach is not False)
         for axis in covering[ranks]:
-            part = _all_reduce(axis, part, order, carrier)
+            part = _all_reduce(axis, part, order, collectives)
         total = torch.maximum(total, part) if order == math.inf else total + part
     if stages is not None:
-        total = _all_reduce(stages, total, order, carrier)
+        total = _all_reduce(stages, total, order, collectives)
     norm = (total if order == math.inf else total.pow(1.0 / order)).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradients' norm of order {order} is {norm.item()}; pass "
-            "error_if_nonfinite=False to scale by it all the same"
+            "error_if_nonfinite=False to scale anyway"
         )
     if isinstance(limit, Tensor):
         limit = limit.to(norm.device)
@@ -211,11 +211,11 @@ def _by_ranks(
         if grad is None:
             continue
         if not (rows := attributes.get(_REPEATED_ROWS, ())):
-            current.append(local_of(grad))
+            current.append(local_tensor_of(grad))
             continue
-        counted, again = _split_rows(grad, frozenset(rows))
-        current.extend(counted)
-        repeated.extend(again)
+        unique, others = _split_rows(grad, frozenset(rows))
+        current.extend(unique)
+        repeated.extend(others)
     return covering, {ranks: _merged(grads) for ranks, grads in gradients.items()}, repeated
 
 
@@ -300,23 +300,23 @@ def _stages(pp: AxisMesh | Axis) -> Axis:
     return Axis.of(pp)
 
 
-def _split_rows(grad: Tensor, repeated: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
+def _split_rows(grad: Tensor, marked: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Return views of this rank's rows: the rows that the norm counts, and the repeated rows."""
     if isinstance(grad, RaggedTensor):
         raise LayoutError(
             f"a ragged gradient of shape {tuple(grad.shape)} with repeated rows; shard it with "
             "Shard(dim), or remove the mark with mark_repeated_rows(parameter, [])"
         )
-    counted: list[Tensor] = []
-    again: list[Tensor] = []
+    unique: list[Tensor] = []
+    repeated: list[Tensor] = []
     for box, view in local_boxes(grad).boxes:
         start, stop = box[0]
         at = 0
-        for is_repeated, run in groupby(range(start, stop), repeated.__contains__):
+        for is_repeated, run in groupby(range(start, stop), marked.__contains__):
             count = len(list(run))
-            (again if is_repeated else counted).append(view[at : at + count])
+            (repeated if is_repeated else unique).append(view[at : at + count])
             at += count
-    return counted, again
+    return unique, repeated
 
 
 def _power_sum(
@@ -337,18 +337,21 @@ def _power_sum(
     return norms.amax() if order == math.inf else norms.pow(order).sum()
 
 
-def _all_reduce(axis: Axis, part: Tensor, order: float, carrier: Collectives) -> Tensor:
+def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives) -> Tensor:
     """All-reduce a number: the maximum for the order inf, otherwise the sum."""
     if order != math.inf:
-        (result,) = carrier.all_reduce(axis, [part], op="sum").wait()
+        (result,) = collectives.all_reduce(axis, [part], op="sum").wait()
         return result
     # A maximum of floats loses NaN over gloo. Read as integers, non-negative floats have the same
     # order, with infinity and NaN at the end.
     bits = torch.where(part.isnan(), math.nan, part).view(torch.int64)
-    (result,) = carrier.all_reduce(axis, [bits], op="max").wait()
+    (result,) = collectives.all_reduce(axis, [bits], op="max").wait()
     return result.view(torch.float64)
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
+    """Return the dtype of the norm: at least float32, the same on all ranks."""
     real = {dtype.to_real() for dtype in {tensor.dtype for tensor in tensors}}
-    return reduce(torch.promote_types, real, torch.float32)
+    # torch promotes no floats of one byte. Parameters of frozen layers can have such a dtype.
+    promoted = [dtype for dtype in real if not (dtype.is_floating_point and dtype.itemsize == 1)]
+    return reduce(torch.promote_types, promoted, torch.float32)

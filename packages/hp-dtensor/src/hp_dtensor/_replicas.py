@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .collectives._interface import Axis, AxisMesh, Collectives, RankMismatchError
 from .ragged._reductions import checked_collectives
-from .ragged._tensor import local_of, mesh_and_placements
+from .ragged._tensor import local_tensor_of, mesh_and_placements
 
 _SHOWN = 8  # most tensors that an error names
 _CHUNK = 2**20  # number of 8-byte words that are hashed at once, which bounds temporary memory
@@ -65,13 +65,13 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
         1 of 1 parameters and buffers differ
     """
     named = dict(chain(model.named_parameters(), model.named_buffers()))
-    carrier = checked_collectives(collectives)
+    collectives = checked_collectives(collectives)
     device = next((x.device for x in named.values() if not x.is_meta), torch.device("cpu"))
     if isinstance(mesh, DeviceMesh):
         device = torch.device(mesh.device_type)
     ranks: list[int] = mesh.mesh.flatten().tolist()
     structure = [[name, *_kind(x)] for name, x in named.items()]
-    hashes = _gathered(torch.tensor([_hash(structure)], device=device), mesh, carrier)[:, 0]
+    hashes = _gathered(torch.tensor([_hash(structure)], device=device), mesh, collectives)[:, 0]
     if others := [rank for rank, x in zip(ranks, hashes, strict=True) if x != hashes[0]]:
         raise RankMismatchError(
             f"ranks {_numbers(others)} have other names, shapes, dtypes or placements of "
@@ -87,8 +87,8 @@ def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | N
     if not named:
         return
     shards = torch.tensor([_hash(_shard(x)) for x in named.values()], device=device)
-    values = torch.stack([_fingerprint(local_of(x)).to(device) for x in named.values()])
-    found = _gathered(torch.cat([shards, values]), mesh, carrier).unflatten(1, (2, -1))
+    values = torch.stack([_fingerprint(local_tensor_of(x)).to(device) for x in named.values()])
+    found = _gathered(torch.cat([shards, values]), mesh, collectives).unflatten(1, (2, -1))
     differing = [
         f"{name!r}: ranks {' and '.join(map(_numbers, groups))}"
         for index, name in enumerate(named)
@@ -140,7 +140,10 @@ def _fingerprint(x: Tensor) -> Tensor:
 
     The hash is a weighted sum of 8-byte words, each after `_mixed`.
     """
-    flat = x.contiguous().reshape(-1).view(torch.uint8)
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    # A lazy conjugation or negation is not part of the bytes in memory.
+    flat = x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if missing := -len(flat) % 8:
         flat = torch.cat([flat, flat.new_zeros(missing)])
     if flat.storage_offset() % 8:
@@ -148,9 +151,9 @@ def _fingerprint(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start, words in enumerate(flat.view(torch.int64).split(_CHUNK)):
         first = start * _CHUNK
-        places = torch.arange(first, first + len(words), device=x.device)
+        positions = torch.arange(first, first + len(words), device=x.device)
         # With these odd, irregular weights, swapped words and opposite signs change the sum.
-        total += (_mixed(words) * (_mixed(places) | 1)).sum()
+        total += (_mixed(words) * (_mixed(positions) | 1)).sum()
     return total
 
 
@@ -161,11 +164,11 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 32) & _LOW)
 
 
-def _gathered(own: Tensor, mesh: AxisMesh, carrier: Collectives) -> Tensor:
+def _gathered(own: Tensor, mesh: AxisMesh, collectives: Collectives) -> Tensor:
     """All-gather a tensor over all axes of a mesh. Returns one row per rank, on the CPU."""
     rows = own[None]
     for position in reversed(range(mesh.ndim)):
-        (rows,) = carrier.all_gather(Axis.of(mesh, position), [rows]).wait()
+        (rows,) = collectives.all_gather(Axis.of(mesh, position), [rows]).wait()
     return rows.cpu()
 
 

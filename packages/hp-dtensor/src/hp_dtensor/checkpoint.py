@@ -14,7 +14,7 @@ from ._errors import LayoutError
 from ._placements import Partial, Replicate
 from ._prepare import tensor_spec
 from .ragged._spec import box_views
-from .ragged._tensor import RaggedTensor, local_of
+from .ragged._tensor import RaggedTensor, local_tensor_of
 
 __all__ = ["ChecksumError", "ChecksumReader", "LocalBoxes", "local_boxes"]
 
@@ -81,7 +81,7 @@ def local_boxes(tensor: Tensor) -> LocalBoxes:
         for index, placement in zip(coordinate, layout.placements, strict=True)
         if isinstance(placement, Replicate)
     )
-    boxes = box_views(layout, spec.shape, coordinate, local_of(tensor))
+    boxes = box_views(layout, spec.shape, coordinate, local_tensor_of(tensor))
     return LocalBoxes(tuple(boxes), is_first_replica)
 
 

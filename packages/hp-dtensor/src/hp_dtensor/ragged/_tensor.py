@@ -222,8 +222,8 @@ class RaggedTensor(Tensor):
         """
         spec, local = self._spec, self.to_local()
         spec.check_local(local, spec.local_shape())
-        carrier = checked_collectives(collectives)
-        full: Tensor = _AllGather.apply(local, spec, carrier)  # type: ignore[no-untyped-call]
+        collectives = checked_collectives(collectives)
+        full: Tensor = _AllGather.apply(local, spec, collectives)  # type: ignore[no-untyped-call]
         return full
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -364,7 +364,7 @@ class _ToLocal(torch.autograd.Function):
         return grad
 
 
-def local_of(x: Tensor) -> Tensor:
+def local_tensor_of(x: Tensor) -> Tensor:
     """Return the local tensor of a DTensor or `RaggedTensor`, and a plain tensor itself.
 
     The result is complete and has no autograd history of a distributed tensor.
