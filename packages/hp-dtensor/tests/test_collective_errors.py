@@ -214,3 +214,49 @@ def receives_nothing(rank: int) -> float:
 def test_a_new_timeout_of_a_group_holds_for_a_receive_too(ranks: Ranks) -> None:
     waited, _ = ranks(2).run(receives_nothing)
     assert 0.5 <= waited < 20
+
+
+def sent_lazily(rank: int) -> list[bool]:
+    """Exchange complex and real tensors whose conjugation or sign is not in memory yet."""
+    axis, peer = world(), 1 - rank
+    value = torch.tensor([1 + 2j]) * (rank + 1)
+    sent = [torch.full((1,), float(rank)), value.conj(), value.conj().imag]
+    arriving = [torch.zeros(1), torch.zeros(1, dtype=torch.complex64).conj(), torch.zeros(1)]
+    TorchCollectives().send_recv(axis, {peer: sent}, {peer: arriving}).wait()
+    expected = (torch.tensor([1 + 2j]) * (peer + 1)).conj().resolve_conj()
+    return [
+        bool((arriving[0] == peer).all()),
+        torch.equal(arriving[1].resolve_conj(), expected),
+        torch.equal(arriving[2], expected.imag.resolve_neg()),
+    ]
+
+
+def test_lazily_conjugated_tensors_are_sent_and_received(ranks: Ranks) -> None:
+    assert ranks(2).run(sent_lazily) == [[True, True, True]] * 2
+
+
+def send_fails(rank: int) -> tuple[list[str], bool]:
+    """Start a receive, then a send that raises on rank 0."""
+    axis, said = world(), []
+    x, arriving = torch.full((4,), 5.0 + rank), torch.zeros(4)
+
+    def send(*args: Any) -> Any:
+        raise Broken("start")
+
+    if rank:
+        time.sleep(0.05)
+        TorchCollectives().send_recv(axis, {0: x}, {}).wait()
+        return ["start", "start"], True
+    with mock.patch.object(dist.ProcessGroup, "send", send):
+        work = TorchCollectives().send_recv(axis, {1: x}, {1: arriving})
+    for _ in range(2):
+        try:
+            work.wait()
+        except Broken as error:
+            said.append(str(error))
+    return said, bool((arriving == 6).all())
+
+
+@pytest.mark.gloo
+def test_a_send_that_raises_leaves_no_receive_in_flight(ranks: Ranks) -> None:
+    assert ranks(2).run(send_fails) == [(["start", "start"], True)] * 2

@@ -1014,3 +1014,46 @@ def test_blocks_of_different_lengths_are_reduced_as_their_definition_says(op: An
 
     for part, expected in SimulatedWorld(3).run(reduced):
         torch.testing.assert_close(part, expected)
+
+
+def averaged_leaves(rank: int) -> tuple[list[Tensor], list[str]]:
+    """Average and copy into parameters and inference tensors, and refuse integers."""
+    mesh = cached("two ranks", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("two",)))
+    axis, collectives = Axis.of(mesh), TorchCollectives()
+    with torch.inference_mode():
+        inferred = torch.full((2,), float(rank))
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+    scattered = torch.nn.Parameter(torch.zeros(1))
+    collectives.all_reduce(axis, [inferred], "avg").wait()
+    collectives.all_reduce(axis, [parameter], "avg").wait()
+    collectives.reduce_scatter(axis, [torch.tensor([1.0, 4.0])], [scattered], "avg").wait()
+    sent = torch.nn.Parameter(torch.zeros(2))
+    collectives.send_recv(axis, {rank: torch.ones(2)}, {rank: sent}).wait()
+    alone = Axis("alone", None, (rank,))
+    copied = torch.nn.Parameter(torch.zeros(2))
+    collectives.all_gather(alone, [torch.ones(2)], [copied]).wait()
+    texts = []
+    whole = torch.tensor([rank, 3])
+    for call in (
+        lambda: collectives.all_reduce(axis, [whole], "avg"),
+        lambda: collectives.reduce_scatter(axis, [whole], op="avg"),
+        lambda: collectives.all_reduce(axis, [whole > 1], "avg"),
+    ):
+        with pytest.raises(ValueError, match="floating-point or complex") as info:
+            call()
+        texts.append(str(info.value))
+    results = [inferred.clone(), parameter, scattered, sent, copied, whole]
+    return [x.detach() for x in results], texts
+
+
+@pytest.mark.gloo
+def test_averages_and_copies_write_to_parameters_and_inference_tensors(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    for rank, (found, texts) in enumerate(ranks(2).run(averaged_leaves)):
+        values = [[0.5, 0.5], [0.5, 0.5], [[1.0], [4.0]][rank], [1.0, 1.0], [1.0, 1.0], [rank, 3]]
+        assert [x.tolist() for x in found] == values
+        assert [
+            dtype in text for dtype, text in zip(("int64", "int64", "bool"), texts, strict=True)
+        ]
+        assert all("axis" in text or "over" in text for text in texts)

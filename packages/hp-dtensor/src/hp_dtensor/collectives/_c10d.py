@@ -5,7 +5,8 @@ the methods of ``ProcessGroup``, because the public functions of ``torch.distrib
 more host time, and none of them takes several tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -407,9 +408,12 @@ class TorchCollectives:
         me = axis.index
         if me in sends:
             own = zip(as_tensors(receives[me]), as_tensors(sends[me]), strict=True)
-            for output, tensor in own:
-                output.copy_(tensor)
-        leaving = [(peer, x.contiguous()) for peer, x in _to_peers(sends, me)]
+            with _unrecorded(outputs):
+                for output, tensor in own:
+                    output.copy_(tensor)
+        leaving = [
+            (peer, x.contiguous().resolve_conj().resolve_neg()) for peer, x in _to_peers(sends, me)
+        ]
         arriving = _to_peers(receives, me)
         if axis.size == 1 or not (leaving or arriving):
             return _PendingWork("send_recv", axis, [], outputs)
@@ -418,9 +422,7 @@ class TorchCollectives:
         if staged:
             leaving = [(peer, x.detach().cpu()) for peer, x in leaving]
         buffers = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
-        works = _send_and_receive(axis, leaving, buffers)
-        inputs = [*dense, *(x for _, x in leaving)]
-        return _PendingWork("send_recv", axis, works, outputs, inputs, copies)
+        return _send_and_receive(axis, leaving, buffers, outputs, copies)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with the tensor of one rank; see `Collectives.broadcast`."""
@@ -539,15 +541,23 @@ def _for_bools(op: ReduceOp) -> ReduceOp:
 def _average(axis: Axis, outputs: Sequence[Tensor]) -> tuple[ReduceOp, list[_Finish]]:
     """Return how to average: the reduction, and functions to call after it.
 
-    Only NCCL has averages. For other backends, the sum is divided after the communication.
+    Only NCCL has averages. For other backends, the sum is divided after the communication. Raises
+    ValueError if a dtype has no such division.
     """
     if outputs and backend_of(axis.group, outputs[0].device) == "nccl":
         return "avg", []
     sums = list(outputs)
+    for output in sums:
+        if not (output.is_floating_point() or output.is_complex()):
+            raise ValueError(
+                f"an average over {axis.name} of {output.dtype}; use a floating-point or complex "
+                "dtype, or op='sum'"
+            )
 
     def divide() -> None:
-        for output in sums:
-            output.div_(axis.size)
+        with _unrecorded(sums):
+            for output in sums:
+                output.div_(axis.size)
 
     return "sum", [divide]
 
@@ -556,10 +566,18 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
     """Return the results of a collective over one rank."""
     if outputs is None:
         return list(inputs)
-    for output, tensor in zip(outputs, inputs, strict=True):
-        if output.data_ptr() != tensor.data_ptr():
-            output.copy_(tensor.view(output.shape))
+    with _unrecorded(outputs):
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor.view(output.shape))
     return list(outputs)
+
+
+@contextmanager
+def _unrecorded(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Allow writes to outputs that are leaf parameters or inference tensors."""
+    with torch.inference_mode(any(x.is_inference() for x in outputs)), torch.no_grad():
+        yield
 
 
 def _dense(
@@ -568,17 +586,18 @@ def _dense(
     """Return a contiguous tensor for each output, and a function that copies them to the outputs.
 
     gloo ignores strides when it writes, so it writes to these tensors. An output that is contiguous
-    is returned itself. If all are, there is no function. With ``on_cpu``, new CPU tensors without
-    values are returned.
+    and not lazily conjugated is returned itself. If all are, there is no function. With ``on_cpu``,
+    new CPU tensors without values are returned.
     """
     if on_cpu:
         dense = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
     else:
-        dense = [x.contiguous() for x in outputs]
+        # A lazily conjugated output has no real view.
+        dense = [x.contiguous().resolve_conj() for x in outputs]
     copied = [(x, y) for x, y in zip(outputs, dense, strict=True) if x is not y]
 
     def copy_out() -> None:
-        with torch.inference_mode(copied[0][0].is_inference()), torch.no_grad():
+        with _unrecorded([output for output, _ in copied]):
             for output, tensor in copied:
                 output.copy_(tensor)
 
@@ -621,7 +640,7 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
 
     def unpack() -> None:
         parts = [x.view(rows_out, width) for x, width in zip(outputs, widths, strict=True)]
-        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+        with _unrecorded(outputs):
             torch.split_with_sizes_copy(whole.view(rows_out, -1), widths, dim=1, out=parts)
 
     return (whole, flat), unpack
@@ -648,28 +667,52 @@ def _needs_staging(axis: Axis, tensors: Sequence[Tensor]) -> bool:
 
 
 def _send_and_receive(
-    axis: Axis, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-) -> list[Any]:
+    axis: Axis,
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+    outputs: list[Tensor],
+    finishes: Sequence[_Finish],
+) -> _PendingWork:
     """Start sends and receives, as one batch if the backend supports batches.
 
     For other backends, such as gloo, this calls the group's methods one by one. torch's function
     does the same in the same order, but looks up the group and the peer several times.
     """
+    # All conversions come before the first start, because an error would leave receives in flight.
+    arriving = [(peer, _real(x)) for peer, x in receives]
+    leaving = [(peer, _real(x)) for peer, x in sends]
+    used = [x for _, x in (*receives, *sends)]
     group: Any = axis.group
-    backend = backend_object(group, (*sends, *receives)[0][1].device)
-    if backend is None or backend.supports_coalescing:
-        operations = [
-            dist.P2POp(function, tensor, axis.ranks[peer], group)
-            for function, tensors in ((dist.irecv, receives), (dist.isend, sends))
-            for peer, tensor in tensors
+    backend = backend_object(group, used[0].device)
+    starts: list[Callable[[], Any]]
+    if backend is not None and not backend.supports_coalescing:
+        timeout = timeout_of(group)
+        starts = [
+            partial(_start_with_timeout, method, x, peer, timeout)
+            for method, tensors in ((group.recv, arriving), (group.send, leaving))
+            for peer, x in tensors
         ]
-        return dist.batch_isend_irecv(operations)
-    timeout = timeout_of(group)
-    return [
-        _WorkWithTimeout(start([_real(x)], peer, 0), timeout)
-        for start, tensors in ((group.recv, receives), (group.send, sends))
+        return _start("send_recv", axis, starts, outputs, used, finishes)
+    pairs = [
+        (function, peer, x)
+        for function, tensors in ((dist.irecv, arriving), (dist.isend, leaving))
         for peer, x in tensors
     ]
+    if type(group) is ProcessGroup:
+        operations = [
+            dist.P2POp(function, x, axis.ranks[peer], group) for function, peer, x in pairs
+        ]
+        works = dist.batch_isend_irecv(operations)
+        return _PendingWork("send_recv", axis, works, outputs, used, finishes)
+    # torch would call the methods of a group that is written in Python one by one, too.
+    starts = [partial(function, x, axis.ranks[peer], group) for function, peer, x in pairs]
+    return _start("send_recv", axis, starts, outputs, used, finishes)
+
+
+def _start_with_timeout(
+    method: Callable[..., Any], tensor: Tensor, peer: int, timeout: timedelta
+) -> "_WorkWithTimeout":
+    return _WorkWithTimeout(method([tensor], peer, 0), timeout)
 
 
 class _WorkWithTimeout:
