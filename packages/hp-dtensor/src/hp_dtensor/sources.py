@@ -161,7 +161,10 @@ class Stored(Source):
 
 
 class _Several(Source):
-    """Base class of expressions with several parts along one dim."""
+    """Base class of `Stack` and `Concatenate`.
+
+    These expressions join several sources along one dim.
+    """
 
     parts: Sequence[Source]
 

@@ -222,12 +222,12 @@ class CheckedCollectives(CollectivesWrapper):
         outcome, previous = f"{prefix}/{call.number}", f"{prefix}/{call.number - 1}"
         keys = [f"{outcome}/{rank}" for rank in axis.ranks]
         self._store.set(keys[axis.index], call.written())
-        calls = self._met(call, outcome, keys)
+        calls = self._wait_for_peers(call, outcome, keys)
         # All ranks have come to this call, so all have read the fingerprints of the previous one.
         self._store.delete_key(f"{previous}/{call.rank}")
         if axis.index == 0:
             self._store.delete_key(previous)
-        self._conclude(outcome, _difference(calls))
+        self._publish_outcome(outcome, _difference(calls))
 
     def _compare_pairs(self, call: CollectiveCall) -> None:
         """Compare the messages of each sender and receiver. Other ranks need not take part."""
@@ -250,13 +250,15 @@ class CheckedCollectives(CollectivesWrapper):
         for pair, kind, mine in posted:
             outcome = f"{pair}/{mine.number}"
             key = f"{outcome}/{'receive' if kind == 'send' else 'send'}"
-            both = sorted([*self._met(mine, outcome, [key]), mine])
+            both = sorted([*self._wait_for_peers(mine, outcome, [key]), mine])
             self._store.delete_key(key)
-            self._conclude(outcome, _difference(both))
+            self._publish_outcome(outcome, _difference(both))
             if mine.rank == both[0].rank:
                 self._store.delete_key(f"{pair}/{mine.number - 1}")
 
-    def _met(self, mine: _Fingerprint, outcome: str, keys: list[str]) -> list[_Fingerprint]:
+    def _wait_for_peers(
+        self, mine: _Fingerprint, outcome: str, keys: list[str]
+    ) -> list[_Fingerprint]:
         """Wait until all ranks have written their fingerprints under ``keys``; return these.
 
         Raises RankMismatchError if a rank has not written before the deadline.
@@ -268,11 +270,11 @@ class CheckedCollectives(CollectivesWrapper):
             # Only TCP stores raise DistStoreError, others a RuntimeError with this text.
             if "timeout" not in str(error).lower():
                 raise
-            # If a peer has concluded that all ranks came, this returns, and the keys exist.
-            self._conclude(outcome, self._late(mine))
+            # If a peer has published that all ranks came, this returns, and the keys exist.
+            self._publish_outcome(outcome, self._timeout_message(mine))
         return [_Fingerprint.read(text) for text in self._store.multi_get(keys)]
 
-    def _late(self, mine: _Fingerprint) -> str:
+    def _timeout_message(self, mine: _Fingerprint) -> str:
         """Return the error message for a missed deadline, with the last call of each rank."""
         members = {int(rank) for rank in self._store.get(_MEMBERS).split()}
         key = f"{_ROOT}/last/{{}}".format
@@ -290,7 +292,7 @@ class CheckedCollectives(CollectivesWrapper):
             "it, in the same order, with objects of one number: all make theirs in the same order"
         )
 
-    def _conclude(self, key: str, failure: str) -> None:
+    def _publish_outcome(self, key: str, failure: str) -> None:
         """Publish the outcome of a call, and raise if the first published outcome is a failure.
 
         The first outcome counts for all ranks, so no rank goes on with a call that a peer has
@@ -336,9 +338,9 @@ def _difference(calls: Sequence[_Fingerprint]) -> str:
     first = calls[0]
     for call in calls[1:]:
         mine, its = ((c.axis, c.operation, c.must_match) for c in (first, call))
-        apart = (first.group, first.devices) != (call.group, call.devices)
-        if mine != its or apart:
-            one, other = (c.in_full() if apart else str(c) for c in (first, call))
+        group_differs = (first.group, first.devices) != (call.group, call.devices)
+        if mine != its or group_differs:
+            one, other = (c.in_full() if group_differs else str(c) for c in (first, call))
             return (
                 f"ranks make different calls: rank {first.rank} calls {one}, rank {call.rank} "
                 f"calls {other}; all ranks of an axis must make the same calls over it, in the "
