@@ -1,6 +1,7 @@
 """Distributing tensors and modules, joining meshes, reducing partial values."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import hypothesis.strategies as st
@@ -316,3 +317,32 @@ def test_partial_values_are_reduced_and_nothing_else_moves(ranks: Pools) -> None
             assert torch.equal(full, expected)
             assert same == (source == target)
             assert (calls == 0) == same
+
+
+def ordered(rank: int) -> tuple[bool, str, list[bool], Tensor, str]:
+    """Use tensors whose spec has a shard order that their placements do not show."""
+    made: list[DTensor] = []
+    entry = import_module("torch.distributed.tensor._dtensor_spec").ShardOrderEntry
+    cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("x", "y", "z"))
+    for own in (mesh_of((2, 2)), cube):
+        kinds = [theirs.Shard(0), *[theirs.Partial()] * (own.ndim - 2), theirs.Shard(0)]
+        x = DTensor.from_local(torch.full((1, 2), float(rank)), own, kinds)
+        x._spec.shard_order = (entry(0, (own.ndim - 1, 0)),)
+        made.append(x)
+    x, y = made
+    with pytest.raises(LayoutError, match="use redistribute") as info:
+        distribute_tensor(x, x.device_mesh, (S0, S0))
+    needs = x.detach().requires_grad_()
+    unchanged = [reduce_partial(x) is x, reduce_partial(needs) is needs]
+    same = distribute_tensor(x, x.device_mesh, (StridedShard(0, 2), S0)) is x
+    z = reduce_partial(y)
+    return same, str(info.value), unchanged, z.to_local(), str(z.placements)
+
+
+def test_the_shard_order_of_a_spec_counts(ranks: Pools) -> None:
+    for rank, (same, text, unchanged, local, placements) in enumerate(ranks(4).run(ordered)):
+        assert same
+        assert "dim 0 by axes (1, 0)" in text
+        assert unchanged == [True, True]
+        assert torch.equal(local, torch.full((1, 2), float(rank)))  # Nothing moves.
+        assert "StridedShard" in placements

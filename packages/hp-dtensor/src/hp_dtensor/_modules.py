@@ -13,6 +13,7 @@ from ._convert import AnyPlacement, DensePlacement, to_layout, to_torch
 from ._errors import LayoutError, MeshError
 from ._groups import AxisGroup, find_group
 from ._placements import in_tuple
+from ._prepare import tensor_spec
 from ._redistribute import redistribute
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
@@ -91,7 +92,7 @@ def distribute_tensor(
     layout = to_layout(given, tuple(mesh.shape), tensor.ndim)
     layout.check_shape(tensor.shape)
     if isinstance(tensor, DTensor | RaggedTensor):
-        held = to_layout(tensor.placements, tuple(tensor.device_mesh.shape), tensor.ndim)
+        held = tensor_spec(tensor).layout
         if tensor.device_mesh == mesh and held == layout:
             return tensor
         raise LayoutError(
@@ -244,8 +245,8 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
         collectives: Object that carries out the reductions. Defaults to `TorchCollectives`.
 
     Returns:
-        A DTensor without partial values. The result is ``x`` itself if ``x`` has no partial values
-        and no gradient is recorded.
+        A DTensor without partial values, with the shard order of ``x``. The result is ``x`` itself
+        if ``x`` has no partial values.
 
     Raises:
         LayoutError: ``x`` is not a DTensor, or `redistribute` cannot reduce its partial values.
@@ -264,7 +265,10 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
         raise LayoutError(f"reduce_partial takes a DTensor, got a {type(x).__name__}")
     spec = _torch.spec_of(x)
     placements = [theirs.Replicate() if p.is_partial() else p for p in spec.placements]
-    return redistribute(x, placements, collectives=collectives)
+    if tuple(placements) == spec.placements:
+        return x
+    order = _torch.order_of(_torch.shard_order_of(spec))
+    return redistribute(x, placements, shard_order=order, collectives=collectives)
 
 
 def _groups_out_of_order(mesh: DeviceMesh) -> list[AxisGroup]:

@@ -327,7 +327,7 @@ class TorchCollectives:
             pairs, starts = [packed], [partial(_scatter, *packed, op, axis)]
             copies = [unpack, *copies]
         elif torch.bool not in dtypes and _takes_lists(axis, _SCATTER_LIST, inputs[0].device):
-            parts = [_real(x, op) for x in dense], [_real(x, op) for x in inputs]
+            parts = [_real(x.detach(), op) for x in dense], [_real(x, op) for x in inputs]
             starts = [partial(_method(axis, _SCATTER_LIST), *parts, _SCATTER_OPTIONS[op])]
         else:
             starts = [partial(_scatter, *pair, op, axis) for pair in pairs]
@@ -492,6 +492,8 @@ def _gather(output: Tensor, input: Tensor, axis: Axis) -> Any:
 
 def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis) -> Any:
     """Start a reduce-scatter of one contiguous tensor."""
+    if output.requires_grad:
+        output = output.detach()  # gloo copies to the output with autograd enabled
     if input.is_complex():
         output, input = _real(output, op), _real(input, op)
     elif input.dtype is torch.bool:
