@@ -15,11 +15,13 @@ from rank_pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import (
+    AutogradCollectives,
     Axis,
     CheckedCollectives,
     RankMismatchError,
     RecordingCollectives,
     Replicate,
+    TorchCollectives,
     redistribute,
 )
 from hp_dtensor.testing import SimulatedCollectives, SimulatedGroup, SimulatedWorld
@@ -545,3 +547,10 @@ def test_fingerprints_of_many_ranks_are_short_and_tell_all_of_them(many: tuple[i
         checked.all_reduce(axis, [torch.ones(4)])
     assert f"over axis 'dp', ranks {list(many)}, call 1" in str(caught.value)
     assert store.longest < 1200
+
+
+@pytest.mark.parametrize("wrap", [RecordingCollectives, CheckedCollectives, AutogradCollectives])
+def test_a_wrapper_refuses_an_object_that_is_no_collectives(wrap: Any) -> None:
+    for inner in (3, AutogradCollectives(), TorchCollectives):
+        with pytest.raises(ValueError, match="does not have the methods of Collectives"):
+            wrap(inner)

@@ -23,7 +23,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.collectives._c10d import _average
 from hp_dtensor.collectives._uneven import start_uneven_reduce_scatter
-from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedGroup, SimulatedWorld
 from hp_dtensor.torch_compat import backend_of
 
 Program = Callable[[Collectives, Axis], list[Tensor]]
@@ -1029,16 +1029,17 @@ def averaged_leaves(rank: int) -> tuple[list[Tensor], list[str]]:
     collectives.reduce_scatter(axis, [torch.tensor([1.0, 4.0])], [scattered], "avg").wait()
     sent = torch.nn.Parameter(torch.zeros(2))
     collectives.send_recv(axis, {rank: torch.ones(2)}, {rank: sent}).wait()
-    alone = Axis("alone", None, (rank,))
+    alone = Axis("alone", SimulatedGroup((rank,), rank), (rank,))
     copied = torch.nn.Parameter(torch.zeros(2))
     collectives.all_gather(alone, [torch.ones(2)], [copied]).wait()
     texts = []
     whole = torch.tensor([rank, 3])
-    for call in (
+    calls: list[Callable[[], Any]] = [
         lambda: collectives.all_reduce(axis, [whole], "avg"),
         lambda: collectives.reduce_scatter(axis, [whole], op="avg"),
         lambda: collectives.all_reduce(axis, [whole > 1], "avg"),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match="floating-point or complex") as info:
             call()
         texts.append(str(info.value))

@@ -246,7 +246,7 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
 
     Returns:
         A DTensor without partial values, with the shard order of ``x``. The result is ``x`` itself
-        if ``x`` has no partial values.
+        if ``x`` has no partial values and no gradient is recorded.
 
     Raises:
         LayoutError: ``x`` is not a DTensor, or `redistribute` cannot reduce its partial values.
@@ -265,8 +265,6 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
         raise LayoutError(f"reduce_partial takes a DTensor, got a {type(x).__name__}")
     spec = _torch.spec_of(x)
     placements = [theirs.Replicate() if p.is_partial() else p for p in spec.placements]
-    if tuple(placements) == spec.placements:
-        return x
     order = _torch.order_of(_torch.shard_order_of(spec))
     return redistribute(x, placements, shard_order=order, collectives=collectives)
 

@@ -16,8 +16,8 @@ from ._errors import LayoutError, MeshError
 from ._groups import axes_over, ranks_along
 from ._torch import foreach_norms, foreach_scale, group_name, spec_of
 from .checkpoint import local_boxes
+from .collectives._c10d import checked_collectives
 from .collectives._interface import Axis, AxisMesh, Collectives
-from .ragged._reductions import checked_collectives
 from .ragged._tensor import RaggedTensor, local_tensor_of, mesh_and_placements
 
 

@@ -41,7 +41,7 @@ from ._placements import Partial, in_tuple
 from ._planner import Plan, PlanOptions, check_names, make_plan
 from ._torch import dtensor_maker, group_count, local_part, spec_for, spec_parts
 from ._transfer import same_mesh
-from .collectives._c10d import TorchCollectives
+from .collectives._c10d import TorchCollectives, checked_collectives
 from .collectives._interface import Collectives
 from .ragged._spec import RaggedSpec
 from .ragged._tensor import RaggedTensor
@@ -81,12 +81,8 @@ def options_of(given: Mapping[str, Any]) -> Options:
         checked["shard_order"] = checked_order(checked["shard_order"])
     if "groups" in checked:
         checked["groups"] = group_names(checked["groups"])
-    collectives = checked.get("collectives", NO_OPTIONS.collectives)
-    if isinstance(collectives, type) or not isinstance(collectives, Collectives):
-        raise LayoutError(
-            f"collectives={collectives!r} does not have the methods of Collectives; give "
-            "TorchCollectives(), or leave it out"
-        )
+    if "collectives" in checked:
+        checked["collectives"] = checked_collectives(checked["collectives"])
     return Options(**checked)
 
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.nn.parameter import is_lazy
 
+from .collectives._c10d import checked_collectives
 from .collectives._interface import Axis, AxisMesh, Collectives, RankMismatchError
-from .ragged._reductions import checked_collectives
 from .ragged._tensor import local_tensor_of, mesh_and_placements
 
 _SHOWN = 8  # most tensors that an error names

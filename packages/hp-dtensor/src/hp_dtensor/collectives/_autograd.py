@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .._torch import keep_eager
-from ._c10d import TorchCollectives
+from ._c10d import checked_collectives
 from ._interface import Axis, Collectives
 from ._uneven import start_uneven_reduce_scatter
 
@@ -36,7 +36,7 @@ class AutogradCollectives:
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
-        self._inner: Collectives = TorchCollectives() if inner is None else inner
+        self._inner = checked_collectives(inner)
 
     def all_gather(
         self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None

@@ -23,9 +23,11 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 
+from .._errors import LayoutError
 from .._torch import backend_object, backend_of, timeout_of
 from ._interface import (
     Axis,
+    Collectives,
     Parts,
     ReduceOp,
     Waitable,
@@ -731,3 +733,19 @@ class _WorkWithTimeout:
 
     def wait(self) -> None:
         self._work.wait(self._timeout)
+
+
+def checked_collectives(collectives: object) -> Collectives:
+    """Return the given collectives, and `TorchCollectives` for None.
+
+    Raises:
+        LayoutError: The object does not implement `Collectives`.
+    """
+    if collectives is None:
+        return TorchCollectives()
+    if isinstance(collectives, Collectives) and not isinstance(collectives, type):
+        return collectives
+    raise LayoutError(
+        f"collectives={collectives!r} does not have the methods of Collectives; give "
+        "TorchCollectives(), an object with all of its methods, or leave it out"
+    )

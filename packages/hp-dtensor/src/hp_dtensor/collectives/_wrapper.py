@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ._c10d import TorchCollectives, bytes_of
+from ._c10d import bytes_of, checked_collectives
 from ._interface import Axis, Collectives, Parts, ReduceOp, Work, as_tensors
 
 
@@ -73,7 +73,7 @@ class CollectivesWrapper:
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
-        self._inner: Collectives = TorchCollectives() if inner is None else inner
+        self._inner = checked_collectives(inner)
 
     @property
     def inner(self) -> Collectives:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import LayoutError
 from .._groups import axes_over
 from .._placements import Replicate
 from ..collectives._autograd import AutogradCollectives
 from ..collectives._c10d import TorchCollectives
-from ..collectives._interface import Axis, Collectives
+from ..collectives._interface import Axis
 from ._spec import RaggedSpec
 
 
@@ -197,19 +196,3 @@ def unscale(
     ]
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, scale)
     _all_reduce_(found_inf, axes, "max")
-
-
-def checked_collectives(collectives: object) -> Collectives:
-    """Return the given collectives, and `TorchCollectives` for None.
-
-    Raises:
-        LayoutError: The object does not implement `Collectives`.
-    """
-    if collectives is None:
-        return TorchCollectives()
-    if isinstance(collectives, Collectives) and not isinstance(collectives, type):
-        return collectives
-    raise LayoutError(
-        f"collectives={collectives!r} lacks methods of Collectives; use TorchCollectives(), "
-        "RecordingCollectives(), an object with all of its methods, or None"
-    )

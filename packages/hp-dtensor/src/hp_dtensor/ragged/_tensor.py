@@ -20,6 +20,7 @@ from .._layout import Layout
 from .._placements import RaggedShard, Replicate
 from .._planner import make_plan
 from .._torch import disabled_torch_function, local_part, wrapper_tensor
+from ..collectives._c10d import checked_collectives
 from ..collectives._interface import Collectives
 from ._checkpoint import checkpointed
 from ._ops import (
@@ -30,7 +31,7 @@ from ._ops import (
     elementwise_form,
     operator_traits,
 )
-from ._reductions import checked_collectives, fill_at_random, reduce_all, unscale
+from ._reductions import fill_at_random, reduce_all, unscale
 from ._spec import RaggedSpec, box_views, find_spec
 
 # Methods that use the memory of a tensor. Only the local tensor of a ragged tensor has memory, so
