@@ -153,7 +153,7 @@ def with_other_ranks(rank: int) -> str:
     target = replace(TARGET, ranks=(1, 3)) if rank == 3 else TARGET
     plan = _plan.make_plan(SOURCE, target, SHAPE, rank, 8)
     try:
-        _consistency.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu").start(False, "")()
+        _consistency.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu")("", False)
     except RankMismatchError as error:
         return str(error)
     return ""

@@ -125,4 +125,4 @@ def no_collectives(rank: int) -> str:
 
 def test_what_is_no_collectives_is_named(ranks: Pools) -> None:
     for text in ranks(4).run(no_collectives):
-        assert text.startswith("collectives='gloo' does not have the methods of Collectives; give ")
+        assert text.startswith("collectives='gloo' does not have the methods of Collectives; use ")

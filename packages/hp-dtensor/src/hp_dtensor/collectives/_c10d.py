@@ -746,6 +746,6 @@ def checked_collectives(collectives: object) -> Collectives:
     if isinstance(collectives, Collectives) and not isinstance(collectives, type):
         return collectives
     raise LayoutError(
-        f"collectives={collectives!r} does not have the methods of Collectives; give "
+        f"collectives={collectives!r} does not have the methods of Collectives; use "
         "TorchCollectives(), an object with all of its methods, or leave it out"
     )
