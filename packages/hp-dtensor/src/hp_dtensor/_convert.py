@@ -42,7 +42,10 @@ class TensorSpec:
 
 
 def is_torch_partial(placement: object) -> bool:
-    """Return whether only torch can reduce a placement, such as that of a sharded embedding."""
+    """Return whether only torch can reduce a placement.
+
+    An example is the partial result of an embedding with a sharded vocabulary.
+    """
     if not isinstance(placement, theirs.Partial):
         return False
     known = {*get_args(ours.PartialOp), ours.torch_op("prod")}

@@ -708,10 +708,7 @@ def same_runs(a: Layout, b: Layout) -> bool:
 
 
 def is_local(src: Layout, dst: Layout) -> bool:
-    """Return whether the change needs no communication.
-
-    Each rank already holds what it needs, whatever the shape.
-    """
+    """Return whether the change needs no communication for a tensor of any shape."""
     if src.ragged is not None and not same_runs(src, dst):
         return False
     for dim, splits in src.axis_splits.items():

@@ -277,7 +277,7 @@ class Search:
     Attributes:
         ended: False if the search gave up at the limit on the number of layouts.
         wide: Whether steps that lead away from the target are included.
-        searchable: Whether a second round can improve the plan.
+        searchable: Whether the first round left out steps that can improve the plan.
         candidates: Layouts from which one allowed step reached the target in the first round.
         over_limit: Layouts from which this step would have needed too much memory.
         without_group: Time of the cheapest plan whose last step has no process group, and the axes
@@ -347,7 +347,8 @@ class Search:
         # Price so far, number of steps that are no native collectives, and bytes received.
         never: tuple[_Total, Steps] = (math.inf, math.inf, math.inf), ()
         found = never
-        for self.wide in (False, True):
+        for wide in (False, True):
+            self.wide = wide
             best: dict[Layout, tuple[_Total, Steps]] = {self.src: ((0.0, 0, 0.0), ())}
             if found is not never:
                 best[self.dst] = found
@@ -466,7 +467,10 @@ class Search:
         return here
 
     def _next_split(self, here: Layout, dim: int) -> AxisSplit | None:
-        """Return the split of the target that follows those of a layout, if these are the same."""
+        """Return the first split of a dim that the target has and the layout lacks.
+
+        Returns None if the layout has all of them, or has a split that the target does not have.
+        """
         have, want = here.axis_splits.get(dim, ()), self.dst.axis_splits.get(dim, ())
         return want[len(have)] if len(want) > len(have) and want[: len(have)] == have else None
 
@@ -518,9 +522,10 @@ class Search:
                 yield gather_step(here, dim, self.shape, position)
 
     def _move(self, here: Layout, old: int) -> Step | None:
-        """Return the step that moves the last split of a dim to the dim that its axis splits last.
+        """Return the step that moves the last split of a dim to another dim.
 
-        Returns None if the target does not split another dim with this axis next.
+        The other dim is the one that the same axis splits in the target. Returns None if there is
+        none, or if the target has other splits of that dim first.
         """
         axis = here.axis_splits[old][-1][0]
         for new in self.dst.placements[axis].split_dims:

@@ -656,7 +656,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def _to_peers(parts: Mapping[int, Parts], me: int) -> list[tuple[int, Tensor]]:
-    """Return pairs of a peer and a tensor, without those of this rank itself."""
+    """Return one pair of peer and tensor for each message to or from another rank."""
     return [(peer, x) for peer, each in parts.items() if peer != me for x in as_tensors(each)]
 
 
