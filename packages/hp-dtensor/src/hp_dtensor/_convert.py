@@ -227,7 +227,7 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(target))
     spec = dense_spec(mesh, tuple(plain), spec_of(x).tensor_meta, None)
     if whole:
-        steps = [_as_torch(p, x.ndim) for p in target]
+        steps = [_torch_placement(p, x.ndim) for p in target]
     return TorchStep(tuple(steps), replace(spec, dtype=x.dtype), then, axes, whole)
 
 
@@ -249,7 +249,7 @@ def _onto(
     return theirs.Replicate() if taken else theirs.Shard(dim)
 
 
-def _as_torch(placement: AnyPlacement, ndim: int) -> theirs.Placement:
+def _torch_placement(placement: AnyPlacement, ndim: int) -> theirs.Placement:
     if isinstance(placement, theirs.Placement):
         return placement
     if isinstance(placement, ours.Shard):

@@ -100,7 +100,7 @@ def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
         look = held.view(kept.box)
         return lambda x, collectives: look(x).clone(memory_format=torch.contiguous_format)
     copy_own = _own_copier(plan_transfer(step.source, step.target, shape, rank).local, held, kept)
-    return lambda x, collectives: copy_own(x)
+    return lambda x, _: copy_own(x)
 
 
 def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
@@ -185,12 +185,9 @@ def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
         ranges = [chunk(length, degrees, unravel(position, degrees)) for position in order]
         parts = [x.narrow(dim, lo, hi - lo) for lo, hi in ranges]
         sizes = [part.numel() for part in parts]
-        # Flat parts need no copy of the result, which other layouts of the buffer would need.
-        packed = x.new_empty(x.numel())
-        for space, part in zip(packed.split(sizes), parts, strict=True):
-            space.view(part.shape).copy_(part)
         result = parts[axis.index].shape
-        finish = start_uneven_reduce_scatter(collectives, axis, packed, sizes, op)
+        # Flat parts need no copy of the result, which other layouts of the buffer would need.
+        finish = start_uneven_reduce_scatter(collectives, axis, _joined(parts), sizes, op)
         return lambda: _averaged(finish().view(result), terms)
 
     return begin
@@ -560,15 +557,16 @@ def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change
     if len(set(shapes)) == 1:
         # Stacking copies once. Flattening the pieces before concatenating them copies twice.
         return lambda x: torch.stack([look(x) for look in views]).view(-1)
-    sizes = [math.prod(shape) for shape in shapes]
+    return lambda x: _joined([look(x) for look in views])
 
-    def pack(x: Tensor) -> Tensor:
-        buffer = x.new_empty(sum(sizes))
-        for space, shape, look in zip(buffer.split(sizes), shapes, views, strict=True):
-            space.view(shape).copy_(look(x))
-        return buffer
 
-    return pack
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Copy tensors one after the other into one flat buffer. Each is copied once."""
+    sizes = [part.numel() for part in parts]
+    buffer = parts[0].new_empty(sum(sizes))
+    for space, part in zip(buffer.split(sizes), parts, strict=True):
+        space.view(part.shape).copy_(part)
+    return buffer
 
 
 def unpacker(

@@ -18,6 +18,7 @@ from ._torch import foreach_norms, foreach_scale, group_name, spec_of
 from .checkpoint import local_boxes
 from .collectives._c10d import checked_collectives
 from .collectives._interface import Axis, AxisMesh, Collectives
+from .ragged._reductions import largest_over
 from .ragged._tensor import RaggedTensor, local_tensor_of, mesh_and_placements
 
 
@@ -339,14 +340,10 @@ def _power_sum(
 
 def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives) -> Tensor:
     """All-reduce a number: the maximum for the order inf, otherwise the sum."""
-    if order != math.inf:
-        (result,) = collectives.all_reduce(axis, [part], op="sum").wait()
-        return result
-    # A maximum of floats loses NaN over gloo. Read as integers, non-negative floats have the same
-    # order, with infinity and NaN at the end.
-    bits = torch.where(part.isnan(), math.nan, part).view(torch.int64)
-    (result,) = collectives.all_reduce(axis, [bits], op="max").wait()
-    return result.view(torch.float64)
+    if order == math.inf:
+        return largest_over(part, [axis], collectives)
+    (result,) = collectives.all_reduce(axis, [part], op="sum").wait()
+    return result
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:

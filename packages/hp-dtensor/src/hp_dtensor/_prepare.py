@@ -93,7 +93,6 @@ class Prepared:
     It is memoized, so it refers to no tensor, mesh or process group.
 
     Attributes:
-        source: Layout of the input.
         dtype: Dtype of the tensor.
         plan: Steps of this rank.
         steps: The same steps, bound to shapes. None if this rank takes no part.
@@ -109,7 +108,6 @@ class Prepared:
             if this rank takes no part.
     """
 
-    source: Layout
     dtype: torch.dtype
     plan: Plan
     steps: tuple[BoundStep, ...] | None
@@ -252,7 +250,7 @@ def plan_for(x: Any, placements: Any, mesh: Any, options: Options) -> Plan:
         plan = plan_for(step.spec, step.then, mesh, options)
         return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
     if prepared.steps is None:
-        ranks = prepared.source.ranks_in_words()
+        ranks = prepared.plan.source.ranks_in_words()
         if (own := tensor_spec(x).mesh) is not None:
             ranks = str(list(ranks_of(own)))
         raise MeshError(
@@ -314,7 +312,6 @@ def _make(
     shape, itemsize = spec.shape, spec.dtype.itemsize  # The spec has a mesh, which is not kept.
     if mesh is not None:
         takes_part = src.holds(rank) or dst.holds(rank)
-
     limits = options.cost, groups, options.max_bytes  # The options have collectives.
 
     def plan_between(src: Layout, dst: Layout) -> Plan:
@@ -333,7 +330,6 @@ def _make(
     has_input = takes_part and src.holds(rank)
     has_result = own is not None if mesh is None else dst.holds(rank)
     return Prepared(
-        source=src,
         dtype=spec.dtype,
         plan=plan,
         steps=steps,

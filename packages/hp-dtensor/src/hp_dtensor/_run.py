@@ -178,7 +178,7 @@ class _Redistribute(torch.autograd.Function):
         prepare: Prepare,
         finish: Finish | None,
     ) -> Any:
-        layout = reduced_layout(prepared.source)
+        layout = reduced_layout(prepared.plan.source)
         order = cast(ShardOrder | None, layout.shard_order)
         ctx.back = layout.placements, options._replace(shard_order=order), prepare
         local = (_start(x, prepared, options) if finish is None else finish)()

@@ -14,7 +14,7 @@ from .._groups import axes_over
 from .._placements import Replicate
 from ..collectives._autograd import AutogradCollectives
 from ..collectives._c10d import TorchCollectives
-from ..collectives._interface import Axis
+from ..collectives._interface import Axis, Collectives
 from ._spec import RaggedSpec
 
 
@@ -108,17 +108,26 @@ def _norm(sizes: Tensor, order: float, axes: Sequence[Axis]) -> Tensor:
 def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
     with torch.no_grad():
         largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
-        # The bits of numbers from 0 on, as integers, have the order of the numbers, with NaN last.
-        # The maximum of floats can lose a NaN.
-        integer = torch.int64 if sizes.dtype is torch.float64 else torch.int32
-        bits = torch.where(largest.isnan(), math.nan, largest).view(integer)
-        _all_reduce_(bits, axes, "max")
-        largest = bits.view(sizes.dtype)
+        largest = largest_over(largest, axes, TorchCollectives())
         chosen = sizes == largest
         count = chosen.sum()
         _all_reduce_(count, axes, "sum")
     result: Tensor = _Largest.apply(sizes, largest, chosen, count)  # type: ignore[no-untyped-call]
     return result
+
+
+def largest_over(number: Tensor, axes: Sequence[Axis], collectives: Collectives) -> Tensor:
+    """Return the maximum of a number over axes. It is NaN if any rank has NaN.
+
+    ``number`` is a scalar tensor of at least 0 in float32 or float64.
+    """
+    # A maximum of floats loses NaN over gloo. Read as integers, non-negative floats have the same
+    # order, with infinity and NaN at the end.
+    integer = torch.int64 if number.dtype is torch.float64 else torch.int32
+    bits = torch.where(number.isnan(), math.nan, number).view(integer)
+    for axis in axes:
+        (bits,) = collectives.all_reduce(axis, [bits], op="max").wait()
+    return bits.view(number.dtype)
 
 
 class _Largest(torch.autograd.Function):
