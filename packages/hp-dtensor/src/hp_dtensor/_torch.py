@@ -299,7 +299,9 @@ def group_identity(group: object) -> str:
         The text. It is empty for an object that is not a ``ProcessGroup``.
 
     Examples:
-        >>> group_identity(dist.group.WORLD)
+        On 2 ranks:
+
+        >>> group_identity(torch.distributed.group.WORLD)
         '0'
     """
     if not isinstance(group, ProcessGroup):
@@ -315,7 +317,11 @@ def default_store() -> Any:
         The store.
 
     Examples:
+        On 2 ranks:
+
         >>> default_store().set("hp_dtensor/example", "1")
+        >>> default_store().get("hp_dtensor/example")
+        b'1'
     """
     return distributed_c10d._get_default_store()
 
@@ -348,7 +354,9 @@ def backend_of(group: object, device: torch.device) -> str:
         groups written in Python and simulated groups have none.
 
     Examples:
-        >>> backend_of(dist.group.WORLD, torch.device("cpu"))
+        On 2 ranks:
+
+        >>> backend_of(torch.distributed.group.WORLD, torch.device("cpu"))
         'gloo'
     """
     backend = backend_object(group, device)
@@ -556,7 +564,9 @@ def keep_eager(function: F) -> F:
         A function with the same arguments and results.
 
     Examples:
-        >>> keep_eager(torch.add)(torch.ones(1), 1)
+        >>> def add_one(x):
+        ...     return x + 1
+        >>> keep_eager(add_one)(torch.ones(1))
         tensor([2.])
     """
     return cast(F, _disable(function))
