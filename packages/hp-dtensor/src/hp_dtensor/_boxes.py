@@ -167,7 +167,11 @@ def _chunk_length(length: int, degree: int, i: int) -> int:
 
 
 def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
-    """Return the distinct numbers of elements that the indices of one split hold."""
+    """Return the distinct sizes of the shards of one split, in elements.
+
+    The split divides ``total`` elements into ``factor`` blocks, and each block into ``degree``
+    chunks. Shard ``i`` is chunk ``i`` of every block.
+    """
     block = -(-total // factor) or 1
     full, last = divmod(total, block)
     # The number changes only at two indices: after the last chunk of a full block, and after the

@@ -112,7 +112,10 @@ execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 @clearable
 @lru_cache(maxsize=2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
-    """Return the local shape of the result, and the steps. They hold the names of groups only."""
+    """Read the text of `write_plan`. Return the local shape of the result, and the bound steps.
+
+    The steps refer to process groups by name, so that this cache keeps no group alive.
+    """
     plan, groups = read_plan(text)
     return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)
 

@@ -187,7 +187,7 @@ class TorchStep(NamedTuple):
         return f"the mesh axes {self.axes} are reduced by torch's own redistribution{end}"
 
     def run(self, x: DTensor) -> DTensor:
-        """Run torch's part. torch records it for autograd."""
+        """Redistribute ``x`` to ``placements`` with ``DTensor.redistribute``. Differentiable."""
         return x.redistribute(placements=list(self.placements))
 
 

@@ -496,7 +496,7 @@ def _overlap(ranges: Sequence[Interval], others: Sequence[Interval]) -> int:
 
 
 def prefers_one_step(cost: CostModel) -> bool:
-    """Return whether a direct step is always cheaper than several steps that reduce nothing."""
+    """Return whether one step is always the fastest plan between layouts without `Partial`."""
     if type(cost) is not AlphaBeta or isinstance(cost.beta, tuple):
         return False
     return not isinstance(cost.alpha, tuple) and cost.alpha > 0

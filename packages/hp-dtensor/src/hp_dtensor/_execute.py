@@ -374,14 +374,15 @@ _BINDERS = {
 
 
 class LocalView:
-    """The local tensor at a coordinate of a layout, and views of boxes in it.
+    """Describes the local tensor at one mesh coordinate, and makes views of boxes in it.
 
-    Without a coordinate, which stands for a rank outside the mesh, it is empty.
+    If the coordinate is None, the rank is outside the mesh and its local tensor is empty.
 
     Attributes:
         shape: Shape of the local tensor.
-        box: The global box that the local tensor covers, which can be empty. None if the local
-            tensor can cover several boxes.
+        box: Box of the global tensor that the local tensor covers. It can be empty. None if the
+            coordinate is None, or if a placement can give one rank several boxes, as `StridedShard`
+            and `RaggedShard` do.
     """
 
     def __init__(
@@ -493,7 +494,12 @@ def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Ch
 def concatenator(part: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
     """Return the inverse of `splitter`: a function that joins stacked parts to one tensor.
 
-    ``part`` is the shape of one part. The argument can have any shape with as many elements.
+    The input of the returned function holds the parts one after another, in any shape.
+
+    Args:
+        part: Shape of one part.
+        grid: As in `splitter`.
+        order: As in `splitter`.
     """
     whole = list(part)
     for dim, number, _ in grid:

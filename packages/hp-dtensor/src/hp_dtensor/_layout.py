@@ -746,8 +746,8 @@ def unchanged_axes(src: Layout, dst: Layout) -> frozenset[int]:
 def _same_splits(src: Layout, dst: Layout) -> set[int]:
     """Return the mesh axes that split a dim in the same way in both layouts.
 
-    In each dim, axes count up to the first difference. The axis of a `RaggedShard` counts if both
-    layouts have the same one.
+    If several axes split one dim, only the axes before the first difference are returned. The axis
+    of a `RaggedShard` is returned if both layouts have the same `RaggedShard` on it.
     """
     found: set[int] = set()
     for dim, splits in src.axis_splits.items():

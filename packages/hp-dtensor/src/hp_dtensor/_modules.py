@@ -302,7 +302,10 @@ def _shared_parameters(module: nn.Module) -> list[list[_Owner]]:
 
 
 def _share_first(owners: list[_Owner]) -> None:
-    """Register the first owner's parameter with all owners. Their layouts have to be equal."""
+    """Tie a parameter again: register the parameter of the first module with the other modules.
+
+    Raises `LayoutError` if ``partition_fn`` gave it different layouts in these modules.
+    """
     (first_name, first, first_key), *others = owners
     parameter = first.get_parameter(first_key)
     layout = mesh_and_placements(parameter)

@@ -467,9 +467,10 @@ class Search:
         return here
 
     def _next_split(self, here: Layout, dim: int) -> AxisSplit | None:
-        """Return the first split of a dim that the target has and the layout lacks.
+        """Return the mesh axis split that the target applies to a dim after the splits of ``here``.
 
-        Returns None if the layout has all of them, or has a split that the target does not have.
+        The result is ``(mesh axis, degree, split factor)``. Returns None if ``here`` has all splits
+        of the target, or if the target does not begin with the splits of ``here``.
         """
         have, want = here.axis_splits.get(dim, ()), self.dst.axis_splits.get(dim, ())
         return want[len(have)] if len(want) > len(have) and want[: len(have)] == have else None
@@ -589,7 +590,10 @@ def _merged(steps: Steps) -> Steps:
 
 
 def _peak(steps: Steps, shape: tuple[int, ...], rank: int) -> int:
-    """Return the largest number of elements in memory at once. The given tensor always counts."""
+    """Return the peak memory of a sequence of steps on one rank, in elements.
+
+    The input of the first step counts during all steps, because the caller still holds it.
+    """
     given = 0
     if steps and steps[0].source.holds(rank):
         given = math.prod(steps[0].source.local_shape(shape, rank))

@@ -73,7 +73,11 @@ NO_OPTIONS = Options()
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """Check keyword arguments. Raises `LayoutError`, or TypeError for an unknown name."""
+    """Check the keyword arguments of `redistribute`, and return them as `Options`.
+
+    An argument that is None gets its default. Raises `LayoutError` for an invalid value, and
+    TypeError for an unknown name.
+    """
     check_names(given, RunOptions)
     checked = {name: value for name, value in given.items() if value is not None}
     check_limits(checked.get("cost"), checked.get("max_bytes"))

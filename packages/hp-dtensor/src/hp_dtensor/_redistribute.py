@@ -153,7 +153,11 @@ def redistribute(
 def _mesh_and_placements(
     where: tuple[Any, ...], mesh: DeviceMesh | None, placements: Sequence[AnyPlacement] | None
 ) -> tuple[DeviceMesh | None, Sequence[AnyPlacement] | None]:
-    """Return the mesh and the placements of a call that gives some of them by position."""
+    """Return the mesh and the placements of a `redistribute` call with positional arguments.
+
+    ``where`` has one or two positional arguments, ``mesh`` and ``placements`` are the keyword
+    arguments. Raises `LayoutError` if the mesh or the placements are given twice.
+    """
     first, *more = where
     if not more and not isinstance(first, DeviceMesh):
         if placements is None:

@@ -111,7 +111,11 @@ def _pending(
     recorded: bool,
     prepare: Prepare,
 ) -> Pending[Distributed]:
-    """Start the first step. The handle finishes the other steps, and records them if needed."""
+    """Start the first step of a redistribution, and return a handle for the result.
+
+    The handle's ``wait()`` runs the other steps. If ``recorded`` is True, it also records the
+    redistribution for autograd.
+    """
     local = local_of(x)
     sent = (cast(Tensor, x), local) if local is not None and prepared.steps else ()
     before = writes_into(*sent)

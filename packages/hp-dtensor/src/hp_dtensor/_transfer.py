@@ -53,9 +53,10 @@ class Tiles:
         return bool(self.splits[dim]) or dim < self.flattened
 
     def overlapping(self, region: Box) -> Iterator[tuple[Assignment, Box, Box]]:
-        """Yield each tile that overlaps a region.
+        """Yield the tiles into which the layout splits a tensor, if they overlap ``region``.
 
-        Each item has the coordinates that hold the tile, the tile, and its part in the region.
+        Each item is ``(holder, tile, overlap)``. ``holder`` has the pairs ``(mesh axis,
+        coordinate)`` of the ranks that hold the tile.
         """
         grid = [list(self._ranges(dim, interval)) for dim, interval in enumerate(region)]
         for combination in product(*grid):
@@ -94,9 +95,10 @@ class Tiles:
     def _ranges(
         self, dim: int, interval: Interval
     ) -> Iterator[tuple[Assignment, Interval, Interval]]:
-        """Yield each source range of one dim that overlaps an interval.
+        """Yield the ranges into which the layout splits one dim, if they overlap ``interval``.
 
-        Each item has the coordinates that hold the range, the range, and its part in the interval.
+        Each item is ``(holder, range, overlap)``. ``holder`` has the pairs ``(mesh axis,
+        coordinate)`` of the ranks that hold the range.
         """
         lo, hi = interval
         length, splits = self.shape[dim], self.splits[dim]
@@ -270,7 +272,7 @@ class Pairing:
         return number * self.replicas // math.prod([count for _, count in spans])
 
     def _numbers_of(self, replica: int, spans: Sequence[Span]) -> range:
-        """Return the numbers of the receivers that a replica serves, as in `_replica_for`."""
+        """Return the receivers that a replica serves. The inverse of `_replica_for`."""
         total = math.prod([count for _, count in spans])
         if self.one_mesh:
             return range(replica, total, self.replicas)

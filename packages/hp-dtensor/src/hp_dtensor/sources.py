@@ -223,7 +223,7 @@ class Stack(_Several):
         return (*first[: self.dim], len(shapes), *first[self.dim :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the parts in range; see `Source.pieces`."""
+        """Yield the pieces of the sources that ``box`` selects; see `Source.pieces`."""
         at = self.dim
         for index in range(*box[at]):
             for piece in self.parts[index].pieces((*box[:at], *box[at + 1 :]), stored):
@@ -267,7 +267,7 @@ class Concatenate(_Several):
         return (*first[:at], sum(shape[at] for shape in shapes), *first[at + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the parts in range; see `Source.pieces`."""
+        """Yield the pieces of each source that overlaps ``box``; see `Source.pieces`."""
         start, stop = box[self.dim]
         end = 0
         for part in self.parts:

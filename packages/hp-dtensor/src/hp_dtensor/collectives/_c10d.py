@@ -39,7 +39,10 @@ from ._interface import (
 
 
 def _names(*names: str) -> tuple[str, ...]:
-    """Return the names of a method of ``ProcessGroup``, with this torch version's name first."""
+    """Return all names that versions of torch give one method of ``ProcessGroup``.
+
+    The first name is the one of the installed version. Raises ImportError if it has none of them.
+    """
     known = [name for name in names if hasattr(ProcessGroup, name)]
     if not known:
         raise ImportError(f"torch {ProcessGroup} has none of {names}; hp-dtensor needs torch 2.11+")
@@ -651,7 +654,7 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the size of the elements of a tensor in bytes."""
+    """Return the number of elements of a tensor times the bytes per element."""
     return tensor.numel() * tensor.element_size()
 
 

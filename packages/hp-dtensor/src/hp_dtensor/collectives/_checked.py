@@ -179,7 +179,11 @@ class CheckedCollectives(CollectivesWrapper):
             self._compare(axis, mine._replace(fault=_output_fault(call, sizes)))
 
     def _exchange(self, call: CollectiveCall) -> _Fingerprint:
-        """Return the fingerprint of an all-to-all. Its numbers of rows may differ between ranks."""
+        """Return the fingerprint of an all-to-all.
+
+        Ranks may send and receive different numbers of rows, so ``must_match`` does not have them.
+        ``sent`` and ``received`` are compared for each pair of ranks instead.
+        """
         axis, (x,) = call.axis, call.inputs
         equal = [x.shape[0] // axis.size] * axis.size
         sent = equal if call.send_splits is None else list(call.send_splits)

@@ -168,7 +168,10 @@ def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
 
 
 class Waitable(Protocol):
-    """Handle of an operation in flight: a `Work`, or a work of torch, which returns no tensors."""
+    """Handle of an operation in flight: this module's `Work`, or ``torch.distributed.Work``.
+
+    `Work.wait` returns the outputs. The ``wait`` of torch's class does not.
+    """
 
     def wait(self) -> object:
         """Wait until the outputs are complete for use on the caller's stream."""

@@ -1,4 +1,7 @@
-"""Tensors in distributed checkpoints: one box of elements for each item."""
+"""Hooks that save and load tensors with ``torch.distributed.checkpoint``.
+
+Each box of elements that a rank holds becomes one ``WriteItem``.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
