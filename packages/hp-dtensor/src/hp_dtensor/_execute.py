@@ -1,4 +1,8 @@
-"""The steps of a plan, bound to shapes and groups: pack, communicate, unpack."""
+"""Turn the steps of a plan into functions that run on local tensors.
+
+Such a function packs the local tensor into a buffer, runs one collective, and unpacks the result.
+`bind` makes the functions of a plan once, and `start` runs them on a local tensor.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +23,25 @@ from ._transfer import Transfer, plan_transfer
 from .collectives._interface import Collectives, ReduceOp
 from .collectives._uneven import start_uneven_reduce_scatter
 
-# Waits for the collective of a step and returns the local result.
+# Waits for a collective that was started, and returns the local tensor after it.
 Finish: TypeAlias = Callable[[], Tensor]
-# Starts the collective of a step on a local tensor, or returns the result of a step without one.
+# Runs one step on a local tensor. If the step has a collective, the function starts it and returns
+# its `Finish`. Otherwise the function returns the local tensor after the step.
 BoundStep: TypeAlias = Callable[[Tensor, Collectives], Finish | Tensor]
 Shape: TypeAlias = tuple[int, ...]
 Change: TypeAlias = Callable[[Tensor], Tensor]
 # Arguments of Tensor.narrow: (dim, start, length) for each dim that is narrowed.
 Narrow: TypeAlias = tuple[tuple[int, int, int], ...]
-# Pairs (index of the peer in the group, global box).
+# Pairs (index of the peer in the group, box). A box has one range of global indices per dim.
 Pieces: TypeAlias = list[tuple[int, Box]]
 
 
 def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
-    """Return the steps in which the plan's rank takes part, ready to run.
+    """Return one function for each step of a plan in which the rank of the plan takes part.
 
-    Everything that depends on shapes only is computed here. ``groups`` has the group of each step
-    that communicates. The bound steps keep no tensor and no process group.
+    Everything that depends only on shapes is computed here, once. ``groups`` maps each step that
+    communicates to its process group. The returned functions keep no tensor and no process group
+    alive, because they look up process groups by name.
     """
     rank = plan.rank
     steps = [
@@ -43,7 +49,8 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
         for step in plan.steps
         if step.source.holds(rank) or step.target.holds(rank)
     ]
-    # Plans treat an axis with one rank as replicated. A RaggedShard on it flattens dims.
+    # Plans treat a mesh axis with one rank as replicated. But a RaggedShard on this axis
+    # flattens leading dims of the local tensor, so the local tensor is reshaped before or after.
     source, target = replicated(plan.source), replicated(plan.target)
     if plan.source.ragged != source.ragged and source.holds(rank):
         steps.insert(0, _viewed(source.local_shape(plan.shape, rank)))
@@ -53,14 +60,15 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
 
 
 def start(steps: Sequence[BoundStep], local: Tensor, collectives: Collectives) -> Finish:
-    """Start the first collective. Return a function that finishes all steps.
+    """Run bound steps until the first collective is started. Return a function for the rest.
 
-    The result shares memory with ``local`` only if there are no steps. Do not write to ``local``
+    The returned function waits for this collective, runs the other steps and returns the local
+    result. The result shares memory with ``local`` if no step copies it. Do not write to ``local``
     before the returned function returns.
     """
-    # Bytes are sent, so lazy conjugation and negation have to be carried out first.
+    # The bytes in memory are sent, so lazy conjugation and negation are carried out first.
     result = local.detach().resolve_conj().resolve_neg()
-    del local  # Later steps must not keep the memory of their inputs alive.
+    del local  # This reference would keep the memory of the input alive during later steps.
     for number, step in enumerate(steps, 1):
         started = step(result, collectives)
         if isinstance(started, Tensor):
@@ -86,13 +94,20 @@ def _viewed(shape: tuple[int, ...]) -> BoundStep:
 
 
 def _empty(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
-    """Return a step for a tensor without elements."""
+    """Return the function that runs a step on a tensor without elements. It communicates nothing.
+
+    The function returns an empty tensor with the local shape after the step. On a rank outside the
+    target mesh, the shape is ``(0,)``.
+    """
     result = step.target.local_shape(shape, rank) if step.target.holds(rank) else (0,)
     return lambda x, collectives: x.new_empty(result)
 
 
 def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
-    """Return a step that copies a part of the local tensor."""
+    """Return the function that runs a slice step: it copies a part of the local tensor.
+
+    No communication is needed, because each rank holds all elements of its target shard already.
+    """
     coordinate = step.source.coordinate(rank)
     held = LocalView(step.source, shape, coordinate)
     kept = LocalView(step.target, shape, coordinate)
@@ -104,7 +119,11 @@ def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
 
 
 def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
-    """Return an all-gather of equal shards over one or several axes."""
+    """Return the function that runs an all-gather of equal shards over one or several mesh axes.
+
+    The function starts the all-gather. If the gathered shards are not consecutive rows of the
+    result, they are copied into place after the all-gather.
+    """
     held = step.source.local_shape(shape, rank)
     grid = []
     for axis in step.axes:
@@ -126,7 +145,10 @@ def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundS
 
 
 def _all_to_all(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
-    """Return an all-to-all that gathers one dim and splits another one into equal shards."""
+    """Return the function that runs an all-to-all between equal shards of two tensor dims.
+
+    The mesh axis of the step shards one tensor dim before the step, and another one after it.
+    """
     old, new = (_sharded_dim(layout, step.axes[0]) for layout in (step.source, step.target))
     held = step.source.local_shape(shape, rank)
     piece = list(held)
@@ -144,7 +166,10 @@ def _all_to_all(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundS
 
 
 def _all_reduce(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
-    """Return an all-reduce of a copy of the local tensor."""
+    """Return the function that all-reduces a copy of the local tensor.
+
+    The local tensor itself does not change.
+    """
     (op, terms), find = _reduction(step), group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -156,12 +181,16 @@ def _all_reduce(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundS
 
 
 def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
-    """Return a reduce-scatter. If shards are unequal, it is an all-to-all and a local reduction."""
+    """Return the function that runs a reduce-scatter.
+
+    If the shards of the source or of the target layout have unequal shapes, the function uses an
+    all-to-all and a local reduction instead.
+    """
     if not (step.source.is_even(shape) and step.target.is_even(shape)):
         return _uneven_reduce_scatter(step, group)
     dim, result = _sharded_dim(step.target, step.axes[0]), step.target.local_shape(shape, rank)
     split = splitter(step.source.local_shape(shape, rank), [(dim, group.size, 0)], group.order)
-    # The output has the shape of one part of the packed input.
+    # `splitter` stacks parts along a new dim 0, except for a split of dim 0 in ascending order.
     part = result if dim == 0 and group.order is None else (1, *result)
     (op, terms), find = _reduction(step), group.find
 
@@ -174,7 +203,10 @@ def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> Bo
 
 
 def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
-    """Return a reduce-scatter of chunks with different lengths."""
+    """Return the function that reduce-scatters chunks with different lengths.
+
+    It communicates one all-to-all. Each rank then reduces the chunks that it received.
+    """
     dim = _sharded_dim(step.target, step.axes[0])
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
     (op, terms), find = _reduction(step), group.find
@@ -186,7 +218,7 @@ def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
         parts = [x.narrow(dim, lo, hi - lo) for lo, hi in ranges]
         sizes = [part.numel() for part in parts]
         result = parts[axis.index].shape
-        # Flat parts need no copy of the result, which other layouts of the buffer would need.
+        # Each part is contiguous in the flat buffer, so the reduced part needs no further copy.
         finish = start_uneven_reduce_scatter(collectives, axis, _joined(parts), sizes, op)
         return lambda: _averaged(finish().view(result), terms)
 
@@ -194,16 +226,17 @@ def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
 
 
 def _sharded_dim(layout: Layout, axis: int) -> int:
-    """Return the dim that an axis shards."""
+    """Return the tensor dim that a mesh axis shards. The axis must shard exactly one dim."""
     (dim,) = layout.placements[axis].split_dims
     return dim
 
 
 def _reduction(step: Step) -> tuple[ReduceOp, int]:
-    """Return the reduction of a step, and a number by which its result has to be divided.
+    """Return ``(op, divisor)``: the op of a step's collective, and the divisor of its result.
 
-    If some axes average and others sum, the reduction is a sum, and the number is the number of
-    ranks of the averaging axes. Otherwise the number is 1.
+    If all `Partial` placements on the axes of the step have the same op, the divisor is 1. If some
+    have ``"avg"`` and others ``"sum"``, the op is ``"sum"`` and the divisor is the number of ranks
+    on the ``"avg"`` axes.
     """
     found: dict[ReduceOp, int] = {}
     for axis in step.axes:
@@ -220,10 +253,12 @@ def _averaged(total: Tensor, terms: int) -> Tensor:
 
 
 def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return a direct step: pack, one all-to-all with sizes in elements, unpack.
+    """Return the function that runs a direct step: one all-to-all with messages of any size.
 
-    If the received buffer is then the result itself, or one copy away from it, the rank also sends
-    itself its own piece. Otherwise it copies its own piece while the all-to-all runs.
+    The function packs the boxes to send into a flat buffer, starts the all-to-all, and copies the
+    received boxes into the result. The boxes that the rank keeps are copied while the all-to-all
+    runs. As an exception, the rank sends these boxes to itself if the received buffer then gives
+    the result by one view or one copy; see `_single_unpacker`.
     """
     transfer, held, needed = _transfer_and_views(step, shape, rank)
     own_index = _group_index(step, group, rank)
@@ -256,10 +291,11 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
 
 
 def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return a transfer: at most one message to each peer and one from each peer.
+    """Return the function that runs a transfer step: point-to-point messages between two meshes.
 
-    The local tensor of a rank outside the source mesh is empty, and so is the result of a rank
-    outside the target mesh.
+    The rank sends at most one message to each peer, and receives at most one message from each. The
+    local tensor of a rank outside the source mesh has no elements. The result of a rank outside the
+    target mesh has none either.
     """
     transfer, held, needed = _transfer_and_views(step, shape, rank)
     outgoing = _messages([(_group_index(step, group, peer), box) for peer, box in transfer.sends])
@@ -275,7 +311,8 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
     def begin(x: Tensor, collectives: Collectives) -> Finish | Tensor:
         axis = find()
         if counts_messages(axis.group, x.device):
-            # The group requires the same calls on all ranks, so an all-to-all carries the messages.
+            # This backend requires that all ranks of the group make the same calls, so the messages
+            # are sent by one all-to-all.
             return _direct(step, shape, rank, group)(x, collectives)
         out = copy_own(x)
         if not outgoing and not incoming:
@@ -299,7 +336,12 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
 
 
 def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") -> Change:
-    """Return a function that copies the boxes that a rank keeps into a new local result."""
+    """Return a function that makes the local result of a step and copies ``boxes`` into it.
+
+    ``boxes`` are regions of the global tensor that the rank holds before and after the step.
+    ``held`` describes the local tensor before the step, and ``needed`` the result. Other elements
+    of the result are uninitialized.
+    """
     views = [(held.view(box), needed.view(box)) for box in boxes]
 
     def copy(x: Tensor) -> Tensor:
@@ -314,7 +356,7 @@ def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") ->
 def _transfer_and_views(
     step: Step, shape: tuple[int, ...], rank: int
 ) -> "tuple[Transfer, LocalView, LocalView]":
-    """Return the messages of a rank in a step, and its local tensor before and after the step."""
+    """Return a rank's messages in a step, and a `LocalView` before and one after the step."""
     held, needed = (
         LocalView(layout, shape, layout.coordinate(rank) if layout.holds(rank) else None)
         for layout in (step.source, step.target)
@@ -323,7 +365,10 @@ def _transfer_and_views(
 
 
 def _group_index(step: Step, group: AxisGroup, rank: int) -> int:
-    """Return a rank's index in the group of a step."""
+    """Return the index of a rank in the process group of a step.
+
+    ``rank`` is numbered as in the layouts of the step.
+    """
     if step.kind == "transfer":
         return group.members[rank]
     position, degrees = step.source.coordinate(rank), step.source.mesh_shape
@@ -332,9 +377,10 @@ def _group_index(step: Step, group: AxisGroup, rank: int) -> int:
 
 
 def _single_unpacker(received: Sequence[Box], needed: "LocalView") -> Change | None:
-    """Return a function from the received buffer to the result.
+    """Return a function that makes the local result from the received buffer by one view or copy.
 
-    Returns None if no view and no single concatenation does it.
+    ``received`` lists the boxes in the flat buffer, in order. Returns None if one view or copy is
+    not enough.
     """
     if needed.box is None:
         return None
@@ -352,7 +398,10 @@ def _split_sizes(pieces: Pieces, size: int) -> list[int]:
 
 
 def _messages(pieces: Pieces) -> dict[int, tuple[Box, ...]]:
-    """Group boxes by peer, in ascending order of peers."""
+    """Group pairs ``(peer, box)`` by peer. Return the boxes of each peer, in order of peers.
+
+    ``peer`` is the index of a rank in the process group.
+    """
     return {
         peer: tuple(box for _, box in group)
         for peer, group in groupby(sorted(pieces), key=lambda piece: piece[0])
@@ -376,13 +425,14 @@ _BINDERS = {
 class LocalView:
     """Describes the local tensor at one mesh coordinate, and makes views of boxes in it.
 
-    If the coordinate is None, the rank is outside the mesh and its local tensor is empty.
+    A box is a rectangular region of the global tensor: one half-open range of global indices per
+    dim. If the coordinate is None, the rank is outside the mesh and its local tensor is empty.
 
     Attributes:
         shape: Shape of the local tensor.
-        box: Box of the global tensor that the local tensor covers. It can be empty. None if the
-            coordinate is None, or if a placement can give one rank several boxes, as `StridedShard`
-            and `RaggedShard` do.
+        box: The box that the local tensor covers. It can be empty. None if the coordinate is None,
+            or if the layout has a `StridedShard` or a `RaggedShard`, with which one rank can hold
+            several boxes.
     """
 
     def __init__(
@@ -394,9 +444,12 @@ class LocalView:
             return
         if layout.is_plain:
             self.box = layout.box_at(shape, coordinate)
+        # Number of leading dims that a RaggedShard flattens. 0 if there is no RaggedShard.
         self._leading = 0
+        # The boxes of these leading dims, each with its offset in the flattened dim.
         self._runs: list[tuple[Box, int]] = []
-        # For each dim (start, stop, offset): global range, and its offset in the local tensor.
+        # For each dim, tuples (start, stop, offset): a range of global indices, and its offset in
+        # the local tensor.
         self._ranges: list[list[tuple[int, int, int]]] = []
         lengths = []
         for ranges in layout.intervals_at(shape, coordinate):
@@ -423,9 +476,10 @@ class LocalView:
             place += volume(box)
 
     def view(self, box: Box) -> Change:
-        """Return a function from the local tensor to its view of ``box``.
+        """Return a function that takes the local tensor and returns its view of ``box``.
 
-        ``box`` has to lie within one box of the local tensor. The view has the lengths of ``box``.
+        ``box`` has global indices and has to lie within one of the boxes that this rank holds.
+        The view has the shape of ``box``.
         """
         if self.box is not None:
             part = within(box, self.box)
@@ -457,22 +511,25 @@ def _inside(box: Box, frame: Box) -> bool:
     )
 
 
-# How a tensor is split into a grid of equal parts, whose row-major order is the order of the parts:
-# (dim, number of parts, level). A dim with several entries is split at level 0 first.
+# Splits a tensor into equal parts. Each entry (dim, number of parts, level) splits one dim. Parts
+# are numbered in row-major order of the entries. If a dim has several entries, the entry with
+# level 0 splits it first.
 Grid: TypeAlias = Sequence[tuple[int, int, int]]
 
 
 def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
-    """Return a function that splits a tensor into the parts of a grid and stacks the parts.
+    """Return a function that splits a tensor into equal parts, one after another in memory.
 
-    The result is contiguous, ``[parts, ...]``. For a grid of dim 0 alone, without ``order``, the
-    parts are not stacked, because the tensor itself already has their elements in order.
+    The result is contiguous. If ``order`` is given, its shape is ``[parts, *shape of a part]``.
+    Otherwise it has one leading dim for each grid entry. As an exception, if ``order`` is None and
+    the only entry is for dim 0, the result has the shape of the tensor.
 
     Args:
         shape: Shape of the tensor.
-        grid: Dims to split.
-        order: ``order[i]`` is the row-major number of the part at position ``i`` of the stack. None
-            means ascending order.
+        grid: Entries ``(dim, number of parts, level)``; see `Grid`. Parts are numbered in row-major
+            order of the entries.
+        order: ``order[i]`` is the number of the part at position ``i`` of the result. None means
+            ascending order.
     """
     if _is_dim_0(grid, order):
         return Tensor.contiguous
@@ -492,14 +549,16 @@ def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Ch
 
 
 def concatenator(part: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
-    """Return the inverse of `splitter`: a function that joins stacked parts to one tensor.
+    """Return the inverse of `splitter`: a function that joins equal parts to one tensor.
 
-    The input of the returned function holds the parts one after another, in any shape.
+    The input of the returned function is contiguous and has any shape. It holds the parts one after
+    another.
 
     Args:
         part: Shape of one part.
-        grid: As in `splitter`.
-        order: As in `splitter`.
+        grid: Entries ``(dim, number of parts, level)``, as in `splitter`.
+        order: ``order[i]`` is the number of the part at position ``i`` of the input. None means
+            ascending order.
     """
     whole = list(part)
     for dim, number, _ in grid:
@@ -527,14 +586,16 @@ def _is_dim_0(grid: Grid, order: Sequence[int] | None) -> bool:
 
 
 def _grid_dims(part: Sequence[int], grid: Grid) -> tuple[list[int], list[int], list[int]]:
-    """Return how to permute between stacked parts and the tensor with its dims split.
+    """Return the permutations between two views of a tensor that a grid splits into parts.
 
-    Stacked parts have one dim for each entry of ``grid``, followed by the dims of a part. In the
-    split tensor, the entries of a dim come directly before the dim, by level.
+    The stacked view has one dim for each entry of ``grid``, followed by the dims of a part. In the
+    split view, the dims of the entries that split a tensor dim come directly before this dim, in
+    order of their levels. Example: if the grid ``[(1, 2, 0)]`` splits a tensor of shape
+    ``[6, 4]``, the stacked view has shape ``[2, 6, 2]``, and the split view ``[6, 2, 2]``.
 
     Returns:
-        The permutation from stacked parts to the split tensor, its inverse, and the shape of the
-        split tensor.
+        The permutation of dims from the stacked view to the split view, its inverse, and the shape
+        of the split view.
     """
     apart: list[int] = []
     for dim in range(len(part)):
@@ -546,10 +607,12 @@ def _grid_dims(part: Sequence[int], grid: Grid) -> tuple[list[int], list[int], l
 
 
 def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change]) -> Change:
-    """Return a function that packs boxes of a local tensor into one flat buffer.
+    """Return a function that packs boxes of a local tensor into one flat buffer, in order.
 
-    ``frame`` is the box that the tensor covers, or None if it covers several boxes. ``view(box)``
-    returns a function from the tensor to its view of the box.
+    The buffer can share memory with the tensor. A box has one range ``(start, stop)`` of global
+    indices per dim. ``frame`` is the box that the tensor covers. It is None if the tensor covers
+    several boxes. ``view(box)`` returns a function that takes the tensor and returns its view of
+    the box; see `LocalView.view`.
     """
     if frame is not None and fills(boxes, frame):
         return lambda x: x.reshape(-1)
@@ -567,7 +630,7 @@ def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Copy tensors one after the other into one flat buffer. Each is copied once."""
+    """Copy tensors one after the other into one new flat buffer. Each tensor is copied once."""
     sizes = [part.numel() for part in parts]
     buffer = parts[0].new_empty(sum(sizes))
     for space, part in zip(buffer.split(sizes), parts, strict=True):
@@ -578,7 +641,12 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def unpacker(
     boxes: Sequence[Box], view: Callable[[Box], Change]
 ) -> Callable[[Tensor, Tensor], None]:
-    """Return a function that copies a flat buffer of boxes into a local tensor; see `packer`."""
+    """Return a function ``unpack(buffer, out)`` that copies boxes from a flat buffer into ``out``.
+
+    ``buffer`` holds the elements of ``boxes`` one after another, and ``out`` is a local tensor.
+    ``view(box)`` returns a function that takes ``out`` and returns its view of the box; see
+    `LocalView.view`.
+    """
     views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
     sizes = [math.prod(shape) for shape in shapes]
@@ -591,14 +659,18 @@ def unpacker(
 
 
 def narrowed(x: Tensor, arguments: Narrow) -> Tensor:
-    """Return a view of ``x`` that is narrowed in several dims."""
+    """Apply ``x.narrow(dim, start, length)`` for each tuple in ``arguments``. Return the view."""
     for dim, start, length in arguments:
         x = x.narrow(dim, start, length)
     return x
 
 
 def within(box: Box, frame: Box) -> Narrow:
-    """Return ``(dim, start, length)`` for each dim in which ``box`` is smaller than ``frame``."""
+    """Return the arguments for `narrowed` that select ``box`` from a tensor that covers ``frame``.
+
+    There is one tuple ``(dim, start, length)`` for each dim in which ``box`` is smaller than
+    ``frame``. ``start`` is relative to the start of ``frame``.
+    """
     return tuple(
         (dim, lo - start, hi - lo)
         for dim, ((lo, hi), (start, end)) in enumerate(zip(box, frame, strict=True))
@@ -607,7 +679,11 @@ def within(box: Box, frame: Box) -> Narrow:
 
 
 def fills(boxes: Sequence[Box], frame: Box) -> bool:
-    """Return whether the boxes, in order, have all elements of ``frame`` in row-major order."""
+    """Return whether ``boxes``, in order, are the elements of ``frame`` in row-major order.
+
+    If so, a flat buffer of the boxes is a contiguous tensor that covers the box ``frame``. A box
+    has one range ``(start, stop)`` of global indices per dim.
+    """
     offset = 0
     for box in boxes:
         if place_in(frame, [lo for lo, _ in box]) != offset or not _is_contiguous(box, frame):
@@ -617,7 +693,11 @@ def fills(boxes: Sequence[Box], frame: Box) -> bool:
 
 
 def equal_grid(boxes: Sequence[Box], frame: Box) -> Grid | None:
-    """Return the grid of equal parts of ``frame`` that are the boxes, in order. None if none is."""
+    """Return the `Grid` that splits the box ``frame`` into exactly ``boxes``, in this order.
+
+    A box has one range ``(start, stop)`` of global indices per dim. Returns None if there is no
+    such grid.
+    """
     if not boxes or not volume(frame):
         return None
     part = extent(boxes[0])
@@ -640,7 +720,11 @@ def equal_grid(boxes: Sequence[Box], frame: Box) -> Grid | None:
 
 
 def _part_at(frame: Box, part: Shape, dims: Sequence[int], index: Sequence[int]) -> Box:
-    """Return the box of one part of a grid."""
+    """Return the box of one part of a grid that splits the box ``frame``.
+
+    ``part`` is the shape of each part. ``index`` is the position of the part on each of the split
+    dims ``dims``.
+    """
     box = list(frame)
     for dim, number in zip(dims, index, strict=True):
         start = frame[dim][0] + number * part[dim]
