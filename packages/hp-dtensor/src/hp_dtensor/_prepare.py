@@ -1,6 +1,7 @@
-"""The part of a redistribution that does not depend on values: plan, groups and bound steps.
+"""Prepare redistributions: everything that does not depend on the values of the tensor.
 
-It is computed once for all equal calls.
+`prepare` makes the plan, finds the process groups and binds the steps. The result is memoized for
+later calls with equal arguments.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,13 +51,19 @@ Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 
 
 class RunOptions(PlanOptions, total=False):
-    """Keyword arguments of `redistribute` in addition to the target and ``async_op``."""
+    """Keyword arguments of `redistribute` except ``placements``, ``mesh`` and ``async_op``.
+
+    These are the fields of `PlanOptions` and ``collectives``.
+    """
 
     collectives: Collectives | None
 
 
 class Options(NamedTuple):
-    """The checked `RunOptions` of one call. ``groups`` has the names of process groups."""
+    """The keyword arguments of one `redistribute` call after validation; see `RunOptions`.
+
+    ``groups`` has the names of the given process groups that contain this rank.
+    """
 
     collectives: Collectives = TorchCollectives()
     shard_order: ShardOrder | None = None
@@ -65,7 +72,7 @@ class Options(NamedTuple):
     groups: tuple[str, ...] = ()
 
     def plan_key(self) -> tuple[object, ...]:
-        """Return all options but ``collectives``, which plans do not depend on."""
+        """Return all options except ``collectives``. Plans depend on these options only."""
         return self[1:]
 
 
@@ -98,14 +105,17 @@ class Prepared:
 
     Attributes:
         dtype: Dtype of the tensor.
-        plan: Steps of this rank.
-        steps: The same steps, bound to shapes. None if this rank takes no part.
+        plan: Plan of this rank.
+        steps: Functions that run the steps of the plan, from `bind`. None if this rank takes no
+            part, because neither the source mesh nor the target mesh contains it.
         local_shape: Shape that the local input must have. None if this rank has no local input.
-        wrap: Makes the result from the local result, the input and the target mesh, which is None
-            if the mesh does not change.
-        device: Device type for the local input of a rank that has none.
-        unchanged: Whether the result is the input itself.
-        backward_plan: Makes the plan of the gradient, from the target layout to the source layout.
+        wrap: Called as ``wrap(local, x, mesh)``. Makes the result from the local result, the input
+            and the target mesh. ``mesh`` is None if the mesh does not change.
+        device: Device type such as ``"cuda"``. A rank without a local input starts with an empty
+            tensor on this device.
+        unchanged: Whether the result has the layout and the mesh of the input.
+        backward_plan: Returns the plan of the gradient, from the target layout to the source
+            layout. Axes with a `Partial` count as replicated.
         first_group: Group of the first step that communicates. None if there is no such step.
         crosses: Whether the target is on another mesh.
         check: Compares the calls of all ranks of both meshes. None if the mesh does not change, or
@@ -136,9 +146,10 @@ class Prepared:
             ) from None
 
     def fault(self, local: Tensor | None) -> str:
-        """Describe why the local input does not fit the layout; return "" if it does.
+        """Return an error message if the local input has a wrong shape, otherwise "".
 
-        Other ranks cannot detect this. ``local`` is None for a `NonMember`.
+        ``local`` is the local input, or None for a `NonMember`. Other ranks cannot detect the wrong
+        shape.
         """
         if self.local_shape is None or (local is not None and local.shape == self.local_shape):
             return ""
@@ -158,22 +169,25 @@ class Prepared:
 
 
 def prepare(x: object, placements: object, mesh: object, options: Options) -> Prepared:
-    """Return the redistribution of ``x`` to ``placements`` on ``mesh``. Communicates nothing.
+    """Return the memoized `Prepared` of a redistribution of ``x`` to ``placements`` on ``mesh``.
 
-    Raises all errors about the target. ``mesh`` is None to keep the mesh of ``x``.
+    ``x`` is a DTensor, a `RaggedTensor`, a `NonMember` or a `TensorSpec`. ``mesh`` is None to keep
+    the mesh of ``x``. Communicates nothing. Raises all errors about the target, as documented for
+    `redistribute`, and `TorchPartial` if only torch can reduce the partial values of ``x``.
     """
     own: DeviceMesh | None
     start: tuple[Any, ...]
     if type(x) is not DTensor and isinstance(x, _OTHER_INPUTS):
         found = tensor_spec(x)
         own, start = found.mesh, (found.layout, found.shape, found.dtype)
-        # A mesh that is flattened later gains a group that a cheaper plan may use.
+        # The key has the number of groups: if a mesh is flattened later, it gains a process group
+        # that a cheaper plan may use.
         number_of_groups = 0 if own is None else group_count(own)
         input_hash = hash(start)
     else:
         spec, own, order, number_of_groups = spec_parts(x)
         start = spec.placements, spec.tensor_meta, order
-        # A spec stores its hash; hashing its placements takes a fifth of a call.
+        # torch's spec memoizes its hash. To hash the placements would take a fifth of a call.
         input_hash = hash(spec)
     if mesh is not None:
         if mesh is own or (own is not None and mesh == own):
@@ -191,7 +205,8 @@ def prepare(x: object, placements: object, mesh: object, options: Options) -> Pr
     number = 0 if own is None else mesh_numbers.get(id(own)) or number_of(own)
     there = None if mesh is None else number_of(mesh)
     chosen = None if options is NO_OPTIONS else options.plan_key()
-    # Placements of torch and of this package can be equal, but are not always read alike.
+    # A placement of torch and one of this package can be equal, but give different layouts. So the
+    # key also has the types of the placements.
     kinds = None if placements is None else tuple(map(type, cast(Any, placements)))
     key = (input_hash, number, number_of_groups, there, placements, kinds, chosen)
     try:
@@ -215,7 +230,11 @@ _MOST_PREPARED = 2048
 
 
 def tensor_spec(x: object) -> TensorSpec:
-    """Return the layout, mesh, shape and dtype of ``x``. Raises `LayoutError` for other objects."""
+    """Return the layout, mesh, shape and dtype of a distributed tensor.
+
+    ``x`` is a DTensor, a `RaggedTensor`, a `NonMember` or a `TensorSpec`. Raises `LayoutError` for
+    other objects.
+    """
     if isinstance(x, NonMember):
         return TensorSpec(layout=x.layout, mesh=None, shape=x.shape, dtype=x.dtype)
     if isinstance(x, TensorSpec):
@@ -233,16 +252,20 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def local_of(x: Any) -> Tensor | None:
-    """Return the local tensor without autograd. None for a `NonMember`."""
+    """Return the local tensor of a DTensor or `RaggedTensor`. Returns None for other objects.
+
+    For a DTensor, autograd records nothing.
+    """
     if isinstance(x, DTensor):
         return local_part(x)
     return x._local if isinstance(x, RaggedTensor) else None
 
 
 def plan_for(x: Any, placements: Any, mesh: Any, options: Options) -> Plan:
-    """Return the plan of a redistribution. ``placements`` can be a `Layout` on the same mesh.
+    """Return the plan that `redistribute` would run on this rank. Communicates nothing.
 
-    Raises `MeshError` on a rank that takes no part.
+    ``placements`` can be a `Layout` on the mesh of ``x``. Raises `MeshError` on a rank that is
+    neither in the source mesh nor in the target mesh.
     """
     if isinstance(placements, Layout):
         options = options._replace(shard_order=cast(ShardOrder | None, placements.shard_order))
@@ -265,7 +288,10 @@ def plan_for(x: Any, placements: Any, mesh: Any, options: Options) -> Plan:
 
 
 def _on_own_mesh(x: Distributed, target: Layout) -> Any:
-    """Return the placements of a layout. Raises `MeshError` if it is on another mesh than ``x``."""
+    """Return the placements of the layout ``target``.
+
+    Raises `MeshError` if ``x`` is on a mesh with another shape or with other ranks.
+    """
     spec = tensor_spec(x)
     held = spec.layout
     if target.mesh_shape != held.mesh_shape:
@@ -289,16 +315,19 @@ def _make(
     options: Options,
     names: tuple[theirs.Placement, ...] | None,
 ) -> Prepared:
-    """Plan a redistribution and bind its steps.
+    """Plan a redistribution of a tensor with ``spec``, and bind its steps.
 
-    ``names`` are torch's placements of the input. A `Partial` that is kept keeps torch's name.
+    ``mesh`` is None to stay on the mesh of ``spec``. ``names`` are the torch placements of the
+    input, or None if the input is not a DTensor. If the target keeps a `Partial` of the input, the
+    result gets the torch placement from ``names``.
     """
     src, own, crosses = spec.layout, spec.mesh, mesh is not None
     if mesh is None:
         degrees, ranks = src.mesh_shape, src.ranks
         coordinate = None if own is None else own.get_coordinate()
         takes_part = coordinate is not None
-        # Ranks of a single mesh are numbered by their position in it.
+        # On one mesh, plans number the ranks by their position in the mesh. A rank outside the mesh
+        # plans for the first rank.
         rank = src.rank_at((0,) * len(degrees))
         if coordinate is not None:
             rank = ravel(coordinate, degrees)
@@ -307,16 +336,16 @@ def _make(
         degrees, ranks, rank = tuple(mesh.shape), ranks_of(mesh), dist.get_rank()
         if own is not None:
             src = replace(src, ranks=ranks_of(own))
-        # A rank outside a mesh does not know its groups. So that all ranks choose the same plan,
-        # steps on one mesh use one axis at a time.
+        # A rank outside a mesh does not know the process groups of this mesh. So that all ranks
+        # choose the same plan, steps on one mesh use one axis at a time.
         groups = frozenset[tuple[int, ...]]()
     target = in_tuple(placements, len(degrees))
     dst = to_layout(target, degrees, len(spec.shape), options.shard_order, ranks)
     _check_reducible(src, dst, spec.dtype)
-    shape, itemsize = spec.shape, spec.dtype.itemsize  # The spec has a mesh, which is not kept.
+    shape, itemsize = spec.shape, spec.dtype.itemsize  # `spec` would keep the mesh alive.
     if mesh is not None:
         takes_part = src.holds(rank) or dst.holds(rank)
-    limits = options.cost, groups, options.max_bytes  # The options have collectives.
+    limits = options.cost, groups, options.max_bytes  # `options` would keep the collectives alive.
 
     def plan_between(src: Layout, dst: Layout) -> Plan:
         return make_plan(src, dst, shape, rank, itemsize, *limits)
@@ -356,11 +385,18 @@ def step_groups(
     *,
     create: bool = True,
 ) -> dict[Step, AxisGroup]:
-    """Return the group of each step in which this rank communicates. Raises `MeshError`.
+    """Return the process group of each step in which this rank communicates.
 
-    ``source`` and ``target`` are the meshes as far as this rank knows them; ``target`` is None if
-    the mesh does not change. With ``create``, the first use of the group between two meshes creates
-    it.
+    Args:
+        plan: Plan of this rank.
+        source: Mesh of the input, or None on a rank that has a `NonMember`.
+        target: Mesh of the result, or None if the mesh does not change.
+        given: Names of the process groups that were passed as ``groups=``.
+        create: If True, and no process group has the ranks of both meshes, the first use of the
+            result creates this group. If False, only existing groups are used.
+
+    Raises:
+        MeshError: A required process group does not exist.
     """
     found: dict[Step, AxisGroup] = {}
     if 0 in plan.shape:
@@ -383,7 +419,11 @@ def _wrap(
     mesh: DeviceMesh | None,
     names: tuple[theirs.Placement, ...] | None,
 ) -> Callable[[Tensor, Any, DeviceMesh | None], Distributed]:
-    """Return `Prepared.wrap`. ``mesh`` is the target mesh, None if this rank has no result."""
+    """Return the function for `Prepared.wrap`, which makes the result from the local result.
+
+    ``mesh`` is the target mesh. It is None on a rank without a result, where the function returns a
+    `NonMember`. ``names`` are the torch placements of the input, or None; see `_make`.
+    """
     if mesh is None:
         absent = NonMember(dst, spec.shape, spec.dtype)
         return lambda local, x, mesh: absent

@@ -71,21 +71,22 @@ def redistribute(
     sequence. The call can be written as ``redistribute(x, placements, mesh=mesh)``, or in the order
     of torch as ``redistribute(x, mesh, placements)``.
 
-    - **Groups.** Each step runs in a process group with exactly the ranks of its axes. Steps use
-      existing groups: the given ``groups``, and the groups of single axes, of the world, of
-      flattened meshes and of hp-mesh aliases.
+    - **Groups.** A collective over some mesh axes runs in a process group with exactly the ranks
+      along these axes. It uses an existing group: one of ``groups``, or the group of a single axis,
+      of the world, of a flattened mesh or of an hp-mesh alias.
     - **Gradients.** Backward redistributes the gradient to the layout of ``x``. If an axis of ``x``
       is `Partial`, the gradient is replicated on this axis. The plan of backward respects ``cost``
       and ``max_bytes``.
     - **Other meshes.** Data is sent point to point, over a group with the ranks of both meshes: one
       of ``groups``, the world's, or one that the first call creates. Every rank of both meshes has
-      to call. On a rank outside a mesh, a `NonMember` represents the tensor. The ranks first
-      compare their calls with one all-reduce of 32 bytes, which does not go through
-      ``collectives``; with ``async_op=True`` too, the call waits for this all-reduce. Gradients do
+      to make the call. On a rank outside the mesh of a tensor, a `NonMember` represents the tensor.
+      The ranks first compare their calls with one all-reduce of 32 bytes, which does not go through
+      ``collectives``. The call waits for this all-reduce, also with ``async_op=True``. Gradients do
       not pass between meshes: use ``x.detach()`` or ``torch.no_grad()``.
     - **Compilation.** Under ``torch.compile`` the plan is made during tracing, for the traced
       sizes, and carried out by one opaque op. ``async_op`` then changes only the type of the
-      result. Ragged tensors, `NonMember`, other meshes, ``collectives`` and ``groups`` raise.
+      result. Ragged tensors, `NonMember`, ``collectives``, ``groups`` and meshes with other ranks
+      raise an error.
 
     Args:
         x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`.
@@ -98,9 +99,11 @@ def redistribute(
             returns; otherwise ``wait()`` raises RuntimeError.
         **options: Further keyword arguments, which all default to None:
 
-            - ``shard_order``: Order of axes that shard the same dim, as in `Layout`. The result
-              then has torch's strided shards.
-            - ``max_bytes``: Upper bound on the memory of one step on any rank, in bytes.
+            - ``shard_order``: Order in which mesh axes split the same tensor dim, as in `Layout`.
+              With ``{0: (1, 0)}``, axis 1 splits dim 0 first, and then axis 0. The result then has
+              torch's strided shards.
+            - ``max_bytes``: Upper bound on the memory of each step on any rank, in bytes. ``x``,
+              and the input, the output and the buffers of the step count.
             - ``cost``: Cost model by which plans are compared. None means ``AlphaBeta()``.
             - ``groups``: Additional process groups, or meshes of one axis, for steps over several
               axes. They have to be the same on all ranks, in the same order.
@@ -114,11 +117,11 @@ def redistribute(
 
     Raises:
         LayoutError: The placements or the shard order are invalid for the mesh or the shape. Or the
-            target has a `Partial` that ``x`` does not have on this axis. Or two reductions cannot
-            be exchanged, such as sum and max. Or a reduction does not support the dtype. Raised on
-            all ranks before communication. If only the local tensor of this rank has a wrong shape,
-            only this rank raises and the other ranks wait; with `CheckedCollectives` all of them
-            raise `RankMismatchError`.
+            target has a `Partial` on an axis where ``x`` does not have the same `Partial`. Or two
+            axes have reductions whose order matters, such as sum and max. Or a reduction does not
+            support the dtype. Raised on all ranks before communication. If only the local tensor of
+            this rank has a wrong shape, only this rank raises and the other ranks wait; with
+            `CheckedCollectives` all ranks raise `RankMismatchError`.
         MeshError: ``mesh`` is not a device mesh, or a required process group does not exist.
         UnsupportedError: The target is on another mesh, gradients are enabled and ``x`` requires
             grad. Raised on all ranks of both meshes before data is sent.
@@ -136,14 +139,14 @@ def redistribute(
     """
     if where:
         first: Any = where[0]
-        # This test is cheaper than a test whether it is a mesh.
+        # This test is faster than ``isinstance(first, DeviceMesh)``.
         is_placements = type(first) is list or type(first) is tuple
         if is_placements and placements is None and len(where) == 1:
             placements = first
         else:
             mesh, placements = _mesh_and_placements(where, mesh, placements)
     if is_compiling():
-        from ._compile import trace  # It loads the compiler, which takes seconds.
+        from ._compile import trace  # This import loads the compiler, which takes seconds.
 
         return trace(x, placements, mesh, options, async_op)
     checked = options_of(options) if options else NO_OPTIONS

@@ -1,4 +1,4 @@
-"""Run a redistribution: local tensors in and out, autograd, and results that are pending."""
+"""Run a prepared redistribution, record it for autograd, and return its result or a handle."""
 
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -22,13 +22,13 @@ Finish = Callable[[], Tensor]
 
 
 class Prepare(Protocol):
-    """The function that prepares a call: `prepare`, or its variant for compiled functions."""
+    """Protocol of `prepare`, and of `prepare_in_graph`, which replaces it under torch.compile."""
 
     def __call__(self, x: Any, placements: Any, mesh: Any, options: Options, /) -> Prepared: ...
 
 
 class Pending(Generic[Result]):
-    """Handle of a redistribution in flight."""
+    """Handle of a redistribution in flight, as ``redistribute(..., async_op=True)`` returns it."""
 
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish = finish
@@ -36,10 +36,13 @@ class Pending(Generic[Result]):
         self._error: BaseException | None = None
 
     def wait(self) -> Result:
-        """Return the result, ready for use on the caller's stream. Can be called again.
+        """Finish the redistribution and return the result, ready for use on the current stream.
 
         Do not write to the input before this method returns. If a collective fails, the later steps
-        are not started, and every call raises the first error.
+        are not started, and every call of this method raises the first error.
+
+        Returns:
+            The redistributed tensor. Later calls return the same object.
 
         Raises:
             RuntimeError: The input was written to in place while it was being sent.
@@ -53,7 +56,7 @@ class Pending(Generic[Result]):
                 self._error = error
                 raise
             finally:
-                del self._finish  # It holds the buffers of the last collective.
+                del self._finish  # Frees the buffers of the last collective.
             self._done = True
         return self._result
 
@@ -66,7 +69,10 @@ def run(
     async_op: bool = False,
     prepare: Prepare = prepare,
 ) -> Distributed | Pending[Any]:
-    """Redistribute ``x``, as `redistribute` documents it."""
+    """Redistribute ``x``, with the arguments, the result and the errors of `redistribute`.
+
+    ``options`` are already validated. ``prepare`` makes the plan and binds the steps.
+    """
     try:
         prepared = prepare(x, placements, mesh, options)
     except TorchPartial:
@@ -81,7 +87,7 @@ def run(
     elif recorded and prepared.check is None:
         raise UnsupportedError(NO_GRADIENT)
     if prepared.check is not None:
-        # It ends before the first step, so that a refused call leaves no message in a group.
+        # The check ends before the first step starts. So if it raises, no message is in flight.
         prepared.check(prepared.fault(local_of(x)), recorded)
     if async_op:
         return _pending(x, mesh, prepared, options, recorded, prepare)
@@ -93,9 +99,13 @@ def run(
 def _run_after_torch(
     x: Any, placements: Any, mesh: Any, options: Options, async_op: bool, prepare: Prepare
 ) -> Distributed | Pending[Any]:
-    """Redistribute a tensor with partial values that only torch can reduce."""
+    """Redistribute a tensor with partial values that only torch can reduce.
+
+    ``DTensor.redistribute`` first reduces these values, and then `run` does the rest. If the target
+    keeps these values, ``DTensor.redistribute`` does everything.
+    """
     step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
-    # Errors about the rest are raised before torch communicates.
+    # This raises errors about the remaining steps before torch communicates.
     prepare(step.spec, step.then, mesh, options)
     y = step.run(cast(DTensor, x))
     if step.whole:
@@ -127,7 +137,8 @@ def _pending(
                 result = _record(x, prepared, options, prepare, finish)
             else:
                 result = prepared.wrap(finish(), x, mesh)
-        # Some steps send the memory of x, others a copy; users get one rule for all.
+        # Some steps send the memory of x, and others send a copy. Raise in both cases, so that
+        # users have one rule.
         if writes_into(*sent) != before:
             raise RuntimeError(
                 "a tensor was written into between redistribute(x, async_op=True) and wait(), "
@@ -140,7 +151,11 @@ def _pending(
 
 
 def _start(x: Distributed, prepared: Prepared, options: Options) -> Finish:
-    """Start the first step on the local tensor. Return the function that finishes all steps."""
+    """Start the first collective. Return a function that finishes all steps.
+
+    The returned function returns the local result. Raises `LayoutError` if the local tensor of
+    ``x`` has a wrong shape. With `CheckedCollectives`, all ranks raise `RankMismatchError` instead.
+    """
     local = local_part(x) if type(x) is DTensor else local_of(x)
     collectives, plan = options.collectives, prepared.plan
     fault = prepared.fault(local) if local is None or local.shape != prepared.local_shape else ""
@@ -171,7 +186,10 @@ def _record(
 
 
 class _Redistribute(torch.autograd.Function):
-    """A redistribution on one mesh. Backward redistributes the gradient to the input's layout."""
+    """A redistribution on one mesh. Backward redistributes the gradient to the input's layout.
+
+    On axes where the input is `Partial`, the gradient is replicated.
+    """
 
     @staticmethod
     def forward(
