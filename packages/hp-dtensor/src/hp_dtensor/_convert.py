@@ -1,4 +1,8 @@
-"""Conversion between layouts and torch's placements, and partial values that only torch reduces."""
+"""Convert between layouts and torch's placements.
+
+Some `Partial` placements of torch can be reduced only by torch. `torch_step` determines which part
+of a redistribution torch then has to do.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,15 +28,15 @@ DensePlacement: TypeAlias = (
 
 
 class TorchPartial(LayoutError):
-    """Raised if a tensor has partial values that only torch can reduce."""
+    """Raised if a tensor has a `Partial` that only torch can reduce; see `is_torch_partial`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """The layout, mesh, global shape and dtype of a distributed tensor.
 
-    Ranks in ``layout`` are positions in ``mesh``. If ``mesh`` is None, which is the case for a
-    `NonMember`, they are global ranks.
+    ``layout`` numbers ranks by their row-major position in ``mesh``. For a `NonMember`, ``mesh`` is
+    None, and ``layout`` has global ranks.
     """
 
     layout: Layout
@@ -42,9 +46,10 @@ class TensorSpec:
 
 
 def is_torch_partial(placement: object) -> bool:
-    """Return whether only torch can reduce a placement.
+    """Return whether ``placement`` is a `Partial` of torch that only torch can reduce.
 
-    An example is the partial result of an embedding with a sharded vocabulary.
+    These are subclasses of ``Partial``, and reduce ops that this package does not have. An example
+    is the placement of the output of an embedding with a sharded vocabulary.
     """
     if not isinstance(placement, theirs.Partial):
         return False
@@ -63,13 +68,13 @@ def to_layout(
 
     Args:
         placements: One placement for each mesh axis, of this package or of torch. Negative dims
-            count from the end. torch's strided shards become a shard order if there is one, as
-            `StridedShard` documents it.
+            count from the end. torch's strided shards become a shard order if an equivalent one
+            exists; see `StridedShard`.
         mesh_shape: Number of ranks on each mesh axis.
         ndim: Number of dims of the tensor.
-        shard_order: As in `Layout`. If given for a dim, split factors of torch's strided shards of
-            this dim are ignored.
-        ranks: As in `Layout`.
+        shard_order: Order in which mesh axes split the same tensor dim, as in `Layout`. If given
+            for a dim, the split factors of torch's strided shards of this dim are ignored.
+        ranks: Global ranks of the mesh, as in `Layout`.
 
     Raises:
         LayoutError: The placements do not fit the mesh or the tensor.
@@ -90,10 +95,11 @@ def to_layout(
 
 
 def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
-    """Return torch's placements of a layout. A shard order becomes strided shards.
+    """Return the torch placements of a layout, one for each mesh axis.
 
-    Raises `LayoutError` if torch has no equivalent: for ragged shards, and for a `StridedShard` of
-    a dim whose axes split it in another order than the mesh's.
+    A shard order becomes strided shards. Raises `LayoutError` if torch has no equivalent. This is
+    the case for a `RaggedShard`, and for a tensor dim that has a `StridedShard` and is not split in
+    mesh order.
     """
     result: list[theirs.Placement] = []
     for axis, placement in enumerate(layout.placements):
@@ -125,7 +131,11 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
 
 
 def dense_spec(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> TensorSpec:
-    """Return the `TensorSpec` of a DTensor from the fields of torch's spec."""
+    """Return the `TensorSpec` of a DTensor.
+
+    The arguments are the mesh, the placements, the ``tensor_meta`` and the shard order of torch's
+    ``DTensorSpec``. ``order`` is None if the spec has no shard order.
+    """
     shape = tuple(meta.shape)
     layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
     return TensorSpec(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
@@ -143,7 +153,7 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
             f"{placement} on mesh axis {axis} is of a kind that only torch reduces; redistribute a "
             "DTensor that has it, or reduce it with its own redistribute first"
         )
-    # Subclasses of torch's placements have another meaning.
+    # Subclasses of torch's placements can mean something else, so only exact types are converted.
     if type(placement) is theirs.Replicate:
         return ours.Replicate()
     if type(placement) is theirs.Partial:
@@ -164,14 +174,18 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 class TorchStep(NamedTuple):
-    """torch's part of a redistribution, if the tensor has partial values that only torch reduces.
+    """torch's part of a redistribution of a tensor with a `Partial` that only torch can reduce.
+
+    This package does the rest of the redistribution.
 
     Attributes:
         placements: Placements to which torch redistributes.
-        spec: Layout of the tensor after torch's part, for planning the rest.
+        spec: Layout, mesh, shape and dtype of the tensor after torch's part. The rest starts from
+            it.
         then: Target placements of the rest.
-        axes: Mesh axes whose values only torch can reduce.
-        whole: Whether torch makes the whole change, because the target keeps such values.
+        axes: Mesh axes with a `Partial` that only torch can reduce.
+        whole: Whether torch does the whole redistribution, because the target keeps such a
+            `Partial`. ``spec`` and ``then`` are then used only for checks and for `Plan`.
     """
 
     placements: tuple[theirs.Placement, ...]
@@ -182,7 +196,7 @@ class TorchStep(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Text for `Plan.note`."""
+        """Text for `Plan.note`, which names the mesh axes that torch reduces."""
         end = ", which takes all steps" if self.whole else " before these steps"
         return f"the mesh axes {self.axes} are reduced by torch's own redistribution{end}"
 
@@ -192,10 +206,15 @@ class TorchStep(NamedTuple):
 
 
 def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bool) -> TorchStep:
-    """Return torch's part of a redistribution of ``x``. Communicates nothing.
+    """Return torch's part of a redistribution of a DTensor. Communicates nothing.
 
-    torch reduces the values to shards of the target if no other axis shards the same dim, else to
-    replicas. Raises `LayoutError` if the target has such a placement on an axis and ``x`` has not.
+    ``x`` has a `Partial` that only torch can reduce. torch reduces it to the target's `Shard` if no
+    other axis shards the same tensor dim, and otherwise to `Replicate`. If ``other_mesh`` is True,
+    the target is on another mesh, and torch always reduces to `Replicate`.
+
+    Raises `LayoutError` if the target has such a `Partial` on an axis where ``x`` does not have it.
+    Also raises if the target keeps a `Partial` with a mask, such as from an embedding, and another
+    axis changes.
     """
     mesh = x.device_mesh
     held = tuple(x.placements)
@@ -234,10 +253,10 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
 def _onto(
     held: Sequence[theirs.Placement], target: Sequence[AnyPlacement], axis: int, ndim: int
 ) -> theirs.Placement:
-    """Return the placement that torch's reduction leaves on one axis.
+    """Return the placement to which torch reduces one mesh axis.
 
-    It is the target's `Shard`, or `Replicate` if the target is no `Shard` or another axis already
-    splits that dim.
+    This is the `Shard` of the target. It is `Replicate` if the target has no `Shard` on this axis,
+    or if another axis splits the same tensor dim before or after the redistribution.
     """
     new = target[axis]
     if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:

@@ -1,4 +1,7 @@
-"""Find the process group with exactly the ranks of a step: along mesh axes, or of two meshes."""
+"""Find or create the process group of a step.
+
+The group has exactly the ranks along some mesh axes, or exactly the ranks of two meshes.
+"""
 
 import math
 import weakref
@@ -32,9 +35,9 @@ class AxisGroup(NamedTuple):
     Attributes:
         find: Returns the group as an `Axis`. It looks the group up by name at each call, so that a
             memoized `AxisGroup` keeps no group alive.
-        members: Index in the group of each rank. For a group along mesh axes a sequence, by the
-            row-major position of the rank on these axes; for a group of two meshes a dict, by
-            global rank.
+        members: Index of each rank in the group. For a group along mesh axes, ``members[i]`` is the
+            index of the rank at row-major position ``i`` on these axes. For a group of two meshes,
+            ``members[r]`` is the index of global rank ``r``.
         size: Number of ranks in the group.
     """
 
@@ -44,25 +47,27 @@ class AxisGroup(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """Position on the mesh axes of each index in the group. None if both are equal.
+        """The inverse of ``members``, for a group along mesh axes.
 
-        Use it only for a group along mesh axes.
+        ``order[i]`` is the row-major position, on these axes, of the rank with index ``i`` in the
+        group. None if all positions equal the indices.
         """
         if tuple(self.members) == tuple(range(self.size)):
             return None
         return tuple(sorted(range(self.size), key=self.members.__getitem__))
 
 
-# Number of each mesh object that is alive, by its id.
+# From the `id` of each mesh object that is alive to its number from `number_of`.
 mesh_numbers: dict[int, int] = {}
 _meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 _next = count(1)
 
 
 def number_of(mesh: DeviceMesh) -> int:
-    """Return the number of a mesh object. No other mesh object of this process has it, ever.
+    """Return a number that identifies a mesh object. It is never used for another mesh object.
 
-    Equal meshes can have different groups, so memoized values are stored by this number.
+    Equal meshes can have different process groups, so cache keys have this number instead of the
+    mesh. The ``id`` of a mesh can be used again after the mesh is freed.
     """
     number = mesh_numbers.get(id(mesh))
     if number is None:
@@ -73,7 +78,7 @@ def number_of(mesh: DeviceMesh) -> int:
 
 
 def group_names(groups: object) -> tuple[str, ...]:
-    """Return the names of the given groups that contain this rank.
+    """Return torch's names of the given process groups that contain this rank.
 
     Raises `LayoutError` unless ``groups`` is a sequence of process groups and meshes of one axis.
     """
@@ -103,11 +108,13 @@ def _refuse_groups(problem: str) -> NoReturn:
 def find_group(
     mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()
 ) -> AxisGroup | None:
-    """Return a group with exactly the ranks that differ from this rank only on ``axes``.
+    """Return an existing process group with exactly the ranks along some mesh axes.
 
-    Searched in this order: the groups named in ``given``, the group of the single axis, groups of
-    flattened meshes, groups of hp-mesh aliases, the group of the world. Returns None if there is no
-    such group. Communicates nothing.
+    These are this rank and the ranks whose coordinates differ from its coordinates only on
+    ``axes``. The groups named in ``given`` are tried first. After these, one axis uses its own
+    group. Several axes, or an axis without a group, use the group of a flattened mesh, of an
+    hp-mesh alias or of the world, in this order. Returns None if no group has these ranks.
+    Communicates nothing.
     """
     names = mesh.mesh_dim_names or tuple([f"dim{axis}" for axis in range(mesh.ndim)])
     name = "_".join([names[axis] for axis in axes])
@@ -124,7 +131,10 @@ def find_group(
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the global ranks that differ from this rank only on ``axes``, in row-major order."""
+    """Return the global ranks along some mesh axes, including this rank.
+
+    Their coordinates differ only on ``axes``. They are in row-major order of ``axes``.
+    """
     return _ranks_along(number_of(mesh), axes, tuple(mesh.get_coordinate() or ()))
 
 
@@ -138,10 +148,11 @@ def _ranks_along(
 
 
 def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Return axes that together span the given mesh axes, for all-reduces one after the other.
+    """Return the `Axis` objects over which to all-reduce, one after the other, to reduce ``axes``.
 
-    It is a single axis if one group spans them all, else one for each axis with several ranks.
-    Raises `MeshError` if an axis has no group.
+    This is a single `Axis` if one process group spans all mesh axes in ``axes``. Otherwise it is
+    one `Axis` for each mesh axis with several ranks. The result is empty if no axis has several
+    ranks, or if this rank is not in the mesh. Raises `MeshError` if an axis has no process group.
     """
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
@@ -161,9 +172,10 @@ def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
 def spanned_axes(
     mesh: DeviceMesh, given: tuple[str, ...] = ()
 ) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of several axes for which `find_group` finds a group.
+    """Return the sets of two or more mesh axes for which `find_group` finds a process group.
 
-    Returns None on a rank outside the mesh, which does not know the groups of the mesh.
+    Each set is a tuple of axes in ascending order. Returns None if the mesh has one axis. Also
+    returns None on a rank outside the mesh, which does not know the groups of the mesh.
     """
     if mesh.ndim == 1 or mesh.get_coordinate() is None:
         return None
@@ -178,7 +190,7 @@ def spanned_axes(
 
 
 def group_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> AxisGroup:
-    """Return the group of a step on one mesh. Raises `MeshError` if there is none."""
+    """Return the process group of a step on one mesh. Raises `MeshError` if no group exists."""
     found = find_group(mesh, step.axes, given)
     if found is None:
         raise MeshError(
@@ -191,20 +203,22 @@ def group_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Axis
 def transfer_group(
     plan: Plan, given: tuple[str, ...] = (), existing: DeviceMesh | None = None
 ) -> AxisGroup:
-    """Return the group with exactly the ranks of the two meshes of a plan.
+    """Return the process group with exactly the ranks of the two meshes of a plan.
 
-    All these ranks choose the same group, because the choice depends on shared values only: a group
-    named in ``given``, the group of the world, or a group that the first use of the result creates.
-    No other rank takes part in creating it.
+    This is a group named in ``given``, the group of the world, or a group that the first call of
+    ``find`` creates. All ranks of both meshes choose the same group. Ranks outside both meshes take
+    no part in creating it.
 
     Args:
         plan: Plan between two meshes.
-        given: Names of groups to consider first.
-        existing: If given, do not create a group: use one that exists, also the group of this mesh.
+        given: Names of process groups to try first.
+        existing: Mesh of the source. If given, no group is created. Only existing groups are used,
+            including a group with all ranks of this mesh.
 
     Raises:
-        MeshError: ``existing`` is given and there is no group. The result's ``find`` raises it if
-            this process group backend creates groups with all ranks of the world only.
+        MeshError: ``existing`` is given and no group has these ranks. The result's ``find`` raises
+            it if a group is missing and the backend can create groups only with all ranks of the
+            world.
     """
     ranks = ranks_of_both(plan)
     world = dist.get_world_size() == len(ranks)
@@ -240,7 +254,7 @@ def transfer_group(
 
 
 def ranks_of_both(plan: Plan) -> tuple[int, ...]:
-    """Return the ranks of the source mesh and of the target mesh, in ascending order."""
+    """Return the global ranks of the source mesh and of the target mesh, in ascending order."""
     return tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
 
 
@@ -248,16 +262,16 @@ def _between(find: Callable[[], Axis], ranks: tuple[int, ...]) -> AxisGroup:
     return AxisGroup(find, {rank: index for index, rank in enumerate(ranks)}, len(ranks))
 
 
-# The name under which torch finds a group, and its global ranks in group order.
+# torch's name of a process group, and the global ranks of the group in group order.
 _Named: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 def _axis_group(mesh: DeviceMesh, axis: int) -> list[_Named]:
-    """Return candidates for the process group of one mesh axis.
+    """Return the name and the ranks of each process group that may belong to one mesh axis.
 
-    It is the group of the axis alone. If the mesh was built without groups, candidates are all
-    groups that can span several axes. Ranks are in group order, which can differ from the order of
-    the mesh, because ``torch.distributed.new_group`` sorts them.
+    This is the group of the axis. If the mesh was built without groups, these are the groups of
+    `_groups_over_axes`. Ranks are in group order, which can differ from the order in the mesh,
+    because ``torch.distributed.new_group`` sorts ranks.
     """
     try:
         return [_named(mesh.get_group(axis))]
@@ -266,7 +280,11 @@ def _axis_group(mesh: DeviceMesh, axis: int) -> list[_Named]:
 
 
 def _groups_over_axes(mesh: DeviceMesh) -> list[_Named]:
-    """Return the existing groups that can span several axes of a mesh."""
+    """Return the name and the ranks of each process group that may span several axes of a mesh.
+
+    These are the groups of flattened meshes and of hp-mesh aliases, and the group of the world if
+    the mesh has all ranks.
+    """
     found = [_named(flattened.get_group()) for flattened in flattened_meshes(mesh)]
     # An alias can name a group that has been destroyed since.
     alive = (registered_group(name) for name in alias_groups(mesh))
