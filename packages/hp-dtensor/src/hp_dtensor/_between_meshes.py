@@ -16,7 +16,7 @@ from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, RankMismatchError
 from .ragged._checkpoint import checkpointed
 
-# The message for a transfer between meshes that autograd would have to record.
+# Error message for a redistribution between meshes that autograd would have to record.
 NO_GRADIENT = (
     "gradients do not pass between meshes: redistribute x.detach(), or call redistribute under "
     "torch.no_grad(); to train through the tensor, keep it on one mesh, or send it between "
@@ -25,7 +25,10 @@ NO_GRADIENT = (
 
 
 class _NoTensor(TypeError, AttributeError):
-    """A TypeError that is also an AttributeError, so that ``hasattr`` returns False."""
+    """Raised if a `NonMember` is used as a tensor.
+
+    It is a TypeError, and also an AttributeError, so that ``hasattr`` returns False.
+    """
 
 
 @checkpointed(lambda absent: ())
@@ -75,7 +78,7 @@ class NonMember:
         absent._refuse(getattr(func, "__name__", str(func)))
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python itself asks for names with underscores, to copy or to pickle.
+        # Python looks up names with underscores itself, for example to copy or to pickle.
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "backward":
@@ -106,12 +109,12 @@ class NonMember:
 
 
 class _Fingerprint(NamedTuple):
-    """The message of one rank to the others about the transfer that it is about to make.
+    """Describes the transfer that one rank is about to make. Ranks exchange it to find differences.
 
     Attributes:
         rank: Global rank.
-        digest: Hash that is equal on all ranks if they make the same transfer.
-        description: Text for the error.
+        digest: Hash of the transfer. It is equal on all ranks that make the same transfer.
+        description: Description of the transfer, or of the fault on this rank, for the error.
         needs_gradient: Whether autograd on this rank would record the transfer.
     """
 
@@ -127,21 +130,21 @@ class _Fingerprint(NamedTuple):
 class ConsistencyCheck:
     """Checks that all ranks of both meshes are about to make the same transfer.
 
-    The ranks compare a digest of both layouts with their ranks, the shape, the dtype and the steps,
-    with one all-reduce of 32 bytes. If digests differ, the ranks gather all descriptions, and all
-    of them raise the same error. If ranks plan for meshes with other ranks, they wait for each
-    other until the process group times out.
+    Each rank hashes the two layouts, the global shape, the dtype and the steps. One all-reduce of
+    32 bytes compares the hashes. If they differ, the ranks gather the descriptions of all calls,
+    and all ranks raise the same error. If two ranks plan for different sets of ranks, they use
+    different process groups. They then wait until the process groups time out.
     """
 
     def __init__(
         self, plan: Plan, dtype: torch.dtype, find: Callable[[], Axis], device: str
     ) -> None:
-        # The placement on an axis of one rank has no effect.
+        # On an axis with one rank, all placements are equivalent, so their hashes must be equal.
         source, target = replicated(plan.source), replicated(plan.target)
         self._ranks = list(ranks_of_both(plan))
         steps = [str(step) for step in plan.steps]
         exact = repr((source, target, tuple(plan.shape), str(dtype), steps))
-        # Layouts of many ranks are long, so that they are hashed only once.
+        # The text of a layout is long if the mesh has many ranks. Hash it once, not in each call.
         self._base = sha256(exact.encode()).hexdigest()
         kinds = " and ".join(step.kind for step in plan.steps)
         self._description = (
@@ -155,18 +158,24 @@ class ConsistencyCheck:
         """Wait for all ranks, and raise on all of them if their transfers differ.
 
         Args:
-            fault: Description of a problem on this rank. Empty if there is none.
+            fault: Description of a problem on this rank. Empty if there is no problem.
             needs_gradient: Whether autograd would record the transfer on this rank.
+
+        Raises:
+            UnsupportedError: Autograd would record the transfer on some rank.
+            RankMismatchError: The ranks make different transfers, only some ranks have a fault, or
+                a rank does not make the call before the process group times out.
+            LayoutError: All ranks have the same fault.
         """
         description = fault or self._description
         digest = sha256(f"{self._base} {needs_gradient} {fault}".encode()).digest()
         mine = _Fingerprint(dist.get_rank(), digest, description, needs_gradient)
-        # If all ranks have equal numbers, the maximum of the numbers is the opposite of the maximum
-        # of their opposites.
+        # All ranks have the same number n if the maximum of n equals the minimum of n. The minimum
+        # is -max(-n), so one all-reduce with "max" is enough.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         maxima = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
         try:
-            # The first call creates the group, and waits for its ranks.
+            # The first call creates the process group, and waits for the other ranks.
             axis = self._find()
             found: list[Any] = [mine] * axis.size
             (maxima,) = TorchCollectives().all_reduce(axis, [maxima], "max").wait()

@@ -1,8 +1,9 @@
-"""`redistribute` under ``torch.compile``: planned during tracing, carried out by one op.
+"""`redistribute` under ``torch.compile``: planned during tracing, and run by one operator.
 
 Dynamo traces `trace` and puts a call of `redistribute_in_graph` into its graph. AOTAutograd then
-runs this function on tensors without data, which records one opaque op in the forward graph and one
-in the backward graph. The argument of the op is the plan as text.
+runs this function on tensors without data. This records one call of the operator `execute_plan` in
+the forward graph, and one in the backward graph. The operator takes the local tensor and the plan,
+which is written as JSON.
 """
 
 import json
@@ -35,7 +36,9 @@ def trace(
 ) -> DTensor | Pending[DTensor]:
     """Redistribute ``x`` inside a compiled function.
 
-    Raises the errors of `redistribute`, and `LayoutError` for anything that a graph cannot hold.
+    Arguments and errors are as in `redistribute`. In addition, `LayoutError` is raised if ``x`` is
+    not a DTensor, if the target has a `RaggedShard`, or if ``options`` has ``collectives`` or
+    ``groups``.
     """
     if not isinstance(x, DTensor):
         raise LayoutError(
@@ -69,9 +72,13 @@ redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 
 
 def prepare_in_graph(x: Any, placements: Any, mesh: Any, options: Options) -> Prepared:
-    """Return a `Prepared` whose only step is an op of the graph, which runs the whole plan."""
+    """Replace `prepare` during tracing. Return a `Prepared` with one step, which runs the plan.
+
+    The step calls the operator `execute_plan`, so the graph gets one node. Raises `MeshError` if
+    the source mesh and the target mesh have different ranks.
+    """
     found = tensor_spec(x)
-    # Reading a dynamic size adds a guard: each size has a plan of its own.
+    # Reading a dynamic size adds a guard, so that another size is traced again with its own plan.
     spec = replace(found, shape=tuple(int(length) for length in found.shape))
     with no_modes():
         prepared = prepare(spec, placements, mesh, options)
@@ -96,7 +103,7 @@ def _check_everywhere(plan: Plan) -> None:
 def _execute_plan(local: Tensor, text: str) -> Tensor:
     _, steps = _read(text)
     result = start(steps, local, TorchCollectives())()
-    # An op must not return its input, and returns the strides that tracing assumed.
+    # An operator must not return its input. Tracing has assumed that the result is contiguous.
     return result.contiguous() if steps else result.clone(memory_format=torch.contiguous_format)
 
 
@@ -104,7 +111,7 @@ def _empty(local: Tensor, text: str) -> Tensor:
     return local.new_empty(_read(text)[0])
 
 
-# A vendored copy of the package registers ops under another name.
+# A vendored copy of the package has another name, so it registers its own operator.
 _package = __name__.rpartition(".")[0].replace(".", "_")
 execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 
@@ -112,9 +119,10 @@ execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 @clearable
 @lru_cache(maxsize=2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
-    """Read the text of `write_plan`. Return the local shape of the result, and the bound steps.
+    """Read a plan from the text of `write_plan`, and bind its steps.
 
-    The steps refer to process groups by name, so that this cache keeps no group alive.
+    Returns the local shape of the result, and the functions that run the steps. The functions look
+    up process groups by name, so this cache keeps no group alive.
     """
     plan, groups = read_plan(text)
     return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)
@@ -126,13 +134,13 @@ _TYPES: dict[str, Any] = {
 
 
 def write_plan(plan: Plan, groups: Mapping[Step, AxisGroup]) -> str:
-    """Write a plan and the names of the process groups of its steps as JSON."""
+    """Write a plan as JSON text, with the names of the process groups of its steps."""
     named = [_named(groups[step]) if step in groups else None for step in plan.steps]
     return json.dumps([_plain(replace(plan, why="", note="")), named], separators=(",", ":"))
 
 
 def read_plan(text: str) -> tuple[Plan, dict[Step, AxisGroup]]:
-    """Read the result of `write_plan`."""
+    """Read the text of `write_plan`. Return the plan, and the group of each step that has one."""
     plan, named = _rebuilt(json.loads(text))
     return plan, {
         step: _group(step, *found)
