@@ -51,7 +51,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor | RaggedTensor:
-    """Distribute a whole tensor over a mesh.
+    """Shard or replicate a whole tensor over a mesh.
 
     Communicates one scatter or broadcast for each mesh axis. As in torch's `distribute_tensor`, a
     broadcast overwrites ``tensor`` on the receiving ranks, and the result can share memory with
@@ -64,15 +64,15 @@ def distribute_tensor(
         placements: One placement for each mesh axis, of this package or of torch. Defaults to
             `Replicate` on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
         src_data_rank: On each axis, the rank with this coordinate provides the values. If None,
-            each rank keeps its part of its own ``tensor``, without communication.
+            each rank keeps its shard of its own ``tensor``, without communication.
 
     Returns:
         A leaf `DTensor` or `RaggedTensor`.
 
     Raises:
-        LayoutError: ``tensor`` is not a leaf tensor, or is distributed in another layout already;
-            the placements are invalid for the mesh or the shape; or ``placements`` has both
-            `Partial` and `StridedShard`. Raised before communication.
+        LayoutError: ``tensor`` is not a leaf tensor, or it is already distributed in another
+            layout. Or the placements are invalid for the mesh or the shape. Or ``placements`` has
+            both `Partial` and `StridedShard`. Raised before communication.
         MeshError: ``mesh`` is not a device mesh, or an axis has no coordinate ``src_data_rank``.
 
     Examples:
@@ -110,7 +110,8 @@ def distribute_tensor(
             f"{tuple(mesh.shape)}; use 0 to {min(mesh.shape) - 1}, or None for each rank's own data"
         )
     if src_data_rank is not None and (groups := _groups_out_of_order(mesh)):
-        # torch scatters in the order of the group, which is not the order of the mesh here.
+        # torch scatters in group order, which differs from mesh order here. So broadcast, and let
+        # each rank keep its own shard.
         tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for group in groups:
             axis = group.find()
@@ -128,7 +129,8 @@ def distribute_tensor(
                 f"a tensor cannot be distributed with both Partial and StridedShard, {layout}; use "
                 "Replicate instead of Partial"
             )
-    # torch has no ragged shards, and fails on some ranks for strided shards of few rows.
+    # torch has no ragged shards, and fails on some ranks for strided shards of few rows. So
+    # replicate the tensor, and let each rank keep its own shard.
     everywhere = (theirs.Replicate(),) * mesh.ndim
     whole = theirs.distribute_tensor(tensor.detach(), mesh, everywhere, src_data_rank=src_data_rank)
     part = cast(DTensor | RaggedTensor, redistribute(whole, given))
@@ -185,7 +187,7 @@ def distribute_module(
     def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
-        # torch replicates each parameter that is not a DTensor, but ignores None.
+        # torch would replicate a RaggedTensor, because it is not a DTensor. torch ignores None.
         for key, parameter in list(submodule.named_parameters(recurse=False)):
             if isinstance(parameter, RaggedTensor):
                 ragged.append((submodule, key, parameter))
@@ -202,17 +204,18 @@ def distribute_module(
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh that has several axes of a larger mesh. Creates no process groups.
+    """Join submeshes of one mesh into a mesh with all their axes. Creates no process groups.
 
     Args:
-        meshes: Submeshes of one mesh, such as ``mesh["dp"]`` and ``mesh["tp"]``. They have named
-            axes and share none of them.
+        meshes: Submeshes of one mesh, such as ``mesh["dp"]`` and ``mesh["tp"]``. Their axes must
+            have names. Two submeshes must not have an axis in common.
 
     Returns:
         A mesh with the axes of all ``meshes``, in the given order.
 
     Raises:
-        MeshError: There are no meshes, an axis has no name, or the axes belong to different meshes.
+        MeshError: ``meshes`` is empty, an axis has no name, two submeshes have an axis in common,
+            or they belong to different meshes.
 
     Examples:
         On 4 ranks:
@@ -238,7 +241,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTensor:
     """Reduce the partial values of a DTensor: change each `Partial` placement to `Replicate`.
 
-    Other placements do not change. The result comes from `redistribute`, with its communication.
+    Other placements do not change. Communicates in the same way as `redistribute`.
 
     Args:
         x: A DTensor.
@@ -270,11 +273,11 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
 
 
 def _groups_out_of_order(mesh: DeviceMesh) -> list[AxisGroup]:
-    """Return the groups of all axes if the ranks of the mesh do not ascend along every axis.
+    """Return the process group of each axis if ranks do not ascend along every axis of the mesh.
 
-    The list is empty if they ascend, if this rank is not in the mesh, or if an axis has no group;
-    torch raises for such an axis. Does not look at the order of this rank's groups, so that all
-    ranks make the same calls.
+    Returns an empty list if the ranks ascend along every axis, or if this rank is not in the mesh.
+    Also returns an empty list if an axis has no group, for which torch raises an error. The result
+    does not depend on the rank order in the groups, so that all ranks make the same calls.
     """
     ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
     if ascending or mesh.get_coordinate() is None:
@@ -289,11 +292,15 @@ def _check_mesh(mesh: object) -> None:
         raise MeshError(f"a mesh is a DeviceMesh, got {mesh!r}; make one with init_device_mesh")
 
 
-_Owner: TypeAlias = tuple[str, nn.Module, str]  # name of a module, the module, parameter name
+_Owner: TypeAlias = tuple[str, nn.Module, str]  # (module name, module, parameter name)
 
 
 def _shared_parameters(module: nn.Module) -> list[list[_Owner]]:
-    """Return the owners of each parameter that several modules own."""
+    """Return the owners of each parameter that is registered more than once.
+
+    There is one list for each of these parameters. An owner is a tuple ``(module name, module,
+    parameter name)``.
+    """
     owners: dict[nn.Parameter, list[_Owner]] = {}
     for name, submodule in module.named_modules():
         for key, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
@@ -302,9 +309,10 @@ def _shared_parameters(module: nn.Module) -> list[list[_Owner]]:
 
 
 def _share_first(owners: list[_Owner]) -> None:
-    """Tie a parameter again: register the parameter of the first module with the other modules.
+    """Register the parameter of the first owner with all other owners, so that they share it again.
 
-    Raises `LayoutError` if ``partition_fn`` gave it different layouts in these modules.
+    An owner is a tuple ``(module name, module, parameter name)``. Raises `LayoutError` if
+    ``partition_fn`` gave the parameter different layouts in these modules.
     """
     (first_name, first, first_key), *others = owners
     parameter = first.get_parameter(first_key)

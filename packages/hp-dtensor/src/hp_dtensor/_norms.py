@@ -38,8 +38,8 @@ def clip_grad_norm_(
     The total norm is the norm of all gradients as one vector, as in
     ``torch.nn.utils.clip_grad_norm_``. Parameters may be plain tensors, DTensors and `RaggedTensor`
     on different meshes. Each element counts once, however many ranks replicate it. Rows marked by
-    `mark_repeated_rows` are scaled but do not count. A NaN in any gradient makes the norm NaN on
-    all ranks.
+    `mark_repeated_rows` are scaled, but the norm ignores them. A NaN in any gradient makes the norm
+    NaN on all ranks.
 
     Communicates one all-reduce of a scalar for each set of ranks over which a gradient is sharded.
     If such a set has no process group, there is one all-reduce per axis instead. One more
@@ -160,7 +160,7 @@ def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
 
 
 _REPEATED_ROWS = "repeated_rows"
-_MERGED_NUMEL = 2**16  # above this size, reading the elements costs more host time than a call
+_MERGED_NUMEL = 2**16  # largest number of elements that `_merged` puts into one view
 
 
 def _limit(max_norm: object) -> float | Tensor:
@@ -184,13 +184,14 @@ def _by_ranks(
 ) -> tuple[dict[_Ranks, tuple[Axis, ...]], dict[_Ranks, list[Tensor]], list[Tensor]]:
     """Group gradients by the global ranks over which they are sharded.
 
-    A parameter without a gradient still adds its own set of ranks, with no gradients, so that all
-    ranks find the same sets. The set is empty for gradients that are not sharded.
+    If a parameter has no gradient, the set of ranks of the parameter is still returned, without a
+    gradient, so that all ranks find the same sets. For gradients that are not sharded, the set of
+    ranks is empty.
 
     Returns:
-        Three values. For each set of ranks, the axes over which to all-reduce, one after the other.
-        For each set, the local tensors of its gradients. Views of the repeated rows of all
-        gradients.
+        Three values: a dict from each set of ranks to the `Axis` objects over which to all-reduce,
+        one after the other; a dict from each set to the local tensors of the gradients; and a list
+        of views of all rows that `mark_repeated_rows` marked.
     """
     covering: dict[_Ranks, tuple[Axis, ...]] = {}
     gradients: dict[_Ranks, list[Tensor]] = {}
@@ -221,7 +222,10 @@ def _by_ranks(
 
 
 def _kind(x: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors that are sharded over the same ranks."""
+    """Return a key of the mesh and the placement types of a tensor.
+
+    Tensors with equal keys are sharded over the same ranks. The key of a plain tensor is empty.
+    """
     if not isinstance(x, (DTensor, RaggedTensor)):  # faster than with a union
         return ()
     spec = spec_of(x)  # the properties of the tensor are slower
@@ -229,7 +233,11 @@ def _kind(x: Tensor) -> tuple[object, ...]:
 
 
 def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
-    """Return the global ranks that hold different parts of a tensor, and axes that cover them."""
+    """Return the global ranks that hold different shards of a tensor, and axes that span them.
+
+    Both are empty if the tensor is not sharded, or if this rank is not in its mesh. Raises
+    `LayoutError` if the tensor has partial values.
+    """
     if (distributed := mesh_and_placements(x)) is None:
         return frozenset(), ()
     mesh, placements = distributed
@@ -250,21 +258,25 @@ def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
 
 
 def _preference(axes: tuple[Axis, ...]) -> tuple[object, ...]:
-    """Return the key by which all ranks choose between axes that cover the same ranks.
+    """Return the sort key with which all ranks choose the same axes among several candidates.
 
-    Two meshes may have different groups of the same ranks, and each rank may list its parameters in
-    another order.
+    All candidates span the same ranks, but two meshes may have different process groups of these
+    ranks. Ranks may have their parameters in different orders, so they cannot use the first one.
     """
     return len(axes), [(axis.name, group_name(axis.group)) for axis in axes]
 
 
 def _merged(gradients: list[Tensor]) -> list[Tensor]:
-    """Merge small gradients that are adjacent in one storage into one flat view each.
+    """Replace small gradients that are adjacent in one storage by one flat view.
 
-    hp-fsdp reduces such gradients together. A norm of each takes longer than reading its elements.
+    hp-fsdp makes such gradients. For a small gradient, the call that computes a norm takes longer
+    than reading the elements. Other gradients are returned unchanged. Gradients without elements
+    are left out.
     """
-    runs: list[tuple[Tensor, int]] = []  # first gradient and number of elements of each run
-    room = end = 0  # how many elements the last run can still take, and the address of its end
+    # For each view to return: its first gradient, and its number of elements.
+    runs: list[tuple[Tensor, int]] = []
+    # The number of elements by which the last view can still grow, and the address of its end.
+    room = end = 0
     for grad, numel, start, dense in zip(
         gradients,
         map(Tensor.numel, gradients),
@@ -302,7 +314,11 @@ def _stages(pp: AxisMesh | Axis) -> Axis:
 
 
 def _split_rows(grad: Tensor, marked: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of this rank's rows: the rows that the norm counts, and the repeated rows."""
+    """Return views of this rank's rows of a gradient: first the unmarked, then the marked rows.
+
+    ``marked`` has indices along dim 0 of the global tensor. Raises `LayoutError` for a
+    `RaggedTensor`.
+    """
     if isinstance(grad, RaggedTensor):
         raise LayoutError(
             f"a ragged gradient of shape {tuple(grad.shape)} with repeated rows; shard it with "
@@ -323,9 +339,10 @@ def _split_rows(grad: Tensor, marked: Collection[int]) -> tuple[list[Tensor], li
 def _power_sum(
     gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor, foreach: bool
 ) -> Tensor:
-    """Return the sum of ``|x| ** order`` over all elements, or the maximum of ``|x|`` for inf.
+    """Return the sum of ``|x| ** order`` over all elements, or the maximum if ``order`` is inf.
 
-    Each gradient's norm is computed in ``dtype``. The result has the dtype and device of ``like``.
+    The norm of each gradient is computed in ``dtype``. The result is a scalar tensor with the dtype
+    and the device of ``like``. It is 0 if there are no elements.
     """
     filled = [grad.abs() if grad.is_complex() else grad for grad in gradients if grad.numel()]
     if not filled:
@@ -339,7 +356,7 @@ def _power_sum(
 
 
 def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives) -> Tensor:
-    """All-reduce a number: the maximum for the order inf, otherwise the sum."""
+    """All-reduce a scalar tensor over an axis: the maximum if ``order`` is inf, else the sum."""
     if order == math.inf:
         return largest_over(part, [axis], collectives)
     (result,) = collectives.all_reduce(axis, [part], op="sum").wait()
@@ -347,8 +364,12 @@ def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype of the norm: at least float32, the same on all ranks."""
+    """Return the dtype of the norm: at least float32, and the same on all ranks.
+
+    torch promotes float32 and the real dtypes of all tensors to this dtype. ``tensors`` has all
+    parameters, so a rank without gradients gets the same result.
+    """
     real = {dtype.to_real() for dtype in {tensor.dtype for tensor in tensors}}
-    # torch promotes no floats of one byte. Parameters of frozen layers can have such a dtype.
+    # torch cannot promote floats of one byte, which parameters of frozen layers can have.
     promoted = [dtype for dtype in real if not (dtype.is_floating_point and dtype.itemsize == 1)]
     return reduce(torch.promote_types, promoted, torch.float32)
