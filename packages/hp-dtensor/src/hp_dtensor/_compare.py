@@ -18,9 +18,10 @@ from .collectives._interface import Axis, AxisMesh
 from .ragged._tensor import RaggedTensor
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # names that wrapper modules insert
-_SHOWN = 20  # most lines of differences in a report
-_FLOOR = 1e-6  # a gradient with a norm below this share of the total norm is a rounding error
-_LARGEST = 64  # largest integer factor that gets an explanation
+_SHOWN = 20  # largest number of differences that a report lists
+# A gradient is a rounding error if its norm is below this fraction of the norm of all gradients.
+_FLOOR = 1e-6
+_LARGEST = 64  # largest integer factor for which a report names the usual cause
 _LOSS = "the loss"
 
 
@@ -29,8 +30,8 @@ class Comparison:
     """Result of `compare_with_one_process`.
 
     Attributes:
-        loss: Loss of the parallel run, summed over ranks.
-        expected_loss: Loss of one process.
+        loss: Loss of the parallel run, summed over the ranks of ``loss_mesh``.
+        expected_loss: Loss of the run in one process.
         largest_error: Largest relative error of the loss and of the gradient of any parameter.
         parameters: Number of parameters with a gradient.
 
@@ -52,7 +53,8 @@ class _Difference:
     Attributes:
         name: Name of the parameter, or ``_LOSS``.
         error: Relative error.
-        factor: Factor between the two values; None if they are not multiples of each other.
+        factor: The parallel value divided by the value of one process. None if they are not
+            multiples of each other.
         details: Text for the report, or an empty string.
     """
 
@@ -74,12 +76,14 @@ def compare_with_one_process(
 ) -> Comparison:
     """Compare the loss and all gradients of a parallelized model with one process.
 
-    Every rank runs the model twice, as copies: alone with the whole batch, and parallelized with
-    its part of the batch. The function sums the losses of ``share`` over ``loss_mesh`` and compares
-    whole gradients. All ranks of the default process group call it.
+    Every rank runs two copies of the model: one without parallelism on the whole batch, and one
+    parallelized on its part of the batch. The function sums the losses of ``share`` over
+    ``loss_mesh``. It compares the unsharded gradient of each parameter. All ranks of the default
+    process group have to call it.
 
     In float64, rounding errors are about 1e-15, so any larger difference is a mistake in the
-    script. To compare models that cast to float32, casts to float32 keep float64 during the call.
+    script. If ``dtype`` is float64, casts to float32 inside the model give float64 during the call;
+    see `keep_float64`.
 
     Args:
         model: Plain model with equal values on all ranks, without dropout. It is not changed.
@@ -87,7 +91,8 @@ def compare_with_one_process(
         loss: Returns the loss of the whole batch, from a copy of the model in one process.
         share: Returns this rank's share of the loss, from the parallelized model. ``loss`` and
             ``share`` may call ``backward`` themselves, for example for each microbatch, and return
-            a detached sum. If the result requires gradients, this function calls ``backward``.
+            a detached sum. If their result requires gradients, `compare_with_one_process` calls
+            ``backward`` on it.
         loss_mesh: Mesh of all ranks that hold different tokens. In hp-mesh this is
             ``mesh["loss"]``.
         dtype: Dtype of the copies. Defaults to float64.
@@ -99,9 +104,10 @@ def compare_with_one_process(
 
     Raises:
         AssertionError: The loss or gradients differ. Raised on all ranks. The message names the
-            parameters, the factor between the gradients, and the usual cause of this factor. The
-            error is also raised if ranks have different losses in one process, if names of
-            parameters differ, or if ``parallelize`` fails on another rank.
+            parameters, the factor between the gradients, and the usual cause of this factor. Also
+            raised if ranks get different losses from ``loss``, if ``parallelize`` changes parameter
+            names, if a parameter has a gradient on some ranks only, or if ``parallelize`` fails on
+            another rank.
         TypeError: ``loss`` or ``share`` does not return a tensor of one element.
 
     Examples:
@@ -157,7 +163,7 @@ def compare_with_one_process(
     )
 
 
-# Functions that models call with ``dtype=torch.float32``.
+# Functions that models call with ``dtype=torch.float32``. `keep_float64` replaces these functions.
 _CASTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Tensor, ("to", "type", "softmax", "sum", "mean", "new_zeros", "new_ones", "new_full")),
     (torch, ("arange", "empty", "full", "linspace", "ones", "softmax", "sum", "tensor", "zeros")),
@@ -183,7 +189,8 @@ def keep_float64() -> Iterator[None]:
         torch.float64
     """
     before = torch.get_default_dtype()
-    # The first use of `torch.device` makes torch memoize its functions. They must be the originals.
+    # torch memoizes its functions when `torch.device` is entered for the first time. Enter it now,
+    # while the functions are the original ones.
     with torch.device("cpu"):
         torch.empty(0)
     with ExitStack() as stack:
@@ -222,7 +229,11 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:
-    """Call the function, run backward if it has not, and return the detached loss."""
+    """Call ``function(model)``, and return its result, the loss, as a detached scalar tensor.
+
+    Runs backward if the loss requires gradients. Raises TypeError if the result is not a tensor of
+    one element.
+    """
     value: object = function(model)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise TypeError(
@@ -247,7 +258,10 @@ def _check_equal_references(expected: float) -> None:
 def _parallelized(
     model: nn.Module, parallelize: Callable[[nn.Module], object], references: Mapping[str, object]
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """Return the parallel model and its parameters by name. If one rank fails, all ranks raise."""
+    """Call ``parallelize``. Return the parallel model, and a dict of its parameters by name.
+
+    The names must be the keys of ``references``. If one rank fails, all ranks raise an error.
+    """
     failure = None
     try:
         made = parallelize(model)
@@ -282,7 +296,10 @@ def _check_equal_presence(present: set[str]) -> None:
 
 
 def _gathered_objects(value: Any) -> list[Any]:
-    """All-gather a value over the default process group. Without one, return the value alone."""
+    """All-gather a Python object over the default process group. Return one object per rank.
+
+    Without a default process group, the list has only ``value``.
+    """
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -296,7 +313,11 @@ def _parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _difference(name: str, found: Tensor, wanted: Tensor, floor: float) -> _Difference:
-    """Compare two values. The error is relative to the norm of ``wanted``, or to ``floor``."""
+    """Compare the loss or gradient ``found`` of the parallel run with ``wanted`` of one process.
+
+    The error is the norm of the difference, divided by the norm of ``wanted`` or by ``floor``,
+    whichever is larger. It is infinite if the shapes differ or a value is not finite.
+    """
     if found.shape != wanted.shape:
         details = f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
         return _Difference(name=name, error=math.inf, factor=None, details=details)
@@ -315,7 +336,10 @@ def _difference(name: str, found: Tensor, wanted: Tensor, floor: float) -> _Diff
 
 
 def _worst_of_ranks(differences: list[_Difference]) -> list[_Difference]:
-    """Return the largest difference of all ranks, for each value. Equal on all ranks."""
+    """Return, for the loss and each gradient, the `_Difference` of the rank with the largest error.
+
+    The result is the same on all ranks.
+    """
     by_value = zip(*_gathered_objects(differences), strict=True)
     return [max(each, key=lambda x: x.error) for each in by_value]
 
@@ -343,7 +367,10 @@ def _report(
 
 
 def _cause_of_loss(factor: float | None) -> str:
-    """Return the usual cause if a loss is about 2, 3, ... times too large, otherwise ""."""
+    """Return the usual cause if a loss is about 2, 3, ... times too large, otherwise "".
+
+    Also returns "" if the factor is an integer up to a relative error of 1e-6.
+    """
     whole = 0 if factor is None else round(factor)
     if factor is None or whole < 2 or not 1e-6 < abs(factor - whole) / whole < 0.05:
         return ""
@@ -354,7 +381,10 @@ def _cause_of_loss(factor: float | None) -> str:
 
 
 def _cause(factor: float | None) -> str:
-    """Return the usual cause of a factor between the gradients of ranks and of one process."""
+    """Return the usual cause if the parallel gradient is ``factor`` times the expected gradient.
+
+    ``factor`` is None if no factor fits. Returns "" if the factor is 1 up to a small error.
+    """
     if factor is None:
         return (
             "no common factor: ranks compute with other data, positions, labels or initial values, "

@@ -15,7 +15,7 @@ from .collectives._c10d import checked_collectives
 from .collectives._interface import Axis, AxisMesh, Collectives, RankMismatchError
 from .ragged._tensor import local_tensor_of, mesh_and_placements
 
-_SHOWN = 8  # most tensors that an error names
+_SHOWN = 8  # largest number of tensors that an error names
 _CHUNK = 2**20  # number of 8-byte words that are hashed at once, which bounds temporary memory
 _ODD = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
 _LOW = 2**32 - 1  # mask of the lower 32 bits
@@ -109,7 +109,10 @@ def _is_empty(x: Tensor) -> bool:
 
 
 def _kind(x: Tensor) -> list[object]:
-    """Return shape, dtype and placements, which have to be equal on all ranks."""
+    """Return shape, dtype and placements of a tensor, which must be equal on all ranks.
+
+    For a tensor without values, such as on the meta device, the list has only ``"no values"``.
+    """
     if _is_empty(x):
         return ["no values"]
     distributed = mesh_and_placements(x)
@@ -118,7 +121,10 @@ def _kind(x: Tensor) -> list[object]:
 
 
 def _shard(x: Tensor) -> object:
-    """Return a key of this rank's shard: the coordinates on the mesh axes that shard the tensor."""
+    """Return a key of this rank's shard: the coordinates on the mesh axes that shard the tensor.
+
+    Ranks with equal keys hold the same shard. The key of a plain tensor is None.
+    """
     if (distributed := mesh_and_placements(x)) is None:
         return None
     mesh, placements = distributed
@@ -138,7 +144,8 @@ def _hash(value: object) -> int:
 def _fingerprint(x: Tensor) -> Tensor:
     """Return a 64-bit hash of the bytes of a tensor, as a scalar tensor on the same device.
 
-    The hash is a weighted sum of 8-byte words, each after `_mixed`.
+    The hash is a weighted sum over the 8-byte words of the tensor, each hashed by `_mixed`. The
+    weight of a word depends on its position.
     """
     if x.layout is not torch.strided:
         x = x.to_dense()
@@ -165,7 +172,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _gathered(own: Tensor, mesh: AxisMesh, collectives: Collectives) -> Tensor:
-    """All-gather a tensor over all axes of a mesh. Returns one row per rank, on the CPU."""
+    """All-gather a tensor over all axes of a mesh.
+
+    Returns a CPU tensor ``[ranks, *own.shape]``. Ranks are in row-major order of the mesh.
+    """
     rows = own[None]
     for position in reversed(range(mesh.ndim)):
         (rows,) = collectives.all_gather(Axis.of(mesh, position), [rows]).wait()
@@ -173,11 +183,15 @@ def _gathered(own: Tensor, mesh: AxisMesh, collectives: Collectives) -> Tensor:
 
 
 def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
-    """Return one list of ranks for each value, if ranks with the same shard have several values.
+    """Group the ranks that hold the same shard of a tensor, but with different values.
 
     Args:
-        found: Pairs of a shard and a value, one for each rank.
+        found: One pair for each rank: the hash of its shard key, and the fingerprint of its values.
         ranks: Global ranks, in the same order.
+
+    Returns:
+        Lists of ranks with equal values, for each shard of which ranks hold different values. Empty
+        if all ranks with the same shard hold equal values.
     """
     holders: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (shard, value) in zip(ranks, found, strict=True):
