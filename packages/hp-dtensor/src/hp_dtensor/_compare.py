@@ -177,8 +177,8 @@ def keep_float64() -> Iterator[None]:
     """Compute in float64 inside the block, in models that cast to float32 as well.
 
     New tensors are float64, and casts to float32 give float64. Models of transformers compute
-    norms and losses in float32; inside the block they can be compared to 1e-12. For tests only:
-    inside the block, functions of torch are replaced in all threads.
+    norms and losses in float32. Inside the block, the results of such models can be compared with a
+    tolerance of 1e-12. For tests only: functions of torch are replaced in all threads.
 
     Yields:
         None.

@@ -60,7 +60,7 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
 
 
 def start(steps: Sequence[BoundStep], local: Tensor, collectives: Collectives) -> Finish:
-    """Run bound steps until the first collective is started. Return a function for the rest.
+    """Run steps until the first collective is started. Return a function that runs the rest.
 
     The returned function waits for this collective, runs the other steps and returns the local
     result. The result shares memory with ``local`` if no step copies it. Do not write to ``local``
@@ -356,7 +356,7 @@ def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") ->
 def _transfer_and_views(
     step: Step, shape: tuple[int, ...], rank: int
 ) -> "tuple[Transfer, LocalView, LocalView]":
-    """Return a rank's messages in a step, and a `LocalView` before and one after the step."""
+    """Return a rank's messages in a step, and its `LocalView` before and after the step."""
     held, needed = (
         LocalView(layout, shape, layout.coordinate(rank) if layout.holds(rank) else None)
         for layout in (step.source, step.target)

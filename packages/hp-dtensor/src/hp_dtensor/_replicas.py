@@ -190,8 +190,8 @@ def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[
         ranks: Global ranks, in the same order.
 
     Returns:
-        Lists of ranks with equal values, for each shard of which ranks hold different values. Empty
-        if all ranks with the same shard hold equal values.
+        For each shard that has different values, one list of ranks for each value. Empty if all
+        ranks with the same shard hold equal values.
     """
     holders: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (shard, value) in zip(ranks, found, strict=True):
