@@ -1,4 +1,7 @@
-"""The steps that plans consist of: the bytes, the memory and the time of each."""
+"""Steps of a plan, with their bytes, memory and estimated time; cost models.
+
+A step is a local slice, one collective, or one transfer between two meshes.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,15 +29,17 @@ Kind = Literal[
 
 
 class _Usage(NamedTuple):
-    """Bytes and memory of one kind of step.
+    """Formulas for the bytes and the memory of one kind of step.
 
-    Both functions take the size of a rank's local tensor before the step, its size after the step,
-    and the number of ranks in the collective.
+    Both functions take three numbers: the size of a rank's local tensor before the step, its size
+    after the step, and the number of ranks in the collective.
 
     Attributes:
-        received: Returns the size of the data that the rank receives from others. None if it
-            receives exactly the elements that it needs and does not hold.
-        memory: Returns the size of input, output and buffers.
+        received: Function that returns the number of bytes that a rank receives from others. Sizes
+            are in bytes. None for kinds of steps in which a rank receives exactly the elements that
+            it needs and does not hold: `Step.received` counts these elements.
+        memory: Function that returns the number of elements in input, output and buffers. Sizes are
+            in elements.
     """
 
     received: Callable[[int, int, int], int] | None
@@ -65,14 +70,15 @@ _USAGE: dict[Kind, _Usage] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One change of layout: a local slice, or one collective over some mesh axes.
+    """One step of a plan: a local slice, one collective, or one transfer between two meshes.
 
     Attributes:
         kind: ``"slice"`` copies a part of the local tensor. ``"all_gather"``, ``"all_to_all"``,
-            ``"reduce_scatter"`` and ``"all_reduce"`` are the native collectives on equal parts.
-            ``"direct"`` sends each rank exactly the elements that it needs and does not hold, in
-            one all-to-all of parts of any size. ``"transfer"`` does the same between two meshes,
-            with point-to-point messages.
+            ``"reduce_scatter"`` and ``"all_reduce"`` are the native collectives. A reduce-scatter
+            with shards of unequal length runs as an all-to-all and a local reduction. ``"direct"``
+            sends each rank exactly the elements that it needs and does not hold, in one all-to-all
+            with uneven sizes. ``"transfer"`` does the same between two meshes, with point-to-point
+            messages.
         axes: Mesh axes of the collective. Empty for a slice and for a transfer.
         source: Layout before the step.
         target: Layout after the step.
@@ -84,10 +90,10 @@ class Step:
     target: Layout
 
     def received(self, shape: Sequence[int], rank: int, itemsize: int) -> int:
-        """Return the number of bytes that a rank receives from others.
+        """Return the number of bytes that a rank receives from others in this step.
 
-        This is the number that `RecordingCollectives` counts. An all-reduce counts as
-        bandwidth-optimal.
+        `RecordingCollectives` counts the same number. An all-reduce of ``b`` bytes over ``n`` ranks
+        counts as ``2 * b * (n - 1) / n`` bytes.
         """
         formula = _USAGE[self.kind].received
         if 0 in shape:
@@ -103,16 +109,19 @@ class Step:
         return sum(volume(box) for _, box in messages.sends) * itemsize
 
     def peak(self, shape: Sequence[int], rank: int) -> int:
-        """Return the largest number of elements in memory on a rank: input, output and buffers."""
+        """Return the peak memory of a rank in elements: input, output and buffers of this step."""
         return self._memory(*self._sizes(shape, rank), shape)
 
     def most(self, shape: Sequence[int]) -> int:
-        """Return an upper bound on `peak` that holds on all ranks."""
+        """Return an upper bound on `peak` for all ranks, in elements."""
         return self._memory(most_held(self.source, shape), most_held(self.target, shape), shape)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that take part in the collective."""
+        """Number of ranks that take part in one collective of this step.
+
+        1 for a slice. For a transfer, the sum of the numbers of ranks of both meshes.
+        """
         if self.kind == "transfer":
             return self.source.size + self.target.size
         size = 1
@@ -134,18 +143,19 @@ class Step:
     def _memory(self, held: int, result: int, shape: Sequence[int]) -> int:
         total = _USAGE[self.kind].memory(held, result, self.ranks)
         if self.kind == "reduce_scatter" and not self.target.is_even(shape):
-            # This runs as an all-to-all. From each rank, a rank receives a part as long as its
-            # result.
+            # With unequal shards, a reduce-scatter runs as an all-to-all. A rank receives a tensor
+            # of the size of its result from each rank, and then reduces these tensors.
             return 2 * held + (self.ranks + 1) * result
         if self.kind == "direct":
-            # If the target replicates an axis, a rank packs elements once for each receiver on it.
+            # If the target replicates an axis that the source shards, a rank packs its elements
+            # once for each rank on this axis.
             pairs = zip(self.source.placements, self.target.placements, strict=True)
             copied = [isinstance(new, Replicate) and bool(old.split_dims) for old, new in pairs]
             total += held * (_ranks_along(self.source, copied) - 1)
         return total
 
     def _missing(self, shape: Sequence[int], rank: int) -> int:
-        """Return the number of elements that a rank needs and does not hold."""
+        """Return the number of elements that a rank needs after the step and does not hold yet."""
         if not (self.source.holds(rank) and self.target.holds(rank)):
             return _elements(self.target, shape, rank)
         here, there = self.source.coordinate(rank), self.target.coordinate(rank)
@@ -153,9 +163,11 @@ class Step:
 
 
 def direct_step(src: Layout, dst: Layout, shape: Sequence[int]) -> Step:
-    """Return the one step that sends each rank exactly the elements that it needs and lacks.
+    """Return the single step that changes ``src`` to ``dst``, two layouts on one mesh.
 
-    If every rank of the group lacks all elements of the others, the step is an all-gather.
+    The step is a slice if no data has to move, and an all-gather if equal shards are gathered and
+    nothing else changes. Otherwise it is a ``"direct"`` step, which sends each rank exactly the
+    elements that it needs and does not hold.
     """
     if is_local(src, dst):
         return slice_step(src, dst)
@@ -165,7 +177,10 @@ def direct_step(src: Layout, dst: Layout, shape: Sequence[int]) -> Step:
 
 
 def _only_gathers(src: Layout, dst: Layout, axes: tuple[int, ...], shape: Sequence[int]) -> bool:
-    """Return whether a step gathers equal parts on all of its axes and changes nothing else."""
+    """Return whether ``src`` to ``dst`` is an all-gather of equal shards over all of ``axes``.
+
+    Returns False if any other axis changes, too.
+    """
     if not src.is_even(shape) or any(dst.placements[axis].split_dims for axis in axes):
         return False
     for dim, splits in src.axis_splits.items():
@@ -181,7 +196,11 @@ def _only_gathers(src: Layout, dst: Layout, axes: tuple[int, ...], shape: Sequen
 
 
 def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
-    """Return the step that reduces partial axes. The result is sharded on ``dim`` if given."""
+    """Return the step that reduces the `Partial` placements on ``axes``.
+
+    If ``dim`` is None, the step is an all-reduce and the result has `Replicate` on these axes.
+    Otherwise it is a reduce-scatter and the axes shard ``dim``.
+    """
     target = src
     for axis in axes:
         target = with_placement(target, axis, Replicate())
@@ -193,19 +212,26 @@ def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
 
 
 def slice_step(src: Layout, dst: Layout) -> Step:
-    """Return the step in which every rank keeps a part of its local tensor."""
+    """Return the step in which every rank slices its local tensor, without communication."""
     return Step(kind="slice", axes=(), source=src, target=dst)
 
 
 def gather_step(src: Layout, dim: int, shape: Sequence[int], position: int = -1) -> Step:
-    """Return the step that gathers one split of a dim, by default the last."""
+    """Return the step that gathers a dim over one mesh axis, which then has `Replicate`.
+
+    ``position`` is the index of the axis in ``src.axis_splits[dim]``. Defaults to the last one.
+    """
     kind: Kind = "all_gather" if src.is_even(shape) and position == -1 else "direct"
     axis = src.axis_splits[dim][position][0]
     return Step(kind=kind, axes=(axis,), source=src, target=without_split(src, dim, position))
 
 
 def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
-    """Return the step that gathers the last split of dim ``old`` and splits dim ``new`` instead."""
+    """Return the step after which the axis that splits dim ``old`` last splits dim ``new`` instead.
+
+    ``factor`` is the split factor on dim ``new``. The step is an all-to-all if all local shapes are
+    equal, both before and after it; otherwise a ``"direct"`` step.
+    """
     axis = src.axis_splits[old][-1][0]
     target = with_split(without_split(src, old), new, axis, factor)
     even = src.is_even(shape) and target.is_even(shape)
@@ -213,7 +239,7 @@ def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int
 
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
-    """Return the largest number of elements of a tensor that a rank holds."""
+    """Return the number of elements on the rank that holds the most elements of a tensor."""
     lengths = list(shape)
     for dim in layout.axis_splits:
         lengths[dim] = longest(shape[dim], layout.splits(dim))
@@ -233,7 +259,10 @@ def _elements(layout: Layout, shape: Sequence[int], rank: int) -> int:
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Time of one collective. Must be hashable, because plans are cached by it."""
+    """Protocol of cost models, which estimate the time of one collective.
+
+    A cost model must be hashable, because it is a part of the cache keys of plans.
+    """
 
     def seconds(self, axes: Sequence[int], ranks: int, received: float) -> float:
         """Return the time in seconds of one collective.
@@ -292,7 +321,7 @@ class AlphaBeta:
 
         Args:
             axes: Mesh axes over which the collective runs. Empty for a transfer between two meshes.
-            ranks: Number of ranks. Not used by this model.
+            ranks: Number of ranks. This model does not use it.
             received: Payload in bytes that one rank receives from others.
 
         Returns:
@@ -302,7 +331,7 @@ class AlphaBeta:
 
 
 def check_limits(cost: object, max_bytes: object) -> None:
-    """Raise `LayoutError` if ``cost`` is not a cost model or ``max_bytes`` not an integer.
+    """Raise `LayoutError` if ``cost`` is no hashable cost model or ``max_bytes`` is no integer.
 
     Both may be None.
     """
@@ -323,7 +352,10 @@ def check_limits(cost: object, max_bytes: object) -> None:
 
 
 def check_length(cost: CostModel, axes: int) -> None:
-    """Raise `LayoutError` if a tuple of prices has fewer values than the mesh has axes."""
+    """Raise `LayoutError` if ``alpha`` or ``beta`` is a tuple with fewer than ``axes`` values.
+
+    ``axes`` is the number of mesh axes. Only an `AlphaBeta` is checked.
+    """
     if not isinstance(cost, AlphaBeta):
         return
     for name, given in (("alpha", cost.alpha), ("beta", cost.beta)):
@@ -349,7 +381,10 @@ _clears: list[Callable[[], object]] = []
 
 
 def clearable(cache: C) -> C:
-    """Register a bounded cache, so that `clear_caches` clears it. Returns the cache."""
+    """Register a cache, so that `clear_caches` clears it. Returns the cache.
+
+    The cache is a dict, or a function with ``lru_cache``. It must have a maximum size.
+    """
     kept: Any = cache
     _clears.append(kept.clear if isinstance(kept, dict) else kept.cache_clear)
     return cache
@@ -367,34 +402,39 @@ def clear_caches() -> None:
         clear()
 
 
-# Times are compared on at most this many ranks. All ranks use the same ones, so all choose the same
-# plan.
+# The bytes of a step are averaged over at most this many ranks, for speed. Every rank uses the same
+# sample, so that all ranks choose the same plan.
 _SAMPLED_RANKS = 64
-# The sampled ranks may receive more than all ranks do on average. Lower bounds allow for this.
+# The average over the sample can be higher than the average over all ranks. `lower_bound` therefore
+# multiplies the time per byte by this factor.
 _SAMPLING_MARGIN = 0.97
 
 
 def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
-    """Return the modelled time of all steps, one after another."""
+    """Return the estimated time of a sequence of steps, in seconds."""
     return sum([step_seconds(step, step_bytes(step, shape, itemsize), cost) for step in steps])
 
 
 def step_seconds(step: Step, received: float, cost: CostModel) -> float:
-    """Return the modelled time of one step. ``received`` is the result of `step_bytes`."""
+    """Return the estimated time of one step in seconds. A slice takes no time.
+
+    ``received`` is the result of `step_bytes` for the step.
+    """
     return 0.0 if step.kind == "slice" else cost.seconds(step.axes, step.ranks, received)
 
 
 @clearable
 @lru_cache(maxsize=8192)
 def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int) -> float:
-    """Return the number of bytes that a rank receives on average.
+    """Return the number of bytes that a rank receives in a step, averaged over `sampled` ranks.
 
-    For a transfer: the most that one rank sends or receives.
+    For a transfer, return the largest number of bytes that one of the sampled ranks sends or
+    receives.
     """
     if step.kind == "slice":
         return 0.0
     if step.kind == "transfer":
-        # One mesh may be much smaller than the other, so that sending takes the longest.
+        # If the source mesh is much smaller than the target mesh, sending takes the longest.
         amounts = [
             use(shape, layout.rank_at(at), itemsize)
             for layout, use in ((step.source, step.sent), (step.target, step.received))
@@ -413,7 +453,10 @@ def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int) -> float:
 @clearable
 @lru_cache(maxsize=256)
 def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the coordinates of all ranks, or of some ranks evenly spread over all axes."""
+    """Return the coordinates of at most `_SAMPLED_RANKS` ranks of a mesh.
+
+    If the mesh has more ranks, the returned ranks are spread evenly over all axes.
+    """
     size = math.prod(mesh_shape)
     if size <= _SAMPLED_RANKS:
         return [unravel(position, mesh_shape) for position in range(size)]
@@ -425,9 +468,10 @@ def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 def missing_at(
     src: Layout, dst: Layout, shape: Sequence[int], here: Sequence[int], there: Sequence[int]
 ) -> int:
-    """Return the number of elements that one rank needs and does not hold.
+    """Return the number of elements that one rank needs by ``dst`` and does not hold by ``src``.
 
-    ``here`` is its coordinate in the mesh of ``src``, ``there`` in the mesh of ``dst``.
+    ``here`` is the coordinate of the rank in the mesh of ``src``. ``there`` is its coordinate in
+    the mesh of ``dst``.
     """
     if src.ragged is not None or dst.ragged is not None:
         held, needed = src.boxes_at(shape, here), dst.boxes_at(shape, there)
@@ -442,11 +486,11 @@ def missing_at(
 
 
 def average_missing(src: Layout, dst: Layout, shape: Sequence[int]) -> float:
-    """Return the average of `missing_at` over the sampled ranks of one mesh."""
+    """Return the average of `missing_at` over the `sampled` ranks, for two layouts on one mesh."""
     coordinates = sampled(src.mesh_shape)
     if src.ragged is not None or dst.ragged is not None:
         return sum(missing_at(src, dst, shape, at, at) for at in coordinates) / len(coordinates)
-    # The searched layouts differ in few dims, so lengths are cached for each dim.
+    # The layouts of a search differ in few dims. So the lengths are cached for each dim separately.
     unsplit, columns = 1, []
     for dim, length in enumerate(shape):
         old, new = src.axis_splits.get(dim, ()), dst.axis_splits.get(dim, ())
@@ -472,7 +516,11 @@ def _dim_lengths(
     new: tuple[AxisSplit, ...],
     mesh_shape: tuple[int, ...],
 ) -> list[tuple[int, int]]:
-    """Return for each sampled rank the length of a dim that it needs, and that it also holds."""
+    """Return a pair ``(needed, common)`` for each of the `sampled` ranks, for one tensor dim.
+
+    ``needed`` is the number of indices of the dim that the rank has after the splits ``new``.
+    ``common`` is the number of these indices that it also has after the splits ``old``.
+    """
     known: dict[tuple[int, ...], tuple[int, int]] = {}
     axes = [axis for axis, _, _ in (*old, *new)]
     old_splits, new_splits = ([split[1:] for split in splits] for splits in (old, new))
@@ -496,7 +544,10 @@ def _overlap(ranges: Sequence[Interval], others: Sequence[Interval]) -> int:
 
 
 def prefers_one_step(cost: CostModel) -> bool:
-    """Return whether one step is always the fastest plan between layouts without `Partial`."""
+    """Return whether one direct step is always a fastest plan between layouts without `Partial`.
+
+    This holds for an `AlphaBeta` with the same prices on all axes and an ``alpha`` above 0.
+    """
     if type(cost) is not AlphaBeta or isinstance(cost.beta, tuple):
         return False
     return not isinstance(cost.alpha, tuple) and cost.alpha > 0
@@ -505,12 +556,15 @@ def prefers_one_step(cost: CostModel) -> bool:
 def lower_bound(
     dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel
 ) -> Callable[[Layout], float]:
-    """Return the A* heuristic: a lower bound on the time from a layout on one mesh to ``dst``.
+    """Return the A* heuristic: a function from a layout to a lower bound on the time to ``dst``.
 
-    There is at least one collective, and every byte has the lowest price. Every rank receives at
-    least the elements that it lacks. If ``n`` ranks hold terms of a sum that ``m`` ranks need, each
-    element travels at least ``n - 1`` times to be summed and ``m - 1`` times to be distributed. For
-    cost models other than `AlphaBeta` the bound is 0.
+    The bound, in seconds, is the time of one collective with the lowest ``alpha`` and the lowest
+    ``beta`` of all axes. Without `Partial`, every rank receives at least the elements that it needs
+    and does not hold. If ``n`` ranks hold terms of a sum and ``m`` ranks need the sum, each element
+    is sent at least ``n - 1`` times to be summed and ``m - 1`` times to be distributed.
+
+    The bound is 0 for a layout on another mesh than ``dst``, for a layout that only needs a local
+    slice, and for cost models other than `AlphaBeta`.
     """
     if type(cost) is not AlphaBeta:
         return lambda here: 0.0
@@ -529,16 +583,17 @@ def lower_bound(
         if terms == 1:
             elements = average_missing(here, dst, shape)
             return 0.0 if is_local(here, dst) else alpha + beta * elements * itemsize
-        # There is a separate sum for each coordinate of the partial axes that are kept.
+        # `Partial` axes that `dst` keeps are not reduced. Each coordinate on them has its own sum.
         sums = _ranks_along(here, [p and k for p, k in zip(partial, kept, strict=True)])
         elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
-        # Each all-reduce rounds its bytes down, and there is at most one for each axis.
+        # `Step.received` rounds the bytes of an all-reduce down, and there is at most one
+        # all-reduce for each axis. So one byte for each axis is subtracted.
         return alpha + beta * max(0.0, elements * itemsize - len(dst.mesh_shape))
 
     return bound
 
 
 def _ranks_along(layout: Layout, chosen: Sequence[bool]) -> int:
-    """Return the number of ranks along the chosen mesh axes."""
+    """Return the product of the sizes of the mesh axes for which ``chosen`` is True."""
     pairs = zip(layout.mesh_shape, chosen, strict=True)
     return math.prod([degree if wanted else 1 for degree, wanted in pairs])

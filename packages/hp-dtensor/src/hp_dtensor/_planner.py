@@ -1,4 +1,8 @@
-"""The planner: the cheapest steps from one layout to another under a memory limit."""
+"""The planner: finds the cheapest steps that change a tensor from one layout to another.
+
+A step is a local slice, one collective, or one transfer between two meshes. The memory of each step
+can be limited.
+"""
 
 import heapq
 import math
@@ -49,17 +53,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# Limit on the work for meshes with many axes. Usual searches expand a few to some hundred layouts.
+# Number of layouts after which a round of the search stops, if it has found a plan. The limit is for
+# meshes with many axes: most searches expand at most a few hundred layouts.
 _MOST_LAYOUTS = 4000
 
 Steps: TypeAlias = tuple[Step, ...]
+# Price of a path, number of its "direct" steps, and bytes received. Tuples compare in this order.
 _Total: TypeAlias = tuple[float, float, float]
-# Sets of mesh axes that have a process group of exactly their ranks. None means all sets.
+# Sets of mesh axes, as ascending tuples. A step can run over several axes only if a process group
+# has exactly the ranks along these axes. If the value is None, every set has a group.
 Spanned: TypeAlias = frozenset[tuple[int, ...]] | None
 
 
 class PlanOptions(TypedDict, total=False):
-    """Keyword arguments that `redistribute` and `explain` share."""
+    """Optional keyword arguments that `redistribute` and `explain` share; see `redistribute`."""
 
     shard_order: ShardOrder | Mapping[int, Sequence[int]] | None
     max_bytes: int | None
@@ -68,7 +75,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 def check_names(given: Mapping[str, object], options: Any) -> None:
-    """Raise TypeError for a keyword argument that is not a field of the class of options."""
+    """Raise TypeError if ``given`` has a name that is not a key of the TypedDict ``options``."""
     known = options.__optional_keys__
     if unknown := sorted(given.keys() - known):
         raise TypeError(f"unexpected keyword arguments {unknown}; use {', '.join(sorted(known))}")
@@ -76,22 +83,24 @@ def check_names(given: Mapping[str, object], options: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The steps that change the layout of a tensor, as seen by one rank.
+    """The steps that change the layout of a tensor, with the bytes and the memory of one rank.
 
     Attributes:
         source: Layout before the first step.
         target: Layout after the last step.
         shape: Global shape of the tensor.
-        rank: Global rank of this plan.
-        steps: The steps, in order. All ranks have the same ones.
-        bytes_received: Payload in bytes that the rank receives from others. An all-reduce counts as
-            bandwidth-optimal.
-        peak_bytes: Largest number of bytes in memory at once: the given tensor, and the input, the
-            output and the buffers of a step.
-        time: Seconds by the cost model.
-        note: A process group that would allow a cheaper plan, or empty.
-        why: How many plans were compared.
-        step_bytes: Payload in bytes that the rank receives in each step.
+        rank: Global rank to which the bytes and the memory refer.
+        steps: The steps, in order. They are the same on all ranks.
+        bytes_received: Payload in bytes that the rank receives from others. An all-reduce of ``b``
+            bytes over ``n`` ranks counts as ``2 * b * (n - 1) / n`` bytes.
+        peak_bytes: Peak memory of the rank in bytes: input, output and buffers of a step, and, from
+            the second step on, the original tensor, which the caller still holds.
+        time: Estimated time of all steps in seconds, by the cost model.
+        note: A sentence about a process group that would allow a cheaper plan. Empty if there is
+            none.
+        why: A phrase about the search, such as ``"the cheapest of 3 candidates"``. Empty if there
+            is nothing to do.
+        step_bytes: Payload in bytes that the rank receives, one number for each step.
     """
 
     source: Layout
@@ -135,7 +144,9 @@ def make_plan(
     groups: Spanned = None,
     max_bytes: int | None = None,
 ) -> Plan:
-    """Return the cheapest plan of a rank. All ranks find the same steps.
+    """Return the cheapest plan from ``src`` to ``dst`` for one rank.
+
+    All ranks find the same steps.
 
     Args:
         src: Layout of the source.
@@ -144,12 +155,14 @@ def make_plan(
         rank: Global rank, in the mesh of ``src`` or of ``dst``.
         itemsize: Bytes per element.
         cost: Cost model. Defaults to ``AlphaBeta()``.
-        groups: Sets of several mesh axes that have a process group of exactly their ranks. None
-            means that all sets have one. Single axes always do.
-        max_bytes: Upper bound on the memory of each step on any rank.
+        groups: Sets of two or more mesh axes, as ascending tuples, over which a step may run
+            because a process group has exactly their ranks. If None, every set has a group. A
+            single axis always has a group.
+        max_bytes: Upper bound on the memory of each step on any rank, in bytes, or None.
 
     Raises:
-        LayoutError: As in `plan_transfer`, but partial values of the source can be reduced.
+        LayoutError: A layout is impossible for ``shape``; ``dst`` has a `Partial` that ``src`` does
+            not have; or ``cost`` has a tuple with fewer values than the mesh has axes.
         NoPlanError: Every plan needs more than ``max_bytes``.
     """
     check_pair(src, dst, shape)
@@ -175,7 +188,10 @@ def make_plan(
 
 
 def check_order_left_out(target: object, shard_order: object) -> None:
-    """Raise `LayoutError` if a target `Layout`, which has a shard order, is given another one."""
+    """Raise `LayoutError` if ``target`` is a `Layout` and ``shard_order`` is given in addition.
+
+    A `Layout` already has a shard order.
+    """
     if shard_order is not None and isinstance(target, Layout):
         raise LayoutError(
             f"shard_order={shard_order!r} beside the Layout {target}, which has its own; leave "
@@ -192,7 +208,10 @@ def explain_layouts(
     itemsize: int | None,
     options: PlanOptions,
 ) -> Plan:
-    """Return the plan between two layouts, without torch. Arguments and errors as in `explain`."""
+    """Return the plan between two layouts. Does not need torch.
+
+    The arguments, defaults and errors are the same as in `explain`.
+    """
     cost, max_bytes = options.get("cost"), options.get("max_bytes")
     check_limits(cost, max_bytes)
     rank = 0 if rank is None else rank
@@ -233,7 +252,10 @@ def _choose(
     groups: Spanned,
     max_bytes: int | None,
 ) -> tuple[Steps, str, str]:
-    """Return the cheapest steps, how they were found, and a note on a missing process group."""
+    """Return ``(steps, why, note)``: the cheapest steps, and the texts `Plan.why` and `Plan.note`.
+
+    Raises `NoPlanError` if every plan needs more than ``max_bytes``.
+    """
     if src == dst:
         return (), "", ""
     search = Search(src, dst, shape, itemsize, cost, groups, max_bytes)
@@ -268,20 +290,28 @@ def _choose(
 class Search:
     """A search for the cheapest steps from one layout to another.
 
-    This is A* (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968) over layouts. Each step changes
-    one axis, reduces several axes, or changes to the target at once. The steps include all steps of
-    torch's planners. If times are equal, plans with more native collectives win, then plans with
-    fewer bytes, then plans with fewer steps. The order of the steps is fixed, so that all ranks
-    find the same plan.
+    This is an A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968): its nodes are layouts
+    and its edges are steps. A step changes one mesh axis, reduces several `Partial` axes, or goes
+    to the target directly. The steps include all steps of torch's planners. If two plans take the
+    same time, the one with fewer ``"direct"`` steps wins, then the one with fewer bytes, then the
+    one with fewer steps. Steps are generated in a fixed order, so that all ranks find the same
+    plan.
+
+    The search has up to two rounds. The first considers only steps that lead towards the target;
+    the second considers all steps.
 
     Attributes:
-        ended: False if the search gave up at the limit on the number of layouts.
-        wide: Whether steps that lead away from the target are included.
-        searchable: Whether the first round left out steps that can improve the plan.
-        candidates: Layouts from which one allowed step reached the target in the first round.
-        over_limit: Layouts from which this step would have needed too much memory.
-        without_group: Time of the cheapest plan whose last step has no process group, and the axes
-            of this step.
+        ended: False if a round stopped at the limit on the number of layouts, so that a cheaper
+            plan can exist.
+        wide: False in the first round, True in the second.
+        searchable: Whether a second round can find a cheaper plan. Set by `next_steps`.
+        candidates: Layouts from which one allowed step reaches the target, seen in the first round.
+            Their number is reported in `Plan.why`.
+        over_limit: Layouts from which one step would reach the target, but would need more than
+            ``max_bytes``. Seen in the first round.
+        without_group: Pair ``(time, axes)`` for the fastest plan that only lacks a process group
+            for its last step: its time in seconds, and the mesh axes of this step. ``(inf, ())`` if
+            there is none.
     """
 
     def __init__(
@@ -305,15 +335,18 @@ class Search:
         self.without_group: tuple[float, tuple[int, ...]] = (math.inf, ())
 
     def cheapest(self) -> Steps | None:
-        """Return the cheapest steps within the memory limit, or None if no steps are."""
+        """Return the cheapest steps that need at most ``max_bytes``, or None if there are none."""
         least = lower_bound(self.dst, self.shape, self.itemsize, self.cost)
         steps = self._run(self.price, least, operator.add)
         return None if steps is None else _merged(steps)
 
     def least_memory(self) -> int:
-        """Return the smallest number of elements that some plan has in memory at once."""
+        """Return the lowest peak memory of all plans, in elements on the rank that needs the most.
+
+        This removes the memory limit of the search.
+        """
         self.max_bytes, self.one_step = None, False
-        # Limits hold for the steps as they are searched, before slices are merged.
+        # The memory limit applies to single slices, before `_merged` joins consecutive slices.
         steps = self._run(lambda step, received: self.memory(step), lambda here: 0, max)
         return max(map(self.memory, steps or ()), default=0)
 
@@ -322,8 +355,9 @@ class Search:
         return step_seconds(step, received, self.cost)
 
     def memory(self, step: Step) -> int:
-        """Return the number of elements in memory during a step, on any rank at most."""
-        # The caller holds the given tensor until the end.
+        """Return an upper bound on the elements in memory during a step, for all ranks."""
+        # The caller holds the original tensor until the last step ends. In the first step, the
+        # original tensor is the input, which is already counted.
         given = 0 if step.source == self.src else most_held(self.src, self.shape)
         return step.most(self.shape) + given
 
@@ -335,16 +369,22 @@ class Search:
     ) -> Steps | None:
         """Search for the steps with the lowest total price.
 
-        There are two rounds. The first has few steps: those that lead towards the target. Its
-        result is an upper bound for the second round, which has all steps.
+        The first round considers only steps that lead towards the target. Its price is an upper
+        bound for the second round, which considers all steps. The second round is skipped if
+        `searchable` is False.
 
         Args:
-            price: Returns the price of a step, given the bytes that it receives.
-            least: Returns a lower bound on the price from a layout to the target.
-            join: Combines the prices of consecutive steps.
+            price: Returns the price of a step. Its arguments are the step, and the number of bytes
+                that a rank receives in the step.
+            least: Returns a lower bound on the price from a layout to the target. This is the A*
+                heuristic.
+            join: Combines the price of a path and the price of the next step: addition for times,
+                the maximum for memory.
+
+        Returns:
+            The steps, or None if no allowed steps lead to the target.
         """
         serial = count()
-        # Price so far, number of steps that are no native collectives, and bytes received.
         never: tuple[_Total, Steps] = (math.inf, math.inf, math.inf), ()
         found = never
         for wide in (False, True):
@@ -391,9 +431,11 @@ class Search:
         price: Callable[[Step, float], float],
         join: Callable[[float, float], float],
     ) -> Iterator[Step]:
-        """Yield the next steps that fit into memory and have a process group.
+        """Yield the steps from ``here`` that need at most ``max_bytes`` and have a process group.
 
-        The last steps of plans that lack memory or a group are recorded.
+        ``spent`` is the price from the source to ``here``; ``price`` and ``join`` are the arguments
+        of `_run`. Steps that reach the target are recorded in `candidates`, `over_limit` or
+        `without_group`.
         """
         for step in self.next_steps(here):
             if not self._may_run(step):
@@ -410,7 +452,8 @@ class Search:
                 self.without_group = min(self.without_group, (time, step.axes))
 
     def _may_run(self, step: Step) -> bool:
-        # Ranks that differ only on an unchanged axis neither take part nor help.
+        # No data has to move along an unchanged axis. Steps that communicate over such an axis, or
+        # slice along it, are left out.
         return not self.unchanged or self.unchanged.isdisjoint(step.axes or _sliced_axes(step))
 
     def _has_group(self, step: Step) -> bool:
@@ -420,7 +463,10 @@ class Search:
         return self.max_bytes is None or self.memory(step) * self.itemsize <= self.max_bytes
 
     def next_steps(self, here: Layout) -> Iterator[Step]:
-        """Yield the steps that the search considers after a layout."""
+        """Yield the steps from ``here`` that the search considers.
+
+        `_allowed_steps` then removes the steps without memory or a process group.
+        """
         dst = self.dst
         if not same_mesh(here, dst):
             partial = [a for a, p in enumerate(here.placements) if isinstance(p, Partial)]
@@ -439,16 +485,20 @@ class Search:
             if straight.kind == "slice":
                 return
             if self.one_step and self._has_group(straight) and self._fits(straight):
-                # No other plan is cheaper. A native collective can take the same time.
+                # No other plan is faster than the direct step. A native collective can take the
+                # same time, and is then preferred.
                 yield from self._native_steps(here)
                 return
-        # The first round is enough between layouts with blocks or ragged parts.
+        # There is no second round for a StridedShard, a RaggedShard or an empty tensor.
         self.searchable = self.src.is_plain and dst.is_plain and 0 not in self.shape
         yield from self._slices(here)
         yield from self._gathers_and_moves(here)
 
     def _native_steps(self, here: Layout) -> Iterator[Step]:
-        """Yield slices and native collectives after which no rank lacks elements."""
+        """Yield native collectives after which every rank holds all elements that it needs.
+
+        If the target allows local slices first, only the slice is yielded.
+        """
         if (sliced := self._sliced(here)) != here:
             yield slice_step(here, sliced)
             return
@@ -458,7 +508,10 @@ class Search:
                 yield step
 
     def _sliced(self, here: Layout) -> Layout:
-        """Return the layout after all slices that the target needs and that are possible now."""
+        """Return the layout after all local slices towards the target that are possible now.
+
+        A slice is possible if ``here`` has `Replicate` on the axis of the target's next split.
+        """
         for dim in self._free_dims(here):
             while (split := self._next_split(here, dim)) is not None:
                 if not isinstance(here.placements[split[0]], Replicate):
@@ -467,7 +520,7 @@ class Search:
         return here
 
     def _next_split(self, here: Layout, dim: int) -> AxisSplit | None:
-        """Return the mesh axis split that the target applies to a dim after the splits of ``here``.
+        """Return the target's next split of a dim, after the splits that ``here`` has already.
 
         The result is ``(mesh axis, degree, split factor)``. Returns None if ``here`` has all splits
         of the target, or if the target does not begin with the splits of ``here``.
@@ -476,7 +529,10 @@ class Search:
         return want[len(have)] if len(want) > len(have) and want[: len(have)] == have else None
 
     def _free_dims(self, here: Layout) -> range:
-        """Return the dims whose splits may change. A `RaggedShard` flattens and splits others."""
+        """Return the tensor dims that the `RaggedShard` of ``here`` does not flatten.
+
+        Only their splits may change. Without a `RaggedShard` these are all dims.
+        """
         return range(len(here.ragged[1].dims) if here.ragged else 0, len(self.shape))
 
     def _slices(self, here: Layout) -> Iterator[Step]:
@@ -502,14 +558,16 @@ class Search:
                 yield step
             if self.wide:
                 yield from (move_step(here, dim, new, self.shape) for new in free if new != dim)
-        # With equal prices this saves no time, but it can save memory.
+        # If all axes have the same prices, this step saves no time, but it can save memory.
         if not self.wide and not (self.one_step and self.max_bytes is None):
             yield from self._slowest_gather(here)
 
     def _slowest_gather(self, here: Layout) -> Iterator[Step]:
-        """Yield the gather over the slowest axis, if it does not split its dim last.
+        """Yield the gather over the slowest mesh axis that the target replicates.
 
-        It is cheapest while the ranks hold little.
+        A gather over a slow axis is cheapest early, while the local tensors are small. Yields
+        nothing if splits are uneven, or if the axis is the last one that splits its dim:
+        `_gathers_and_moves` yields that gather already.
         """
         found = [
             (self.cost.seconds((axis,), degree, 1e9), -axis, dim, position)
@@ -523,10 +581,11 @@ class Search:
                 yield gather_step(here, dim, self.shape, position)
 
     def _move(self, here: Layout, old: int) -> Step | None:
-        """Return the step that moves the last split of a dim to another dim.
+        """Return the step that moves the mesh axis that splits dim ``old`` last to another dim.
 
-        The other dim is the one that the same axis splits in the target. Returns None if there is
-        none, or if the target has other splits of that dim first.
+        The other dim is the dim that this axis splits in the target. Returns None if the target
+        does not split another dim by this axis, or splits that dim by other axes first, which
+        ``here`` does not have yet.
         """
         axis = here.axis_splits[old][-1][0]
         for new in self.dst.placements[axis].split_dims:
@@ -545,7 +604,10 @@ class Search:
 
 
 def _splits_evenly(layout: Layout, shape: Sequence[int]) -> bool:
-    """Return whether all blocks and chunks of each dim have equal lengths."""
+    """Return whether every split gives blocks and chunks of equal length.
+
+    Returns False for a layout with a `RaggedShard`.
+    """
     for dim, splits in layout.axis_splits.items():
         length = shape[dim]
         for _, degree, factor in splits:
@@ -556,9 +618,10 @@ def _splits_evenly(layout: Layout, shape: Sequence[int]) -> bool:
 
 
 def _spread(dst: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the target with replicas that hold different parts, if lengths divide evenly.
+    """Return ``dst`` with its `Replicate` axes sharded as well, on dims that divide evenly.
 
-    The parts arrive from another mesh, and are then gathered on the target mesh.
+    A transfer from another mesh to this layout sends fewer copies of each element. A gather on the
+    target mesh then restores the replicas. Returns ``dst`` if no dim divides evenly.
     """
     here = dst
     if not dst.is_even(shape):
@@ -574,13 +637,13 @@ def _spread(dst: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def _sliced_axes(step: Step) -> list[int]:
-    """Return the axes whose placements a slice changes."""
+    """Return the mesh axes on which a step changes the placement."""
     pairs = zip(step.source.placements, step.target.placements, strict=True)
     return [axis for axis, (old, new) in enumerate(pairs) if old != new]
 
 
 def _merged(steps: Steps) -> Steps:
-    """Return the steps with consecutive slices replaced by one."""
+    """Return the steps with consecutive slices merged into one slice."""
     result: list[Step] = []
     for step in steps:
         if result and step.kind == "slice" == result[-1].kind:
