@@ -1,4 +1,9 @@
-"""Boxes of a tensor: rectangular regions, as one half-open range of global indices per dim."""
+"""Boxes of a tensor: rectangular regions, as one half-open range of global indices per dim.
+
+Example: ``((0, 2), (4, 8))`` has rows 0 and 1 and columns 4 to 7 of a matrix. Several functions
+apply nested splits to a dim. A split is a pair ``(degree, split factor)``: the elements are divided
+into ``split factor`` blocks, and each block into ``degree`` chunks, one for each rank.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,10 +34,10 @@ def intersect(a: Box, b: Box) -> Box:
 
 
 def run_boxes(outer: Box, start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that cover the elements ``start`` to ``stop`` of a box.
+    """Yield the boxes that together cover elements ``start`` to ``stop - 1`` of the box ``outer``.
 
-    Elements are counted in row-major order. The boxes are yielded in this order, too. A box with
-    ``n`` dims needs at most ``2 n - 1`` of them.
+    The elements of ``outer`` are numbered in row-major order. The boxes are yielded in the same
+    order. If ``outer`` has ``n`` dims, there are at most ``2 * n - 1`` boxes.
     """
     if start >= stop:
         return
@@ -58,14 +63,18 @@ def run_boxes(outer: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def place_in(outer: Box, position: Sequence[int]) -> int:
-    """Return the row-major offset of a global position within a box."""
+    """Return the row-major offset of an element within a box.
+
+    ``position`` is the element's global index in each dim.
+    """
     return ravel([at - lo for (lo, _), at in zip(outer, position, strict=True)], extent(outer))
 
 
 def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval:
-    """Return the range that remains of ``0`` to ``length`` after nested splits.
+    """Return the index range that one rank holds of a dim after nested splits without blocks.
 
-    Each split is a ``torch.chunk`` into ``degree`` chunks, of which the range keeps chunk ``i``.
+    Each split divides the remaining range into ``degree`` chunks, as ``torch.chunk`` does, and
+    keeps chunk ``i``. ``index`` has one ``i`` for each degree.
     """
     lo, hi = 0, length
     for degree, i in zip(degrees, index, strict=True):
@@ -76,10 +85,11 @@ def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval
 
 
 def pieces(length: int, splits: Sequence[Split], index: Sequence[int]) -> tuple[Interval, ...]:
-    """Return the ranges of ``0`` to ``length`` that remain after nested splits, in ascending order.
+    """Return the index ranges that one rank holds of a dim after nested splits, in ascending order.
 
-    Each split divides the remaining elements into ``factor`` blocks with ``torch.chunk``, divides
-    each block into ``degree`` chunks, and keeps chunk ``i`` of each block.
+    Each split ``(degree, factor)`` divides the remaining elements into ``factor`` blocks and each
+    block into ``degree`` chunks, as ``torch.chunk`` does, and keeps chunk ``i`` of each block.
+    ``index`` has one ``i`` for each split. Empty ranges are left out.
     """
     lo, hi = 0, length
     for (degree, factor), i in zip(splits, index, strict=True):
@@ -107,13 +117,15 @@ def _strided_pieces(
 
 
 def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[int, ...], int]:
-    """Return the index that holds a position, and the end of the range that contains it.
+    """Find the rank that holds one position of a dim after nested splits.
 
-    The ranges of an index are those that `pieces` returns.
+    Returns ``(index, stop)``. ``index`` is the rank's coordinate for each split, as `pieces` takes
+    it. ``stop`` is the end of the range of `pieces` that contains the position.
     """
     index = []
-    # `offset` counts elements within the current part, which has `total` elements. `run` is the
-    # number of elements from the position to the end of its range.
+    # After each split, ranks with the coordinates in `index` hold `total` elements, and the
+    # position is element `offset` of these. `run` is the number of elements from the position to
+    # the end of its range.
     total, offset, run = length, position, length - position
     for degree, factor in splits:
         block = -(-total // factor)
@@ -132,11 +144,12 @@ def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[
 
 
 def longest(length: int, splits: Sequence[Split]) -> int:
-    """Return the largest number of elements that an index holds after nested splits.
+    """Return the largest number of elements that any rank holds of a dim after nested splits.
 
-    With blocks, the largest part is not always the first. Example: 7 elements are split into 4 and
-    3. Each part is then split into 3 blocks of 2 chunks. The largest part of the 4 elements has 2
-    of them, and the largest part of the 3 elements has all 3.
+    With a split factor above 1, the largest shard before a split does not always give the largest
+    shard after it. Example: 7 elements are split into shards of 4 and 3 elements. Both shards are then
+    split into 3 blocks of 2 chunks each. The shard of 4 elements gives at most 2 elements to a
+    rank. The shard of 3 elements gives all 3 elements to one rank.
     """
     lengths = {length}
     for degree, factor in splits:
@@ -145,7 +158,10 @@ def longest(length: int, splits: Sequence[Split]) -> int:
 
 
 def ravel(index: Sequence[int], degrees: Sequence[int]) -> int:
-    """Return the row-major position of an index."""
+    """Return the row-major position of an index in a grid with the lengths ``degrees``.
+
+    Example: ``ravel((1, 2), (2, 4))`` is 6.
+    """
     position = 0
     for i, degree in zip(index, degrees, strict=True):
         position = position * degree + i
@@ -153,7 +169,10 @@ def ravel(index: Sequence[int], degrees: Sequence[int]) -> int:
 
 
 def unravel(position: int, degrees: Sequence[int]) -> tuple[int, ...]:
-    """Return the index at a row-major position. This is the inverse of `ravel`."""
+    """Return the index at a row-major position in a grid with the lengths ``degrees``.
+
+    This is the inverse of `ravel`: ``unravel(6, (2, 4))`` is ``(1, 2)``.
+    """
     index = []
     for degree in reversed(degrees):
         position, i = divmod(position, degree)
@@ -174,8 +193,8 @@ def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
     """
     block = -(-total // factor) or 1
     full, last = divmod(total, block)
-    # The number changes only at two indices: after the last chunk of a full block, and after the
-    # last chunk of the last block.
+    # `ends` has the number of chunks with full length, in a full block and in the last block. The
+    # size of shard `i` changes only at and after these numbers.
     ends = [length // -(-length // degree) for length in (block, last) if length]
     return {
         full * _chunk_length(block, degree, i) + _chunk_length(last, degree, i)
@@ -185,12 +204,14 @@ def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
 
 
 def _subranges(held: Sequence[Interval], kept: Sequence[Interval]) -> list[Interval]:
-    """Return the global ranges of elements that are counted within ``held``.
+    """Convert ranges of positions in a concatenation of global ranges to global ranges.
 
-    ``held`` are global ranges and ``kept`` ranges of positions in their concatenation. Both ascend.
+    ``held`` has the global ranges, ``kept`` the ranges of positions in their concatenation. Both
+    are in ascending order. Example: if ``held`` is ``[(0, 2), (4, 6)]`` and ``kept`` is
+    ``[(1, 3)]``, the result is ``[(1, 2), (4, 5)]``.
     """
     found = []
-    start, number = 0, 0  # the position at which range `number` starts
+    start, number = 0, 0  # `held[number]` starts at position `start` of the concatenation
     for lo, hi in kept:
         while lo < hi:
             first, last = held[number]

@@ -21,9 +21,11 @@ from ._placements import (
     in_tuple,
 )
 
+# Pairs (tensor dim, mesh axes that shard it, in the order in which they split it).
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 AxisSplit: TypeAlias = tuple[int, int, int]  # (mesh axis, degree, split factor)
-# For each tensor dim that some axis shards: the splits, in the order in which they are applied.
+# Maps each sharded tensor dim to its splits, in the order in which they are applied. The degree is
+# the number of ranks on the mesh axis. The split factor is 1 for `Shard`.
 AxisSplits: TypeAlias = Mapping[int, tuple[AxisSplit, ...]]
 
 _REPLICATE = Replicate()
@@ -51,14 +53,17 @@ class Layout:
         has_partial: Whether any mesh axis has a `Partial` placement.
         is_plain: Whether no axis has a `StridedShard` or a `RaggedShard`. If True, each rank holds
             at most one rectangular region of the tensor.
-        ragged: Mesh axis that has a `RaggedShard`, and this `RaggedShard`. None if there is none.
-        axis_splits: For each dim that is sharded, one tuple ``(mesh axis, degree, split factor)``
-            for each axis that shards it, in the order in which they split the dim.
+        ragged: Pair ``(mesh axis, RaggedShard)`` of the axis that has a `RaggedShard`. None if no
+            axis has one.
+        axis_splits: Dict from each sharded dim to one tuple ``(mesh axis, degree, split factor)``
+            for each axis that shards it, in the order in which the axes split the dim. The degree
+            is the number of ranks on the axis. The split factor is 1 for `Shard`.
 
     Raises:
-        LayoutError: The placements, orders or sizes contradict each other.
-        MeshError: The mesh has no ranks; or ``ranks`` has a wrong number of them, duplicates, or
-            values that are not whole numbers.
+        LayoutError: ``mesh_shape``, ``placements`` or ``shard_order`` is invalid, or they
+            contradict each other.
+        MeshError: The mesh has no ranks; or ``ranks`` has the wrong length, duplicates, or values
+            that are not integers.
 
     Examples:
         >>> Layout((2, 4), (Shard(0), Shard(0)), shard_order={0: (1, 0)}).boxes((16, 4), rank=3)
@@ -97,8 +102,8 @@ class Layout:
             dim: Tensor dim.
 
         Returns:
-            Positions of the axes in the mesh, in the order in which they split the dim. The axis of
-            a `RaggedShard` is not included.
+            Numbers of the mesh axes, in the order in which they split the dim. Empty if no axis
+            shards the dim. The axis of a `RaggedShard` is not included.
         """
         return tuple([axis for axis, _, _ in self.axis_splits.get(dim, ())])
 
@@ -152,7 +157,7 @@ class Layout:
         Raises:
             LayoutError: A size is negative or not an integer; a sharded dim does not exist; the
                 ``sizes`` of a `RaggedShard` do not add up to the number of elements that it splits;
-                or another axis splits a dim of the `RaggedShard` unevenly.
+                or another axis splits a dim of the `RaggedShard` unevenly or with a split factor.
         """
         self.check(len(checked_sizes(shape)))
         if self.ragged is None:
@@ -248,7 +253,9 @@ class Layout:
     def intervals_at(
         self, shape: Sequence[int], coordinate: Sequence[int]
     ) -> list[tuple[Interval, ...]]:
-        """Return the index ranges of each dim at a coordinate, before a `RaggedShard` splits them.
+        """Return the index ranges that the rank at a mesh coordinate holds of each tensor dim.
+
+        A `RaggedShard` is not applied, even to the dims that it flattens.
 
         Args:
             shape: Global shape.
@@ -270,12 +277,15 @@ class Layout:
     def intervals_of(
         self, shape: Sequence[int], dim: int, index: Sequence[int]
     ) -> tuple[Interval, ...]:
-        """Return the index ranges of one dim, before a `RaggedShard` splits them.
+        """Return the index ranges that one rank holds of a tensor dim.
+
+        A `RaggedShard` is not applied, even if it flattens the dim.
 
         Args:
             shape: Global shape.
             dim: Tensor dim.
-            index: One coordinate for each axis that shards the dim, in the order of `shard_axes`.
+            index: Coordinate of the rank on each axis that shards the dim, in the order of
+                `shard_axes`.
 
         Returns:
             Half-open ranges ``(start, stop)`` of global indices, in ascending order.
@@ -283,14 +293,14 @@ class Layout:
         return pieces(shape[dim], self.splits(dim), index)
 
     def run_at(self, coordinate: Sequence[int]) -> Interval:
-        """Return the range of elements that the `RaggedShard` assigns to a coordinate.
+        """Return the range of elements that the `RaggedShard` assigns to a mesh coordinate.
 
         Args:
             coordinate: One number for each mesh axis.
 
         Returns:
             Half-open range ``(start, stop)`` of positions in the flattened leading dims. If other
-            axes shard these dims, positions count within the part of this coordinate.
+            axes shard these dims too, positions are counted within the shard of the other axes.
 
         Raises:
             LayoutError: The layout has no `RaggedShard`.
@@ -301,7 +311,9 @@ class Layout:
         return placement.starts[coordinate[axis]], placement.starts[coordinate[axis] + 1]
 
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """Return the box of elements at a coordinate. Use it only if `is_plain` is True.
+        """Return the box that the rank at a mesh coordinate holds.
+
+        Use it only if `is_plain` is True.
 
         A box is a rectangular region of the tensor: one half-open range of global indices per dim.
 
@@ -310,8 +322,8 @@ class Layout:
             coordinate: One number for each mesh axis.
 
         Returns:
-            One range ``(start, stop)`` for each dim. At least one range is empty if the coordinate
-            holds no elements.
+            One range ``(start, stop)`` for each dim. If the rank holds no elements, at least one
+            range is empty.
         """
         box: list[Interval] = []
         for dim, length in enumerate(shape):
@@ -321,7 +333,7 @@ class Layout:
         return tuple(box)
 
     def boxes_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Box, ...]:
-        """Return the boxes of elements at a coordinate, without checking the shape.
+        """Return the boxes that the rank at a mesh coordinate holds, without checking the shape.
 
         A box is a rectangular region of the tensor: one half-open range of global indices per dim.
 
@@ -330,8 +342,9 @@ class Layout:
             coordinate: One number for each mesh axis.
 
         Returns:
-            Boxes in the order of the local tensor. Each box has one range ``(start, stop)`` for
-            each dim.
+            Boxes in ascending order of indices, which is also their order in the local tensor. Each
+            box has one range ``(start, stop)`` for each dim. There are no boxes if the rank holds
+            no elements.
         """
         if self.is_plain:
             box = self.box_at(shape, coordinate)
@@ -356,8 +369,9 @@ class Layout:
             rank: Global rank.
 
         Returns:
-            Boxes in the order of the local tensor. Each box has one range ``(start, stop)`` for
-            each dim. There are no boxes if the rank holds no elements.
+            Boxes in ascending order of indices, which is also their order in the local tensor. Each
+            box has one range ``(start, stop)`` for each dim. There are no boxes if the rank holds
+            no elements.
 
         Raises:
             LayoutError: A tensor of this shape cannot have this layout; see `check_shape`.
@@ -422,10 +436,11 @@ def _fill(
     ranks: range | tuple[int, ...] | None,
     positions: Mapping[int, int] | None,
 ) -> None:
-    """Set all fields of a layout. ``splits`` override the placements of the axes that they list.
+    """Set all fields of a layout. Axes that ``splits`` lists get their placement from ``splits``.
 
-    Equal layouts get equal fields: a `Shard` for a split factor of 1, and a ``shard_order`` only
-    for dims that are not split in mesh order or have other split factors.
+    Equal layouts must have equal fields. So an axis with split factor 1 gets a `Shard`, and
+    ``shard_order`` lists a dim only if its axes do not split it in mesh order, or if one of them
+    has another split factor than 1.
     """
     given, order, is_plain = list(placements), [], True
     splits = {dim: splits[dim] for dim in sorted(splits)}
@@ -444,7 +459,7 @@ def _fill(
             ragged, is_plain = (axis, placement), False
         elif isinstance(placement, Partial):
             partial.append(axis)
-    # Layouts are cache keys. The first and last rank are enough to make hashes differ.
+    # Layouts are cache keys. The first and last rank are usually enough to make hashes differ.
     ends = () if ranks is None else (ranks[0], ranks[-1])
     ragged_axis = -1 if ragged is None else ragged[0]
     values = {
@@ -458,7 +473,7 @@ def _fill(
         "ragged": ragged,
         "axis_splits": splits,
         "_positions": positions,
-        # Of numbers only, because other hashes differ between processes.
+        # The tuple contains only numbers, because the hashes of strings differ between processes.
         "_hash": hash((mesh_shape, ends, ragged_axis, *partial, *splits.items())),
     }
     for name, value in values.items():
@@ -481,7 +496,11 @@ def _checked_shape(mesh_shape: object) -> tuple[int, ...]:
 
 
 def _checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
-    """Return the placements as a tuple. Raises if they are invalid on a mesh of this shape."""
+    """Return the placements as a tuple.
+
+    Raises `LayoutError` if they are invalid on a mesh of this shape, `MeshError` if the mesh has no
+    ranks.
+    """
     result = in_tuple(placements)
     if min(mesh_shape, default=1) < 1:
         raise MeshError(f"a mesh of shape {tuple(mesh_shape)} has no ranks")
@@ -531,7 +550,12 @@ def _checked_splits(
     mesh_shape: Sequence[int],
     given: ShardOrder | Mapping[int, Sequence[int]] | None,
 ) -> AxisSplits:
-    """Return the splits of each dim in the given order, or in the order of split factors."""
+    """Return the splits of each sharded dim, in the order in which they are applied.
+
+    For the dims that ``given`` lists, it states the order. For other dims, the split factors state
+    the order; see `_by_factor`. Raises `LayoutError` if ``given`` does not list exactly the axes
+    that shard a dim.
+    """
     found: dict[int, list[AxisSplit]] = {}
     for axis, placement in enumerate(placements):
         if (split := placement.split) is not None:
@@ -552,10 +576,12 @@ def _checked_splits(
 
 
 def _by_factor(splits: list[AxisSplit]) -> tuple[AxisSplit, ...]:
-    """Return the splits of a dim, given in mesh order, in the order that their factors imply.
+    """Return the splits of one dim in the order in which they are applied.
 
-    If the factor of an axis is the product of the degrees of later axes that split the dim first,
-    the axis splits next after these, with factor 1. Any other factor is kept, in mesh order.
+    ``splits`` has them in mesh order. If the split factor of an axis is the product of the degrees
+    of later axes that split the dim first, the axis is placed directly after these axes, and its
+    split factor becomes 1. Otherwise the axis is placed before all later axes, and keeps its split
+    factor.
     """
     order: list[AxisSplit] = []
     for axis, degree, factor in reversed(splits):
@@ -571,7 +597,10 @@ def _by_factor(splits: list[AxisSplit]) -> tuple[AxisSplit, ...]:
 
 
 def checked_order(given: object) -> ShardOrder:
-    """Return a shard order as pairs of a dim and its axes. Raises `LayoutError`."""
+    """Return a shard order as a tuple of pairs ``(tensor dim, mesh axes)``; empty for None.
+
+    Raises `LayoutError` if ``given`` does not have this form, or lists a dim twice.
+    """
     pairs: Any = () if given is None else given.items() if isinstance(given, Mapping) else given
     try:
         order = tuple([(dim, tuple(axes)) for dim, axes in pairs])
@@ -593,7 +622,11 @@ def checked_order(given: object) -> ShardOrder:
 def _checked_ranks(
     ranks: Sequence[int] | None, mesh_shape: Sequence[int]
 ) -> range | tuple[int, ...] | None:
-    """Return the ranks, as a range if they are evenly spaced. None means ``0 .. n - 1``."""
+    """Return the ranks of a mesh, as a range if they are evenly spaced, otherwise as a tuple.
+
+    Returns None if the ranks are ``0 .. n - 1`` or not given. Raises `MeshError` if they are not
+    as many different integers as the mesh has ranks.
+    """
     if ranks is None:
         return None
     size = math.prod(mesh_shape)
@@ -615,7 +648,10 @@ def _checked_ranks(
 
 
 def checked_sizes(shape: object) -> tuple[int, ...]:
-    """Return the shape of a tensor as a tuple. Raises `LayoutError` if it is not a shape."""
+    """Return the shape of a tensor as a tuple.
+
+    Raises `LayoutError` if ``shape`` is not a sequence of integers of at least 0.
+    """
     sizes = whole_numbers(shape)
     if sizes is None:
         raise LayoutError(f"shape={shape!r} is no shape of a tensor; give a sequence of sizes")
@@ -625,9 +661,10 @@ def checked_sizes(shape: object) -> tuple[int, ...]:
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """Return numbers as plain ints. None if some are not whole numbers.
+    """Return ``values`` as a tuple of ints. Returns None if a value is not an integer.
 
-    Plans are cached by these numbers. A shape of ``(4.0,)`` would find the plan of ``(4,)``.
+    The numbers are part of the cache keys of plans. Floats are not accepted because ``4.0 == 4``:
+    the shape ``(4.0,)`` would find the plan for ``(4,)``.
     """
     try:
         return tuple(map(int, map(operator.index, cast(Any, values))))
@@ -636,7 +673,10 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
 
 
 def _changed(layout: Layout, placements: Iterable[Placement], splits: AxisSplits) -> Layout:
-    """Return a layout on the same mesh, without checking it again."""
+    """Return a layout with other placements and splits on the mesh of ``layout``.
+
+    The placements and splits are not checked.
+    """
     result = object.__new__(Layout)
     ranks = cast("range | tuple[int, ...] | None", layout.ranks)
     _fill(result, layout.mesh_shape, placements, splits, ranks, layout._positions)
@@ -644,14 +684,21 @@ def _changed(layout: Layout, placements: Iterable[Placement], splits: AxisSplits
 
 
 def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
-    """Return the layout with a `Replicate`, `Partial` or `RaggedShard` on an axis that has one."""
+    """Return the layout with another placement on one mesh axis.
+
+    The old and the new placement must be a `Replicate`, `Partial` or `RaggedShard`. To change a
+    `Shard` or `StridedShard`, use `with_splits`.
+    """
     placements = list(layout.placements)
     placements[axis] = placement
     return _changed(layout, placements, layout.axis_splits)
 
 
 def with_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> Layout:
-    """Return the layout with other splits. Axes that had one and have none become `Replicate`."""
+    """Return the layout with all splits replaced by ``splits``.
+
+    Axes that no longer split a dim get `Replicate`.
+    """
     placements = list(layout.placements)
     for of_dim in layout.axis_splits.values():
         for axis, _, _ in of_dim:
@@ -661,17 +708,19 @@ def with_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> La
 
 
 def with_split(layout: Layout, dim: int, axis: int, factor: int = 1) -> Layout:
-    """Return the layout with one more split of a dim, after the others."""
+    """Return the layout with one more split of a dim, by a mesh axis, after its other splits."""
     split = (axis, layout.mesh_shape[axis], factor)
     splits = layout.axis_splits
     return with_splits(layout, {**splits, dim: (*splits.get(dim, ()), split)})
 
 
 def without_split(layout: Layout, dim: int, position: int = -1) -> Layout:
-    """Return the layout without one split of a dim, by default the last.
+    """Return the layout without one split of a dim. The axis of this split gets `Replicate`.
 
-    Each rank keeps all elements that it holds, so later splits get larger split factors. Only the
-    last split can be removed if lengths do not divide evenly.
+    ``position`` is the index of the split in ``layout.axis_splits[dim]``, by default the last. Each
+    rank still holds all elements that it held before. For this, the split factors of later splits
+    are multiplied by the degree of the removed split. If lengths do not divide evenly, only the
+    last split can be removed.
     """
     of_dim = layout.axis_splits[dim]
     before, (_, removed, _), later = of_dim[:position], of_dim[position], of_dim[position:][1:]
@@ -680,7 +729,10 @@ def without_split(layout: Layout, dim: int, position: int = -1) -> Layout:
 
 
 def reduced_layout(layout: Layout) -> Layout:
-    """Return the layout after all partial values are reduced. Gradients have this layout, too."""
+    """Return the layout with `Replicate` in place of each `Partial`.
+
+    The gradient of a tensor has this layout.
+    """
     if not layout.has_partial:
         return layout
     reduced = [_REPLICATE if isinstance(p, Partial) else p for p in layout.placements]
@@ -688,7 +740,7 @@ def reduced_layout(layout: Layout) -> Layout:
 
 
 def replicated(layout: Layout) -> Layout:
-    """Return the layout with `Replicate` on all axes of degree 1, which is equivalent."""
+    """Return an equivalent layout that has `Replicate` on all mesh axes with one rank."""
     if 1 not in layout.mesh_shape:
         return layout
     pairs = zip(layout.mesh_shape, layout.placements, strict=True)
@@ -701,14 +753,22 @@ def replicated(layout: Layout) -> Layout:
 
 
 def same_runs(a: Layout, b: Layout) -> bool:
-    """Return whether both have the same `RaggedShard` of the same parts."""
+    """Return whether both layouts have the same `RaggedShard` on the same mesh axis.
+
+    The other axes must also split the flattened dims in the same way. Returns False if ``a`` has no
+    `RaggedShard`.
+    """
     if a.ragged is None or a.ragged != b.ragged:
         return False
     return all(a.axis_splits.get(dim) == b.axis_splits.get(dim) for dim in a.ragged[1].dims)
 
 
 def is_local(src: Layout, dst: Layout) -> bool:
-    """Return whether the change needs no communication for a tensor of any shape."""
+    """Return whether ``src`` changes to ``dst`` without communication, for tensors of any shape.
+
+    This holds if ``dst`` has all splits of ``src``, followed by any further splits of the same dim.
+    `Partial` placements are not compared.
+    """
     if src.ragged is not None and not same_runs(src, dst):
         return False
     for dim, splits in src.axis_splits.items():
@@ -718,7 +778,11 @@ def is_local(src: Layout, dst: Layout) -> bool:
 
 
 def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
-    """Return the mesh axes on which senders and receivers of `plan_transfer` can differ."""
+    """Return the mesh axes on which the sender and the receiver of a message can differ.
+
+    The messages are the ones from `plan_transfer` between two layouts on one mesh. On all other
+    axes, the sender and the receiver have the same coordinate.
+    """
     divided = set(src.axis_splits)
     if src.ragged is not None:
         divided.update(src.ragged[1].dims)
@@ -731,10 +795,10 @@ def moving_axes(src: Layout, dst: Layout) -> tuple[int, ...]:
 
 
 def unchanged_axes(src: Layout, dst: Layout) -> frozenset[int]:
-    """Return the axes along which no data has to move. No step may communicate over them.
+    """Return the mesh axes along which no data has to move. No step may communicate over them.
 
-    Both layouts replicate these axes or have the same `Partial` on them, or these axes split a dim
-    first, and in the same way in both layouts.
+    On such an axis, both layouts have `Replicate` or the same `Partial`, or both layouts split the
+    same dim in the same way (see `_same_splits`). Axes with one rank are returned, too.
     """
     unchanged = _same_splits(src, dst)
     for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True)):
@@ -747,7 +811,7 @@ def _same_splits(src: Layout, dst: Layout) -> set[int]:
     """Return the mesh axes that split a dim in the same way in both layouts.
 
     If several axes split one dim, only the axes before the first difference are returned. The axis
-    of a `RaggedShard` is returned if both layouts have the same `RaggedShard` on it.
+    of a `RaggedShard` is returned if `same_runs` is True.
     """
     found: set[int] = set()
     for dim, splits in src.axis_splits.items():

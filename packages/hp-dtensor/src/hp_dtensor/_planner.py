@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-# Number of layouts after which a round of the search stops, if it has found a plan. The limit is for
-# meshes with many axes: most searches expand at most a few hundred layouts.
+# Number of layouts after which a round of the search stops, if it has found a plan. The limit is
+# for meshes with many axes: most searches expand at most a few hundred layouts.
 _MOST_LAYOUTS = 4000
 
 Steps: TypeAlias = tuple[Step, ...]
