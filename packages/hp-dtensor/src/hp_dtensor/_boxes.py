@@ -147,8 +147,8 @@ def longest(length: int, splits: Sequence[Split]) -> int:
     """Return the largest number of elements that any rank holds of a dim after nested splits.
 
     With a split factor above 1, the largest shard before a split does not always give the largest
-    shard after it. Example: 7 elements are split into shards of 4 and 3 elements. Both shards are then
-    split into 3 blocks of 2 chunks each. The shard of 4 elements gives at most 2 elements to a
+    shard after it. Example: 7 elements are split into shards of 4 and 3 elements. Both shards are
+    then split into 3 blocks of 2 chunks each. The shard of 4 elements gives at most 2 elements to a
     rank. The shard of 3 elements gives all 3 elements to one rank.
     """
     lengths = {length}

@@ -1,4 +1,4 @@
-"""Placements: how one mesh axis replicates, splits or sums a tensor."""
+"""Placements: how one mesh axis replicates, splits or reduces a tensor."""
 
 import sys
 from dataclasses import dataclass, field
@@ -11,31 +11,42 @@ PartialOp = Literal["sum", "avg", "max", "min", "prod"]
 _PRODUCT: Any = "product"
 
 
-# Placements compare equal to torch's placements and have torch's hashes (2.11 to 2.13). The
-# comparison does not import torch: if its module is not loaded, the other object is not torch's.
+# Each placement is equal to torch's placement with the same meaning and has the same hash (torch
+# 2.11 to 2.13). The comparison does not import torch: if torch's module of placements is not
+# loaded, the other object cannot be a torch placement.
 def _as_torch(other: object, name: str) -> Any:
-    """Return ``other`` if it has exactly torch's placement class of this name, else None."""
+    """Return ``other`` if its class is torch's placement class ``name``, else None.
+
+    A subclass does not count.
+    """
     module = sys.modules.get("torch.distributed.tensor.placement_types")
     return other if module is not None and type(other) is getattr(module, name, None) else None
 
 
 class Placement:
-    """Base class of all placements. A placement states how its mesh axis splits the tensor."""
+    """Base class of all placements.
+
+    A placement states how the ranks of one mesh axis replicate, split or reduce a tensor.
+    """
 
     __slots__ = ()
 
     @property
     def split(self) -> tuple[int, int] | None:
-        """Tensor dim and split factor of a `Shard` or `StridedShard`, otherwise None.
+        """Pair ``(tensor dim, split factor)`` of a `Shard` or `StridedShard`, otherwise None.
 
-        A dim is first split into as many blocks as the split factor says, and each rank holds one
-        chunk of every block. The split factor of a `Shard` is 1.
+        The split factor is the number of blocks that the dim is first divided into. Each rank holds
+        one chunk of every block. A `Shard` has the split factor 1.
         """
         return None
 
     @property
     def split_dims(self) -> tuple[int, ...]:
-        """Tensor dims that the axis splits, either one dim or several flattened dims."""
+        """Tensor dims that the placement splits.
+
+        One dim for a `Shard` or `StridedShard`, the flattened dims for a `RaggedShard`, and empty
+        for other placements.
+        """
         split = self.split
         return () if split is None else split[:1]
 
@@ -84,7 +95,7 @@ class Shard(Placement):
 
     @property
     def split(self) -> tuple[int, int]:
-        """Tensor dim, and the split factor 1."""
+        """Pair ``(tensor dim, 1)``: a `Shard` has the split factor 1."""
         return self.dim, 1
 
     def __eq__(self, other: object) -> bool:
@@ -105,10 +116,11 @@ class StridedShard(Placement):
 
     Blocks and chunks have the lengths that ``torch.chunk`` gives.
 
-    In torch, FSDP with tensor parallelism uses this placement: the later mesh axis, tensor
-    parallelism, splits the dim first, and ``split_factor`` is its number of ranks. `Layout`
-    recognizes such factors, also for several later axes, if no ``shard_order`` is given for the
-    dim. It then stores a `Shard`, and a ``shard_order`` in which the later axes come first.
+    In torch, FSDP combined with tensor parallelism (TP) uses this placement on the FSDP axis: the
+    TP axis is later in the mesh, but splits the dim first, and ``split_factor`` is the number of
+    TP ranks. `Layout` recognizes such a factor if no ``shard_order`` is given for the dim: it then
+    stores a `Shard`, and a ``shard_order`` that lists the TP axis before the FSDP axis. If several
+    later axes split the dim first, the factor is the product of their numbers of ranks.
 
     Args:
         dim: Tensor dim, counted from 0.
@@ -136,7 +148,7 @@ class StridedShard(Placement):
 
     @property
     def split(self) -> tuple[int, int]:
-        """Tensor dim and split factor."""
+        """Pair ``(tensor dim, split factor)``."""
         return self.dim, self.split_factor
 
     def __eq__(self, other: object) -> bool:
@@ -161,16 +173,16 @@ class RaggedShard(Placement):
     with all later dims: for ``dims=(0,)``, a row. The rank with coordinate ``i`` on the axis holds
     ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. Later dims keep their lengths, so
     the local tensor has the shape ``[sizes[i], ...]``. Other mesh axes may shard the leading dims
-    too, if they split them evenly. In that case the `RaggedShard` splits each of these parts by the
-    same ``sizes``.
+    too, if they split them evenly. In that case the `RaggedShard` splits each of the resulting
+    shards by the same ``sizes``.
 
     Args:
         dims: Leading tensor dims to flatten: ``(0,)``, ``(0, 1)`` and so on.
         sizes: Number of elements for each coordinate of the axis; 0 is legal.
 
     Raises:
-        LayoutError: ``dims`` are not leading dims without gaps, or a size is not an integer of at
-            least 0.
+        LayoutError: ``dims`` is not ``(0,)``, ``(0, 1)`` and so on, or a size is not an integer of
+            at least 0.
 
     Examples:
         >>> Layout((2,), (RaggedShard((0,), (1, 5)),)).boxes((6,), rank=1)
@@ -204,7 +216,7 @@ class RaggedShard(Placement):
 
     @property
     def split_dims(self) -> tuple[int, ...]:
-        """Tensor dims that are flattened."""
+        """Tensor dims that the placement flattens and splits."""
         return self.dims
 
     def __hash__(self) -> int:
@@ -217,7 +229,9 @@ class RaggedShard(Placement):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial(Placement):
-    """Placement: the global tensor is the elementwise reduction of the local tensors of the ranks.
+    """Placement: the local tensors of the axis must be reduced to get the global values.
+
+    The global tensor is the elementwise reduction of the local tensors over the ranks of the axis.
 
     Args:
         op: Reduction: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"prod"``. torch's name
@@ -256,15 +270,16 @@ class Partial(Placement):
 
 
 def torch_op(op: str) -> str:
-    """Return torch's name of a reduction."""
+    """Return torch's name of a reduction: ``"product"`` for ``"prod"``, else the same name."""
     return _PRODUCT if op == "prod" else op
 
 
 def in_tuple(placements: object, axes: int = 0) -> tuple[Any, ...]:
     """Return a sequence of placements as a tuple.
 
-    None means `Replicate` on each of ``axes`` mesh axes, if ``axes`` is given. Raises `LayoutError`
-    if ``placements`` is not a sequence.
+    If ``placements`` is None and ``axes``, the number of mesh axes, is given, return `Replicate`
+    for each axis. Raises `LayoutError` if ``placements`` has no order, such as a set, or is not
+    iterable, such as a single placement.
     """
     if placements is None and axes:
         return (Replicate(),) * axes

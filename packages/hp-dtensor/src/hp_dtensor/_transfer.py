@@ -1,7 +1,7 @@
 """Transfers: the messages between ranks that change the layout of a tensor.
 
-Each rank computes its own messages. The cost depends on its number of peers, not on the number of
-ranks in the mesh.
+Each rank computes only the messages that it sends or receives. The time for this depends on the
+number of ranks with which it exchanges data, not on the number of ranks in the mesh.
 """
 
 import math
@@ -27,14 +27,17 @@ from ._errors import LayoutError, MeshError
 from ._layout import Layout
 from ._placements import Partial, Replicate
 
-Assignment: TypeAlias = tuple[tuple[int, int], ...]  # (mesh axis, coordinate on it)
-Span: TypeAlias = tuple[int, int]  # (first, number)
+Assignment: TypeAlias = tuple[tuple[int, int], ...]  # pairs (mesh axis, coordinate on this axis)
+Span: TypeAlias = tuple[int, int]  # (first value, number of consecutive values)
 
 
 class Tiles:
-    """The boxes that a layout divides a tensor into, and the ranks that hold each of them.
+    """The tiles of a layout, which are the boxes into which it divides a tensor, and their holders.
 
-    Such a box is called a tile. Several ranks hold it if the layout replicates it.
+    Several ranks hold the same tile if the layout has `Replicate` on an axis. ``replica_axes`` are
+    these axes. ``sharded_axes`` are the axes that split a dim. ``ragged_axis`` is the axis of the
+    `RaggedShard`, or -1, ``flattened`` the number of dims that the `RaggedShard` flattens, and
+    ``starts`` the offsets of its shards.
     """
 
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
@@ -49,14 +52,15 @@ class Tiles:
             self.flattened, self.starts = len(placement.dims), placement.starts
 
     def is_divided(self, dim: int) -> bool:
-        """Return whether ranks hold different parts of a dim."""
+        """Return whether the layout splits a tensor dim, so that not all ranks hold all indices."""
         return bool(self.splits[dim]) or dim < self.flattened
 
     def overlapping(self, region: Box) -> Iterator[tuple[Assignment, Box, Box]]:
-        """Yield the tiles into which the layout splits a tensor, if they overlap ``region``.
+        """Yield the tiles that overlap the box ``region``, as ``(holder, tile, overlap)``.
 
-        Each item is ``(holder, tile, overlap)``. ``holder`` has the pairs ``(mesh axis,
-        coordinate)`` of the ranks that hold the tile.
+        ``holder`` has a pair ``(mesh axis, coordinate)`` for each sharded axis: the ranks with
+        these coordinates hold the tile. ``tile`` is the box of the tile, and ``overlap`` its
+        intersection with ``region``.
         """
         grid = [list(self._ranges(dim, interval)) for dim, interval in enumerate(region)]
         for combination in product(*grid):
@@ -69,10 +73,10 @@ class Tiles:
                 yield from self._runs(holder, tile, part)
 
     def span(self, dim: int, tile: Box) -> Span:
-        """Return ``(first, count)``: the consecutive chunks of a dim that can overlap a tile.
+        """Return ``(first, count)``: the consecutive shards of a dim that can overlap a tile.
 
-        Chunks are numbered in row-major order of the axes in `Layout.shard_axes`. If the dim is
-        split into blocks, the result covers all chunks.
+        The shards of the dim are numbered in row-major order of their coordinates on the axes
+        `Layout.shard_axes`. If a split factor of the dim is not 1, the result covers all shards.
         """
         splits = self.splits[dim]
         degrees = [degree for degree, _ in splits]
@@ -85,7 +89,11 @@ class Tiles:
         return first, last - first + 1
 
     def ragged_span(self, tile: Box) -> Span:
-        """Return the ragged coordinates that can overlap a tile: the first and their number."""
+        """Return ``(first, count)``: the coordinates on the ragged axis that can overlap a tile.
+
+        The ragged axis is the mesh axis with the `RaggedShard`. If other axes shard the flattened
+        dims too, the result covers all coordinates.
+        """
         if any(self.splits[: self.flattened]):
             return 0, self.layout.mesh_shape[self.ragged_axis]
         outer = tuple((0, length) for length in self.shape[: self.flattened])
@@ -95,10 +103,12 @@ class Tiles:
     def _ranges(
         self, dim: int, interval: Interval
     ) -> Iterator[tuple[Assignment, Interval, Interval]]:
-        """Yield the ranges into which the layout splits one dim, if they overlap ``interval``.
+        """Yield the index ranges of one dim that overlap ``interval``.
 
-        Each item is ``(holder, range, overlap)``. ``holder`` has the pairs ``(mesh axis,
-        coordinate)`` of the ranks that hold the range.
+        Each item is ``(holder, range, overlap)``. ``holder`` has a pair ``(mesh axis, coordinate)``
+        for each axis that shards the dim: the ranks with these coordinates hold ``range``.
+        ``overlap`` is the intersection of ``range`` and ``interval``. A `RaggedShard` is not
+        applied.
         """
         lo, hi = interval
         length, splits = self.shape[dim], self.splits[dim]
@@ -116,7 +126,11 @@ class Tiles:
     def _runs(
         self, holder: Assignment, tile: Box, part: Box
     ) -> Iterator[tuple[Assignment, Box, Box]]:
-        """Yield the boxes that the `RaggedShard` divides a tile into, like `overlapping`."""
+        """Divide a tile by the `RaggedShard`, and yield the boxes that overlap ``part``.
+
+        Each item is ``(holder, box, overlap)`` as in `overlapping`. ``holder`` also has the pair
+        for the axis of the `RaggedShard`.
+        """
         outer, region = tile[: self.flattened], part[: self.flattened]
         for i in range(*self._ragged_range(outer, region)):
             for run in run_boxes(outer, self.starts[i], self.starts[i + 1]):
@@ -130,17 +144,28 @@ class Tiles:
                     )
 
     def _ragged_range(self, outer: Box, region: Box) -> tuple[int, int]:
-        """Return a range of ragged coordinates that includes all that overlap the region."""
+        """Return ``(first, stop)``: coordinates on the ragged axis that can overlap ``region``.
+
+        Both boxes have the flattened dims only. ``outer`` is the box that the `RaggedShard` splits.
+        Shards at other coordinates do not overlap ``region``.
+        """
         first = place_in(outer, [lo for lo, _ in region])
         last = place_in(outer, [hi - 1 for _, hi in region])
         return bisect_right(self.starts, first) - 1, bisect_left(self.starts, last + 1)
 
 
 class _Component(NamedTuple):
-    """One component of a receiver's index among all receivers of a tile.
+    """Mesh axes of the target that together give one component of a receiver's number.
 
-    The component is the row-major coordinate on ``axes``. ``span`` returns, for a tile, its first
-    value among the receivers and the number of values.
+    The receivers of a tile are numbered like the elements of a multidimensional array. Each
+    component is one dim of this array.
+
+    Attributes:
+        axes: Mesh axes of the target. The value of the component is the receiver's row-major
+            coordinate on these axes.
+        degrees: Number of ranks on each of these axes.
+        span: Function that takes a tile and returns ``(first, count)``: the values that the
+            receivers of this tile have.
     """
 
     axes: tuple[int, ...]
@@ -153,13 +178,17 @@ def _whole_span(degree: int, tile: Box) -> Span:
 
 
 class Pairing:
-    """Chooses the sender of each part of a tensor, in the same way on the sender and the receiver.
+    """Chooses which rank sends each part of a tensor to each receiver.
 
-    Several ranks, the replicas, can hold the same tile. They differ only on the source's
-    ``replica_axes``. Several ranks can receive parts of a tile. They differ only on the target's
-    axes in ``components`` and are numbered in row-major order of these axes. Receivers are
-    distributed over the replicas by their number: round-robin on one mesh, in blocks between
-    meshes. On one mesh, sender and receiver have the same coordinate on all other axes.
+    Sender and receiver compute the same choice, without communication.
+
+    A tile is a box that the source layout does not divide further. All ranks that hold the same
+    tile are its replicas: their coordinates differ only on ``replica_axes``. The receivers of a
+    tile are the ranks that need a part of it: their coordinates differ only on the target axes in
+    ``components``. Receivers are numbered in row-major order of these axes and distributed over
+    the replicas by this number: round-robin if both layouts are on one mesh, in consecutive blocks
+    between two meshes. On one mesh, the sender and the receiver have the same coordinates on all
+    other axes.
     """
 
     def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], one_mesh: bool) -> None:
@@ -167,7 +196,7 @@ class Pairing:
         self.held, self.needed = Tiles(src, shape), Tiles(dst, shape)
         self.replica_axes = self.held.replica_axes
         if one_mesh:
-            # On other replicated axes, ranks never need data from another replica.
+            # On other replicated axes, the replica with the receiver's coordinate always sends.
             self.replica_axes = [
                 axis
                 for axis in self.held.replica_axes
@@ -178,7 +207,10 @@ class Pairing:
         self.components = self._components()
 
     def sources(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield the source rank of each box that ``rank`` needs, including its own boxes."""
+        """Yield ``(source rank, box)`` for each box that ``rank`` needs in the target layout.
+
+        The source is ``rank`` for boxes that it already holds.
+        """
         if not self.dst.holds(rank):
             return
         me = self.dst.coordinate(rank)
@@ -200,7 +232,7 @@ class Pairing:
                 yield self.src.rank_at(source), part
 
     def targets(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield the receiver of each box that ``rank`` sends to other ranks."""
+        """Yield ``(receiver, box)`` for each box that ``rank`` sends to another rank."""
         if not self.src.holds(rank):
             return
         me = self.src.coordinate(rank)
@@ -248,8 +280,9 @@ class Pairing:
             for axis in others
             if axis not in used
         ]
-        # Parts come last, so that receivers with consecutive numbers need different parts. If they
-        # needed the same part, one of them could hold the tile itself and the load be uneven.
+        # The axes that split the target are last, so that receivers with consecutive numbers need
+        # different parts of the tile. If they needed the same part, one of them could already hold
+        # the tile, and the replicas would send unequal amounts.
         components = same + parts
         return components if self.one_mesh else sorted(components, key=lambda each: each.axes)
 
@@ -257,7 +290,11 @@ class Pairing:
         return [component.span(tile) for component in self.components]
 
     def _number(self, receiver: Sequence[int], spans: Sequence[Span]) -> int:
-        """Return a receiver's row-major number among all receivers of a tile."""
+        """Return a receiver's row-major number among all receivers of a tile.
+
+        ``receiver`` is the rank's coordinate in the target mesh. ``spans`` has ``(first, count)``
+        of the tile for each component.
+        """
         number = 0
         for component, (first, count) in zip(self.components, spans, strict=True):
             value = ravel([receiver[axis] for axis in component.axes], component.degrees)
@@ -265,14 +302,18 @@ class Pairing:
         return number
 
     def _replica_for(self, number: int, spans: Sequence[Span]) -> int:
-        """Return which replica serves receiver ``number``."""
+        """Return the number of the replica that sends to the receiver with this number."""
         if self.one_mesh:
             return number % self.replicas
-        # In blocks: if both meshes list their ranks in order, neighbors serve neighbors.
+        # Each replica sends to consecutive receivers. If both meshes list their ranks in ascending
+        # order, most messages stay between nearby ranks.
         return number * self.replicas // math.prod([count for _, count in spans])
 
     def _numbers_of(self, replica: int, spans: Sequence[Span]) -> range:
-        """Return the receivers that a replica serves. The inverse of `_replica_for`."""
+        """Return the numbers of the receivers to which a replica sends.
+
+        This is the inverse of `_replica_for`.
+        """
         total = math.prod([count for _, count in spans])
         if self.one_mesh:
             return range(replica, total, self.replicas)
@@ -282,12 +323,15 @@ class Pairing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The messages of one rank in a change of layout, as boxes of global half-open ranges.
+    """The point-to-point messages of one rank that change the layout of a tensor.
+
+    A box is a rectangular region of the tensor: one half-open range ``(start, stop)`` of global
+    indices for each dim.
 
     Attributes:
-        sends: Pairs ``(peer rank, box)`` that the rank sends, in ascending order of peers.
-        recvs: Pairs ``(peer rank, box)`` that the rank receives, in ascending order of peers.
-        local: Boxes that the rank keeps.
+        sends: Pairs ``(receiver, box)`` for the boxes that the rank sends, ordered by receiver.
+        recvs: Pairs ``(sender, box)`` for the boxes that the rank receives, ordered by sender.
+        local: Boxes that the rank needs and already holds.
     """
 
     sends: tuple[tuple[int, Box], ...]
@@ -299,9 +343,9 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
     """Plan the point-to-point messages of one rank that change the layout of a tensor.
 
     The layouts may be on different meshes. Every rank receives only elements that it needs and does
-    not hold. If several ranks hold an element, sender and receiver choose the same source, and
-    receivers are distributed over the replicas. If both layouts have the same `Partial` on an axis,
-    partial values are moved without a reduction. Communicates nothing.
+    not hold. If several ranks hold an element, the receivers are distributed over these ranks, and
+    all ranks compute the same senders. If both layouts have the same `Partial` on an axis, partial
+    values are moved without a reduction. Communicates nothing.
 
     Args:
         src: Layout of the source.
@@ -311,12 +355,13 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
 
     Returns:
         The messages of this rank. A box is a rectangular region of the tensor: one half-open range
-        ``(start, stop)`` of global indices per dim. ``sends`` and ``recvs`` are pairs
-        ``(peer rank, box)``, in the order of peers. ``local`` has the boxes that the rank keeps.
+        ``(start, stop)`` of global indices per dim. ``sends`` has pairs ``(receiver, box)`` and
+        ``recvs`` pairs ``(sender, box)``, both in ascending order of ranks. ``local`` has the boxes
+        that the rank needs and already holds.
 
     Raises:
-        LayoutError: ``src`` or ``dst`` is not a `Layout`, or is impossible for this shape, or
-            partial values would have to be reduced or created.
+        LayoutError: ``src`` or ``dst`` is not a `Layout`; a tensor of this shape cannot have one of
+            the layouts; or partial values would have to be reduced or created.
         MeshError: The rank is in neither mesh.
 
     Examples:
@@ -350,12 +395,16 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
 
 
 def same_mesh(src: Layout, dst: Layout) -> bool:
-    """Return whether both layouts are on the same ranks in the same shape."""
+    """Return whether both layouts have the same mesh shape and the same global ranks."""
     return src.mesh_shape == dst.mesh_shape and src.ranks == dst.ranks
 
 
 def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
-    """Raise `LayoutError` unless a tensor of ``shape`` can change from ``src`` to ``dst``."""
+    """Raise `LayoutError` if a tensor of ``shape`` cannot change from ``src`` to ``dst``.
+
+    Both layouts must be possible for this shape, and ``dst`` may have a `Partial` on an axis only
+    if ``src`` has the same `Partial` there. On an axis with one rank, any `Partial` is allowed.
+    """
     for side, layout in (("source", src), ("target", dst)):
         if not isinstance(layout, Layout):
             raise LayoutError(
@@ -371,7 +420,10 @@ def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
 
 
 def check_kept(axis: int, old: object, new: object) -> None:
-    """Raise `LayoutError` unless the target's `Partial` is the placement of the source, too."""
+    """Raise `LayoutError` if the source does not have the target's `Partial` on a mesh axis.
+
+    ``old`` is the placement of the source on the axis, and ``new`` the `Partial` of the target.
+    """
     if new != old:
         raise LayoutError(
             f"axis {axis} goes from {old} to {new}; a target can keep partial values but not "
