@@ -4,7 +4,10 @@ from functools import partial
 
 
 class LayoutError(ValueError):
-    """Raised if a layout is invalid, cannot be changed as requested, or contradicts the tensor."""
+    """Raised if a layout is invalid, is impossible for a tensor, or cannot be changed as requested.
+
+    This is the base class of `MeshError`, `UnsupportedError` and `NoPlanError`.
+    """
 
 
 class MeshError(LayoutError, RuntimeError):
@@ -12,15 +15,16 @@ class MeshError(LayoutError, RuntimeError):
 
 
 class UnsupportedError(LayoutError, NotImplementedError):
-    """Raised if a call needs a feature that does not exist; the message names the replacement."""
+    """Raised if a call needs a feature that does not exist. The message names an alternative."""
 
 
 class NoPlanError(LayoutError):
-    """Raised if every plan needs more memory than allowed.
+    """Raised if every plan needs more memory than ``max_bytes``.
 
     Attributes:
-        max_bytes: The given limit, in bytes.
-        best_peak: Lowest peak memory of all plans, in bytes.
+        max_bytes: The limit that the caller gave, in bytes per rank.
+        best_peak: Peak memory of the plan that needs the least memory, in bytes per rank. With at
+            least this limit, a plan exists.
     """
 
     def __init__(self, message: str, *, max_bytes: int, best_peak: int) -> None:

@@ -1,4 +1,4 @@
-"""`explain`: the plan of a redistribution, for tensors and for layouts."""
+"""`explain` returns the plan of a redistribution, without carrying it out."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -28,24 +28,26 @@ def explain(
     ``print(plan)`` lists the steps with their bytes, peak memory and time.
 
     Args:
-        x: A DTensor, a `RaggedTensor` or a `NonMember`: the plan uses the process groups that
-            exist. Or a `Layout`: the plan assumes a process group for every set of axes, and torch
-            is not needed.
+        x: A DTensor, a `RaggedTensor`, or a `NonMember` (a tensor on a rank outside its mesh): the
+            plan uses only process groups that exist. Or a `Layout`: the plan assumes a process
+            group for every set of mesh axes, and torch is not needed.
         placements: Target placements, as in `redistribute`; or a `Layout`, which may be on another
             mesh if ``x`` is a `Layout` too.
         mesh: Target mesh of a tensor. Not allowed with a `Layout`.
         shape: Global shape. Required for a `Layout`, not allowed for a tensor.
-        rank: Global rank of the plan, for a `Layout` only. Defaults to 0.
-        itemsize: Bytes per element, for a `Layout` only. Defaults to 4.
+        rank: Global rank for which bytes and memory are computed. Only if ``x`` is a `Layout`.
+            Defaults to 0.
+        itemsize: Bytes per element. Only if ``x`` is a `Layout`. Defaults to 4.
         **options: ``shard_order``, ``max_bytes``, ``cost`` and ``groups``, as in `redistribute`.
-            ``shard_order`` is not allowed if ``placements`` is a `Layout`, ``groups`` not if ``x``
-            is a `Layout`.
+            ``shard_order`` is not allowed if ``placements`` is a `Layout`. ``groups`` is not
+            allowed if ``x`` is a `Layout`.
 
     Returns:
-        The plan of this rank, or of ``rank``. Its attributes are ``steps``, ``bytes_received``
-        (payload from other ranks), ``step_bytes`` (the payload of each step), ``peak_bytes``
-        (memory), ``time`` (seconds by the cost model), ``why`` (how many plans were compared) and
-        ``note`` (a process group that would allow a faster plan, or empty).
+        The plan of this rank if ``x`` is a tensor, otherwise of ``rank``. Its attributes are
+        ``steps``, ``bytes_received`` (payload from other ranks), ``step_bytes`` (payload from other
+        ranks in each step), ``peak_bytes`` (peak memory), ``time`` (seconds by the cost model),
+        ``why`` (a text that says how many plans were compared) and ``note`` (a text about a process
+        group that would allow a faster plan, or empty).
 
     Raises:
         LayoutError: `redistribute` does not support this change; ``shape`` is missing; or an
