@@ -1,4 +1,8 @@
-"""For checkpoints: a reader that verifies checksums, and the boxes of a tensor on this rank."""
+"""Helpers for distributed checkpoints.
+
+`ChecksumReader` verifies checksums while loading. `local_boxes` returns the elements of a tensor
+that this rank stores, with their global indices.
+"""
 
 import io
 import zipfile
@@ -27,12 +31,12 @@ class LocalBoxes(NamedTuple):
     """The elements of a tensor that this rank stores.
 
     Attributes:
-        boxes: Pairs of a box and its elements. A box is one half-open range ``(start, stop)`` of
-            global indices for each dim. The elements are a view of the local tensor with the
-            lengths of the box. No box is empty.
-        is_first_replica: Whether this rank is the first one with these elements in the mesh of the
-            tensor. If each rank with True writes its boxes, each element is written once. True for
-            a plain tensor.
+        boxes: Pairs ``(box, elements)``. A box is one half-open range ``(start, stop)`` of global
+            indices for each dim. The elements are a view of the local tensor with the lengths of
+            the box. No box is empty.
+        is_first_replica: Whether this rank is the first rank in the mesh of the tensor that holds
+            these elements. If only the first replicas write their boxes, each element is written
+            once. True for a plain tensor.
 
     Examples:
         >>> local_boxes(torch.ones(2, 3)).is_first_replica
@@ -49,11 +53,12 @@ def local_boxes(tensor: Tensor) -> LocalBoxes:
     Communicates nothing.
 
     Args:
-        tensor: A DTensor with any placements but `Partial`, a `RaggedTensor`, or a plain tensor,
-            which this rank stores whole.
+        tensor: A DTensor with any placements except `Partial`, a `RaggedTensor`, or a plain tensor,
+            which this rank stores completely.
 
     Returns:
-        The boxes. There are none if this rank is not in the mesh of the tensor.
+        The boxes with their elements, and whether this rank is the first replica. ``boxes`` is
+        empty if this rank holds no elements or is not in the mesh of the tensor.
 
     Raises:
         LayoutError: The tensor has a `Partial` placement on an axis with several ranks.
@@ -88,9 +93,9 @@ def local_boxes(tensor: Tensor) -> LocalBoxes:
 class ChecksumReader(FileSystemReader):
     """Reads a distributed checkpoint and verifies its checksums.
 
-    torch saves each tensor as a zip archive with one CRC-32 per record, but torch's reader does not
-    check it: a flipped bit becomes a wrong weight without an error. `ChecksumReader` verifies the
-    items that this rank loads before reading them.
+    torch saves each tensor as a zip archive with one CRC-32 checksum per record, but torch's reader
+    does not check it: a flipped bit becomes a wrong weight without an error. `ChecksumReader`
+    verifies the items (saved tensors and other values) that this rank loads before reading them.
 
     Args:
         path: Folder of the checkpoint.
@@ -120,7 +125,7 @@ class ChecksumReader(FileSystemReader):
             planner: torch's load planner, which receives the data.
 
         Returns:
-            A future, as `StorageReader.read_data` of torch returns it.
+            The future that torch's ``FileSystemReader.read_data`` returns.
 
         Raises:
             ChecksumError: An item does not match its checksum, or has no checksum.
@@ -144,7 +149,10 @@ class ChecksumReader(FileSystemReader):
 
 
 def _wrong(content: bytes) -> str | None:
-    """Describe the damage of a zip archive; None if all records match their checksums."""
+    """Return a description of the damage in a zip archive, or None if it is intact.
+
+    An archive is intact if it can be read and all of its records match their checksums.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             record = archive.testzip()

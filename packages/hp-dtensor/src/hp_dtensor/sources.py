@@ -1,9 +1,10 @@
 """Describe a parameter by the tensors in a file: stacked, concatenated, transposed, reordered.
 
-Published checkpoints often store a parameter in other pieces than a model has it: one matrix per
-expert instead of a stack, or a query, key and value projection instead of their concatenation. A
-`Source` describes such a parameter as an expression of stored tensors. Because it works on index
-ranges, any box of the parameter can be read or written without the rest. The module needs no torch.
+The tensors of a published checkpoint often differ from the parameters of a model: the file stores
+one matrix for each expert and the model a stack of all experts, or the file stores a query, a key
+and a value projection and the model their concatenation. A `Source` describes such a parameter as
+an expression of stored tensors. Sources work on index ranges, so any box (rectangular region) of
+the parameter can be read or written without the rest. The module needs no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -30,6 +31,7 @@ __all__ = [
     "Transpose",
 ]
 
+# Shape of each stored tensor, by name.
 Shapes: TypeAlias = Mapping[str, Sequence[int]]
 
 
@@ -112,11 +114,11 @@ class Source(ABC):
             stored: Shape of each stored tensor, by name.
 
         Returns:
-            The shape.
+            The shape of the parameter.
 
         Raises:
             LayoutError: The stored tensors have shapes that do not fit the expression.
-            KeyError: ``stored`` lacks a name.
+            KeyError: ``stored`` lacks a tensor that the expression uses.
         """
 
     @abstractmethod
@@ -128,7 +130,8 @@ class Source(ABC):
             stored: Shape of each stored tensor, by name.
 
         Yields:
-            Pieces. Their ``target`` boxes cover each element of ``box`` once.
+            One `Piece` at a time. The ``target`` boxes of all pieces cover each element of ``box``
+            exactly once.
         """
 
 
@@ -156,15 +159,12 @@ class Stored(Source):
         return tuple(stored[self.name])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield one piece; see `Source.pieces`."""
+        """Yield one piece, which covers the whole ``box``; see `Source.pieces`."""
         yield Piece(self.name, box, box, tuple(range(len(box))))
 
 
 class _Several(Source):
-    """Base class of `Stack` and `Concatenate`.
-
-    These expressions join several sources along one dim.
-    """
+    """Base class of `Stack` and `Concatenate`, which join several sources along one dim."""
 
     parts: Sequence[Source]
 
@@ -180,7 +180,7 @@ class _Several(Source):
 
 
 class _OfOne(Source):
-    """Base class of expressions with one source."""
+    """Base class of `Slice`, `Transpose` and `Reorder`, which change one source."""
 
     source: Source
 
@@ -192,7 +192,7 @@ class _OfOne(Source):
 
 @dataclass(frozen=True, slots=True)
 class Stack(_Several):
-    """Equal shapes stacked along a new dim, as by ``torch.stack``.
+    """Sources of equal shape, stacked along a new dim, as by ``torch.stack``.
 
     Args:
         parts: The sources to stack.
@@ -210,7 +210,7 @@ class Stack(_Several):
     dim: int = 0
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape with the new dim; see `Source.shape`."""
+        """Return the shape of the sources with the new dim inserted; see `Source.shape`."""
         shapes = [part.shape(stored) for part in self.parts]
         first = shapes[0]
         _check_dim(self, self.dim, len(first) + 1)
@@ -223,7 +223,10 @@ class Stack(_Several):
         return (*first[: self.dim], len(shapes), *first[self.dim :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the sources that ``box`` selects; see `Source.pieces`."""
+        """Yield the pieces of each source that ``box`` covers along ``dim``.
+
+        See `Source.pieces`.
+        """
         at = self.dim
         for index in range(*box[at]):
             for piece in self.parts[index].pieces((*box[:at], *box[at + 1 :]), stored):
@@ -236,11 +239,11 @@ class Stack(_Several):
 
 @dataclass(frozen=True, slots=True)
 class Concatenate(_Several):
-    """Sources one after another along a dim, as by ``torch.cat``.
+    """Sources concatenated along an existing dim, as by ``torch.cat``.
 
     Args:
         parts: The sources, in order.
-        dim: The dim. Defaults to 0.
+        dim: Dim along which the sources are concatenated. Defaults to 0.
 
     Raises:
         LayoutError: There are no parts.
@@ -254,7 +257,10 @@ class Concatenate(_Several):
     dim: int = 0
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape with the sum of the lengths along ``dim``; see `Source.shape`."""
+        """Return the shape of the sources, with their lengths along ``dim`` added up.
+
+        See `Source.shape`.
+        """
         shapes = [part.shape(stored) for part in self.parts]
         first, at = shapes[0], self.dim
         _check_dim(self, at, len(first))
@@ -284,10 +290,10 @@ class Slice(_OfOne):
     """Indices ``start`` to ``stop`` of a source along a dim, as by ``Tensor.narrow``.
 
     Args:
-        source: The source.
-        dim: The dim.
-        start: First index.
-        stop: Index after the last one.
+        source: Source to slice.
+        dim: Dim to slice.
+        start: First index of the slice along ``dim``.
+        stop: Index after the last index of the slice.
 
     Examples:
         >>> Slice(Stored("qkv"), dim=0, start=8, stop=12).shape({"qkv": (16, 8)})
@@ -311,7 +317,7 @@ class Slice(_OfOne):
         return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the source; see `Source.pieces`."""
+        """Yield the pieces of the source at ``box`` shifted by ``start``; see `Source.pieces`."""
         low, high = box[self.dim]
         inner = _with_range(box, self.dim, (low + self.start, high + self.start))
         for piece in self.source.pieces(inner, stored):
@@ -323,9 +329,9 @@ class Transpose(_OfOne):
     """A source with two dims exchanged, as by ``Tensor.transpose``.
 
     Args:
-        source: The source.
-        dim0: One dim. Defaults to 0.
-        dim1: The other dim. Defaults to 1.
+        source: Source to transpose.
+        dim0: First dim to exchange. Defaults to 0.
+        dim1: Second dim to exchange. Defaults to 1.
 
     Examples:
         >>> Transpose(Stored("weight")).shape({"weight": (3, 5)})
@@ -337,14 +343,14 @@ class Transpose(_OfOne):
     dim1: int = 1
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape with the two lengths exchanged; see `Source.shape`."""
+        """Return the source's shape with the two dims exchanged; see `Source.shape`."""
         shape = self.source.shape(stored)
         for dim in (self.dim0, self.dim1):
             _check_dim(self, dim, len(shape))
         return tuple(shape[dim] for dim in self._order(len(shape)))
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the source; see `Source.pieces`."""
+        """Yield the pieces of the source, with the two dims exchanged; see `Source.pieces`."""
         order = self._order(len(box))
         for piece in self.source.pieces(tuple(box[dim] for dim in order), stored):
             yield replace(
@@ -361,14 +367,15 @@ class Transpose(_OfOne):
 
 @dataclass(frozen=True, slots=True)
 class Reorder(_OfOne):
-    """Indices of a source along a dim in another order, as by ``Tensor.index_select``.
+    """A source with the indices of one dim in another order, as by ``Tensor.index_select``.
 
-    Use it for experts that a placement stores in another order than a file, also with repetitions.
+    Indices may be left out or repeated. Use it if the model holds its experts in another order than
+    the file, or holds several copies of an expert.
 
     Args:
-        source: The source.
-        indices: For each index of the result along ``dim``, the index of the source.
-        dim: The dim. Defaults to 0.
+        source: Source to reorder.
+        indices: For each index of the result along ``dim``, the index in the source.
+        dim: Dim to reorder. Defaults to 0.
 
     Examples:
         >>> Reorder(Stored("experts"), (3, 0, 3)).shape({"experts": (4, 8)})
@@ -383,7 +390,7 @@ class Reorder(_OfOne):
         object.__setattr__(self, "indices", tuple(self.indices))
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape with one entry per index along ``dim``; see `Source.shape`."""
+        """Return the source's shape, with the number of indices as the length of ``dim``."""
         shape = self.source.shape(stored)
         _check_dim(self, self.dim, len(shape))
         length = shape[self.dim]
@@ -396,7 +403,10 @@ class Reorder(_OfOne):
         return (*shape[: self.dim], len(self.indices), *shape[self.dim + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of each run of consecutive indices; see `Source.pieces`."""
+        """Yield the pieces of the source for each run of consecutive indices in ``indices``.
+
+        See `Source.pieces`.
+        """
         start, stop = box[self.dim]
         while start < stop:
             first, end = self.indices[start], start + 1
@@ -415,7 +425,7 @@ class SourcePlan:
     Attributes:
         parameters: The source of each parameter and buffer, by its name in the model.
         stored: Shape of each stored tensor, by its name in the files.
-        ignored: Names in the files that the model does not need.
+        ignored: Names of stored tensors that the model does not need.
 
     Examples:
         >>> plan = SourcePlan({"head": Stored("lm_head")}, {"lm_head": (50, 8)})
@@ -429,9 +439,10 @@ class SourcePlan:
 
 
 SourceRule: TypeAlias = Callable[[Shapes | None], SourcePlan]
-"""Makes the plan of a checkpoint from the shapes of its tensors, by name.
+"""Function that returns the `SourcePlan` of a checkpoint.
 
-With None, to save: the rule chooses the names and the shapes itself.
+To load a checkpoint, call it with the shape of each stored tensor, by name. To save a checkpoint,
+call it with None: the function then chooses the names and shapes of the stored tensors.
 """
 
 
@@ -453,6 +464,6 @@ def _with_range(box: Box, dim: int, interval: tuple[int, int]) -> Box:
 
 
 def _moved(piece: Piece, dim: int, distance: int) -> Piece:
-    """Return the piece with its target box moved along a dim."""
+    """Return the piece with its target box moved along ``dim`` by ``distance`` indices."""
     low, high = piece.target[dim]
     return replace(piece, target=_with_range(piece.target, dim, (low + distance, high + distance)))
