@@ -227,10 +227,11 @@ def gather_step(src: Layout, dim: int, shape: Sequence[int], position: int = -1)
 
 
 def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
-    """Return the step after which the axis that splits dim ``old`` last splits dim ``new`` instead.
+    """Return the step after which a mesh axis splits dim ``new`` instead of dim ``old``.
 
-    ``factor`` is the split factor on dim ``new``. The step is an all-to-all if all local shapes are
-    equal, both before and after it; otherwise a ``"direct"`` step.
+    The axis is the last one that splits dim ``old``. ``factor`` is the split factor on dim ``new``.
+    The step is an all-to-all if all local shapes are equal, both before and after it; otherwise a
+    ``"direct"`` step.
     """
     axis = src.axis_splits[old][-1][0]
     target = with_split(without_split(src, old), new, axis, factor)

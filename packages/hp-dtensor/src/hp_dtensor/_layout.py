@@ -157,7 +157,8 @@ class Layout:
         Raises:
             LayoutError: A size is negative or not an integer; a sharded dim does not exist; the
                 ``sizes`` of a `RaggedShard` do not add up to the number of elements that it splits;
-                or another axis splits a dim of the `RaggedShard` unevenly or with a split factor.
+                or another axis splits a dim of the `RaggedShard` unevenly, or with a split
+                factor above 1.
         """
         self.check(len(checked_sizes(shape)))
         if self.ragged is None:
@@ -697,7 +698,8 @@ def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
 def with_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> Layout:
     """Return the layout with all splits replaced by ``splits``.
 
-    Axes that no longer split a dim get `Replicate`.
+    ``splits`` maps each sharded dim to tuples ``(mesh axis, degree, split factor)``, as in
+    `Layout.axis_splits`. Axes that no longer split a dim get `Replicate`.
     """
     placements = list(layout.placements)
     for of_dim in layout.axis_splits.values():
@@ -708,19 +710,22 @@ def with_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> La
 
 
 def with_split(layout: Layout, dim: int, axis: int, factor: int = 1) -> Layout:
-    """Return the layout with one more split of a dim, by a mesh axis, after its other splits."""
+    """Return the layout in which mesh axis ``axis`` splits ``dim``, after the dim's other splits.
+
+    ``factor`` is the split factor; 1 gives a `Shard`, any other value a `StridedShard`.
+    """
     split = (axis, layout.mesh_shape[axis], factor)
     splits = layout.axis_splits
     return with_splits(layout, {**splits, dim: (*splits.get(dim, ()), split)})
 
 
 def without_split(layout: Layout, dim: int, position: int = -1) -> Layout:
-    """Return the layout without one split of a dim. The axis of this split gets `Replicate`.
+    """Return the layout in which one mesh axis no longer splits ``dim``, but has `Replicate`.
 
-    ``position`` is the index of the split in ``layout.axis_splits[dim]``, by default the last. Each
-    rank still holds all elements that it held before. For this, the split factors of later splits
-    are multiplied by the degree of the removed split. If lengths do not divide evenly, only the
-    last split can be removed.
+    ``position`` is the index of the axis in ``layout.axis_splits[dim]``, by default the last. Each
+    rank still holds all elements that it held before. For this, the split factors of later axes are
+    multiplied by the number of ranks on the removed axis. If lengths do not divide evenly, only the
+    last axis can be removed.
     """
     of_dim = layout.axis_splits[dim]
     before, (_, removed, _), later = of_dim[:position], of_dim[position], of_dim[position:][1:]

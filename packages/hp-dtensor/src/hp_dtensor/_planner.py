@@ -355,7 +355,10 @@ class Search:
         return step_seconds(step, received, self.cost)
 
     def memory(self, step: Step) -> int:
-        """Return an upper bound on the elements in memory during a step, for all ranks."""
+        """Return an upper bound on the elements in memory during a step, for all ranks.
+
+        Counts the step's input, output and buffers, and the original tensor.
+        """
         # The caller holds the original tensor until the last step ends. In the first step, the
         # original tensor is the input, which is already counted.
         given = 0 if step.source == self.src else most_held(self.src, self.shape)
@@ -465,7 +468,7 @@ class Search:
     def next_steps(self, here: Layout) -> Iterator[Step]:
         """Yield the steps from ``here`` that the search considers.
 
-        `_allowed_steps` then removes the steps without memory or a process group.
+        `_allowed_steps` then removes steps that need too much memory or have no process group.
         """
         dst = self.dst
         if not same_mesh(here, dst):
@@ -581,11 +584,11 @@ class Search:
                 yield gather_step(here, dim, self.shape, position)
 
     def _move(self, here: Layout, old: int) -> Step | None:
-        """Return the step that moves the mesh axis that splits dim ``old`` last to another dim.
+        """Return the step that moves one mesh axis from dim ``old`` to its dim in the target.
 
-        The other dim is the dim that this axis splits in the target. Returns None if the target
-        does not split another dim by this axis, or splits that dim by other axes first, which
-        ``here`` does not have yet.
+        The axis is the last one that splits dim ``old``. Returns None if the target does not split
+        another dim by this axis, or if the target splits that dim by other axes first, which do not
+        split it in ``here``.
         """
         axis = here.axis_splits[old][-1][0]
         for new in self.dst.placements[axis].split_dims:

@@ -73,7 +73,7 @@ class Tiles:
                 yield from self._runs(holder, tile, part)
 
     def span(self, dim: int, tile: Box) -> Span:
-        """Return ``(first, count)``: the consecutive shards of a dim that can overlap a tile.
+        """Return ``(first, count)``: the consecutive shards of a dim that can overlap ``tile``.
 
         The shards of the dim are numbered in row-major order of their coordinates on the axes
         `Layout.shard_axes`. If a split factor of the dim is not 1, the result covers all shards.
@@ -89,7 +89,7 @@ class Tiles:
         return first, last - first + 1
 
     def ragged_span(self, tile: Box) -> Span:
-        """Return ``(first, count)``: the coordinates on the ragged axis that can overlap a tile.
+        """Return ``(first, count)``: the coordinates on the ragged axis that can overlap ``tile``.
 
         The ragged axis is the mesh axis with the `RaggedShard`. If other axes shard the flattened
         dims too, the result covers all coordinates.
@@ -302,7 +302,10 @@ class Pairing:
         return number
 
     def _replica_for(self, number: int, spans: Sequence[Span]) -> int:
-        """Return the number of the replica that sends to the receiver with this number."""
+        """Return the number of the replica that sends to the receiver with this number.
+
+        The replicas are the ranks that hold the same tile.
+        """
         if self.one_mesh:
             return number % self.replicas
         # Each replica sends to consecutive receivers. If both meshes list their ranks in ascending

@@ -64,10 +64,10 @@ class Piece:
         """Return a view of the stored elements with the dims of the parameter.
 
         Args:
-            stored: The elements of the box ``stored``, with the lengths of that box.
+            stored: The elements of the box ``stored``, with the shape of that box.
 
         Returns:
-            A view with the lengths of the box ``target``.
+            A view with the shape of the box ``target``.
         """
         view = stored.permute([dim for dim in self.dims if dim is not None])
         for position, dim in enumerate(self.dims):
@@ -79,10 +79,10 @@ class Piece:
         """Return a view of the parameter's elements with the dims of the stored tensor.
 
         Args:
-            target: The elements of the box ``target``, with the lengths of that box.
+            target: The elements of the box ``target``, with the shape of that box.
 
         Returns:
-            A view with the lengths of the box ``stored``.
+            A view with the shape of the box ``stored``.
         """
         added = [position for position, dim in enumerate(self.dims) if dim is None]
         kept = [dim for dim in self.dims if dim is not None]
@@ -317,7 +317,10 @@ class Slice(_OfOne):
         return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the source at ``box`` shifted by ``start``; see `Source.pieces`."""
+        """Yield the pieces of the source at ``box``, shifted by ``start`` along ``dim``.
+
+        See `Source.pieces`.
+        """
         low, high = box[self.dim]
         inner = _with_range(box, self.dim, (low + self.start, high + self.start))
         for piece in self.source.pieces(inner, stored):
