@@ -1,1 +1,5 @@
-"""Collectives over a mesh axis. All packages communicate through these classes."""
+"""Collectives over a mesh axis.
+
+`Collectives` is the protocol, and `TorchCollectives` the default implementation. hp-dtensor and the
+packages built on it communicate through objects of this protocol.
+"""

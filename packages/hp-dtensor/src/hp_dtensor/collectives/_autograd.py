@@ -1,4 +1,4 @@
-"""Collectives with gradients."""
+"""`AutogradCollectives`: collectives that autograd can differentiate."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -16,10 +16,11 @@ LinearFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class AutogradCollectives:
-    """Collectives that autograd differentiates. Each call takes one tensor.
+    """Collectives that autograd can differentiate. Each call takes one tensor.
 
-    Each method documents its communication in backward. Second derivatives work. Under
-    ``torch.compile`` each call is a graph break, which raises an error with ``fullgraph=True``.
+    The docstring of each method says what it communicates in forward and in backward. Second
+    derivatives are supported. Under ``torch.compile``, each call is a graph break, which raises an
+    error with ``fullgraph=True``.
 
     Args:
         inner: `Collectives` that communicate in forward and in backward. Defaults to
@@ -66,7 +67,7 @@ class AutogradCollectives:
     def reduce_scatter(
         self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Sum the tensors of all ranks and keep this rank's part of a dim.
+        """Sum the tensors of all ranks, and return this rank's slice of the sum along a dim.
 
         Communicates one reduce-scatter in forward and one all-gather in backward. If the lengths in
         ``sizes`` differ, forward uses one all-to-all followed by a sum in rank order instead, and
@@ -75,15 +76,16 @@ class AutogradCollectives:
         Args:
             x: Tensor with the same shape on all ranks.
             axis: Ranks that take part.
-            dim: Dim that is split.
-            sizes: Length of each rank's part in ``dim``. None means equal lengths.
+            dim: Dim along which the sum is split, in rank order.
+            sizes: Length of each rank's slice in ``dim``. None means equal lengths.
 
         Returns:
-            This rank's part of the sum.
+            This rank's slice of the sum.
 
         Raises:
             ValueError: ``sizes`` is None and the number of ranks does not divide the length of
-                ``dim``; or ``sizes`` does not have one length per rank that add up to it.
+                ``dim``; or ``sizes`` does not have one length per rank; or the lengths do not add
+                up to the length of ``dim``.
         """
         if sizes is None:
             length = x.shape[dim]
@@ -104,9 +106,9 @@ class AutogradCollectives:
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum the tensors of all ranks.
 
-        Backward communicates nothing and passes the gradient of the result on unchanged. This is
-        correct if every rank has the same gradient of the result (Megatron-LM's g, arXiv
-        1909.08053, section 3).
+        Communicates one all-reduce in forward. Backward communicates nothing and returns the
+        gradient of the result as the gradient of ``x``. This is correct if every rank has the same
+        gradient of the result (Megatron-LM's g, arXiv 1909.08053, section 3).
 
         Args:
             x: Tensor with the same shape on all ranks.
@@ -118,11 +120,11 @@ class AutogradCollectives:
         return _apply(x, lambda y: _sum(y, axis, self._inner), _view)
 
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
-        """Return a replicated tensor, and sum its gradient over the ranks in backward.
+        """Return a view of ``x`` whose gradient is summed over all ranks in backward.
 
-        Use this method before a computation that is split over the axis. Forward communicates
-        nothing. Backward sums the gradients of all ranks with one all-reduce (Megatron-LM's f,
-        arXiv 1909.08053, section 3).
+        Use this method before a computation that is split over the axis, so that each rank computes
+        only a part of the gradient of ``x``. Forward communicates nothing. Backward sums the
+        gradients of all ranks with one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
 
         Args:
             x: Tensor with the same values on all ranks.
@@ -142,14 +144,15 @@ class AutogradCollectives:
     ) -> Tensor:
         """Send one block of rows to each rank, and concatenate the received blocks in rank order.
 
-        Communicates one all-to-all in forward and one in backward, which swaps ``send_splits`` and
-        ``receive_splits``.
+        Communicates one all-to-all in forward and one in backward. In backward, ``send_splits`` and
+        ``receive_splits`` change roles.
 
         Args:
             x: Rows to send, ``[rows, ...]``.
             axis: Ranks that take part.
             send_splits: Number of rows to send to each rank. None means equal blocks.
-            receive_splits: Number of rows to receive from each rank. Required with ``send_splits``.
+            receive_splits: Number of rows to receive from each rank. Required if ``send_splits`` is
+                given.
 
         Returns:
             The received rows, ``[sum(receive_splits), ...]``.
@@ -175,12 +178,16 @@ class AutogradCollectives:
 
 
 def _apply(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
-    """Return ``function(x)``. Backward applies ``adjoint``, and double backward ``function``."""
+    """Return ``function(x)``, differentiable any number of times.
+
+    Both functions are linear in ``x``. Backward applies ``adjoint`` to the gradient of the result.
+    A backward through this backward applies ``function``.
+    """
     return (_communicate_eagerly if is_compiling() else _communicate)(x, function, adjoint)
 
 
 def _communicate(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
-    x = x.resolve_conj()  # collectives send the memory of x, which must hold its values
+    x = x.resolve_conj()  # because collectives send memory as stored
     result: Tensor = _Linear.apply(x, function, adjoint)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,4 +1,4 @@
-"""Protocols of communication: an axis of ranks, and six collectives over it."""
+"""The class `Axis`, a group of ranks, and the protocols `Collectives` and `Work`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
-Parts = Tensor | Sequence[Tensor]  # the tensors of one message
+Parts = Tensor | Sequence[Tensor]  # the tensors that `send_recv` exchanges with one peer
 
 
 class RankMismatchError(RuntimeError):
-    """Raised if ranks call different collectives, hold different values, or if a rank fails.
+    """Raised if ranks call different collectives or hold different values, or if a rank fails.
 
-    Every rank that detects the problem raises it.
+    Every rank that detects the problem raises this error.
     """
 
 
 class Group(Protocol):
-    """The part of ``torch.distributed.ProcessGroup`` that the packages use."""
+    """Protocol of a process group.
+
+    ``torch.distributed.ProcessGroup`` satisfies it, and so does the simulated group of
+    `hp_dtensor.testing`.
+    """
 
     def rank(self) -> int:
         """Return this process's index in the group."""
@@ -33,7 +37,8 @@ class Group(Protocol):
 class AxisMesh(Protocol):
     """Protocol of the ``mesh`` argument of `Axis.of`.
 
-    ``torch.distributed.device_mesh.DeviceMesh`` satisfies it. Other meshes need the members below.
+    ``torch.distributed.device_mesh.DeviceMesh`` satisfies it. Any other class with the properties
+    and methods below satisfies it too.
 
     Examples:
         On 4 ranks:
@@ -50,7 +55,7 @@ class AxisMesh(Protocol):
 
     @property
     def mesh(self) -> Any:
-        """Global ranks in the shape of the mesh: a tensor, or an array with ``tolist()``."""
+        """Global ranks, as an integer tensor or array (with ``tolist()``) of the mesh's shape."""
         ...
 
     @property
@@ -83,14 +88,14 @@ class AxisMesh(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The ranks along one mesh axis that include this process, with their process group.
+    """This process's group of ranks along one mesh axis.
 
     The attribute ``size`` is the number of these ranks.
 
     Args:
         name: Name of the axis, for error messages and statistics.
         group: Process group of these ranks.
-        ranks: Global ranks of the group, in the order of their coordinates.
+        ranks: Global ranks of the group, in the order of their coordinates on the axis.
 
     Examples:
         On 4 ranks:
@@ -107,7 +112,7 @@ class Axis:
     size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Store the number of ranks, because every collective reads it several times."""
+        """Store the number of ranks as ``size``, because collectives read it several times."""
         object.__setattr__(self, "size", len(self.ranks))
 
     def __deepcopy__(self, memo: object) -> "Axis":
@@ -121,18 +126,18 @@ class Axis:
 
     @staticmethod
     def of(mesh: AxisMesh, mesh_dim: int | str = 0) -> "Axis":
-        """Return one axis of a mesh. Communicates nothing.
+        """Return this process's group of ranks along one axis of a mesh. Communicates nothing.
 
         Args:
-            mesh: A torch mesh, or an object with the same methods.
+            mesh: A ``DeviceMesh``, or another object that satisfies `AxisMesh`.
             mesh_dim: Position or name of the axis.
 
         Returns:
-            The ranks along the axis that include this process.
+            The ranks along the axis, including this process.
 
         Raises:
-            ValueError: The axis does not exist, or its ranks have another order in the mesh than in
-                the process group.
+            ValueError: The mesh has no such axis, or the ranks have another order in ``mesh.mesh``
+                than in the process group.
         """
         names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
         if isinstance(mesh_dim, str):
@@ -158,7 +163,7 @@ class Axis:
 
 
 def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError if the number of ranks does not divide dim 0 of an input."""
+    """Raise ValueError if the length of dim 0 of an input is not a multiple of ``axis.size``."""
     for tensor in inputs:
         if tensor.shape[0] % axis.size:
             raise ValueError(
@@ -168,13 +173,13 @@ def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
 
 
 class Waitable(Protocol):
-    """Handle of an operation in flight: this module's `Work`, or ``torch.distributed.Work``.
+    """Handle of an operation in flight: a `Work`, or a ``torch.distributed.Work``.
 
-    `Work.wait` returns the outputs. The ``wait`` of torch's class does not.
+    `Work.wait` returns the outputs. ``torch.distributed.Work.wait`` does not.
     """
 
     def wait(self) -> object:
-        """Wait until the outputs are complete for use on the caller's stream."""
+        """Wait until the caller's current stream can use the outputs."""
         ...
 
 
@@ -198,8 +203,9 @@ class Work(Protocol):
             The outputs, ready for use on the caller's stream.
 
         Raises:
-            RuntimeError: The collective failed. A call can start one collective per tensor; if
-                several fail, the first error is raised after waiting for all of them.
+            RuntimeError: The collective failed. One call can start a separate operation for each
+                tensor. If several of them fail, ``wait`` first waits for all of them and then
+                raises the error of the first one.
         """
         ...
 
@@ -209,14 +215,15 @@ class Collectives(Protocol):
     """Collectives over an `Axis`. Each call starts the communication and returns a `Work` handle.
 
     Every rank of the axis has to make the same calls in the same order. Do not change the inputs
-    before `Work.wait` returns. If no outputs are given, they are allocated. Given outputs may have
-    any strides. Nothing is differentiable; use `AutogradCollectives` for that.
+    before `Work.wait` returns. If ``outputs`` is None, new tensors are allocated. Tensors that are
+    passed as outputs may have any strides. The methods are not differentiable; use
+    `AutogradCollectives` for gradients.
 
-    If the backend supports it, a list of tensors on one device is sent in one operation:
+    If all tensors of a call are on one device, and the backend supports it, the call starts:
 
-    - All-gathers and reduce-scatters use one operation per list.
-    - All-reduces use one operation per dtype in the list.
-    - Broadcasts always use one operation per tensor.
+    - One operation of the backend in total, for an all-gather or a reduce-scatter.
+    - One operation per dtype, for an all-reduce.
+    - One operation per tensor, for a broadcast (with every backend).
 
     Examples:
         >>> from hp_dtensor.testing import SimulatedWorld
@@ -250,7 +257,10 @@ class Collectives(Protocol):
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce each input over the axis and keep this rank's part of dim 0.
+        """Reduce each input over the axis, and return this rank's block of rows of the result.
+
+        Dim 0 of the result is split into ``axis.size`` equal blocks, one for each rank in rank
+        order.
 
         Args:
             axis: Ranks that take part.
@@ -302,39 +312,43 @@ class Collectives(Protocol):
             order.
 
         Raises:
-            ValueError: The splits do not have one number per rank, or do not add up to the rows.
+            RuntimeError: ``send_splits`` or ``receive_splits`` does not have one number per rank,
+                or does not add up to the rows of ``input`` or ``output``; or ``send_splits`` is
+                None and ``axis.size`` does not divide the number of rows. On an axis of one rank,
+                wrong splits raise ValueError instead.
         """
         ...
 
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive whole tensors point to point.
+        """Send tensors to other ranks of the axis and receive tensors from them, point to point.
 
-        One call can send several tensors to a peer. The peer has to receive the same number of
-        tensors, with the same shapes and dtypes.
+        One call can send several tensors to a peer. In its own call, the peer has to receive the
+        same number of tensors, in the same order and with the same shapes and dtypes.
 
         Args:
             axis: Ranks among which tensors are sent.
-            sends: A dict from the receiver's coordinate on the axis to the tensor, or tensors, to
-                send.
-            receives: A dict from the sender's coordinate on the axis to the tensor, or tensors, to
-                fill.
+            sends: Dict. Key: coordinate of the receiver on the axis. Value: one tensor, or a
+                sequence of tensors, to send to this rank.
+            receives: Dict. Key: coordinate of the sender on the axis. Value: one tensor, or a
+                sequence of tensors, that the received data overwrites.
 
         Returns:
-            A handle. Its ``wait()`` returns the tensors of ``receives``, in the order of the keys.
+            A handle. Its ``wait()`` returns a list of all tensors in ``receives``, in the order of
+            the dict.
 
         Raises:
             ValueError: The tensors that this rank sends to itself and those that it receives from
                 itself differ in number, shape or dtype.
 
         Note:
-            A rank without messages may omit the call, with two exceptions:
+            A rank that neither sends nor receives may omit the call, with two exceptions:
 
             - NCCL connects all ranks of a group in the group's first call. If this first call is a
-              ``send_recv`` in which a rank neither sends nor receives, the others can wait forever.
-              To avoid this, make one other call over the whole group first, such as an
-              ``all_reduce`` of one element. Once per group is enough.
+              ``send_recv`` that one rank omits, the other ranks can wait forever. To avoid this,
+              make one collective call on all ranks of the group first, such as an ``all_reduce`` of
+              one element. Once per group is enough.
             - With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, the next collective over a gloo group raises
               unless all ranks have sent and received the same number of messages.
         """
@@ -345,7 +359,8 @@ class Collectives(Protocol):
 
         Args:
             axis: Ranks that take part.
-            tensors: Tensors to send or to overwrite, with the same shapes on all ranks.
+            tensors: Tensors that the source rank sends and the other ranks overwrite, with the same
+                shapes on all ranks.
             source: Coordinate of the sender on the axis.
 
         Returns:
@@ -355,12 +370,16 @@ class Collectives(Protocol):
 
 
 def as_tensors(parts: Parts) -> list[Tensor]:
-    """Return the tensors of a message as a list."""
+    """Return one tensor, or a sequence of tensors, as a list of tensors."""
     return [parts] if isinstance(parts, Tensor) else list(parts)
 
 
 def own_fault(axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> str:
-    """Return why the messages of a rank to itself do not match, or an empty text if they do."""
+    """Return an error message if this rank sends itself other tensors than it receives from itself.
+
+    Compared are the number, shapes and dtypes of the tensors in ``sends`` and ``receives`` under
+    this rank's own coordinate. Returns an empty string if they are equal, or if there are none.
+    """
     me = axis.index
     if me not in sends and me not in receives:
         return ""
@@ -374,7 +393,7 @@ def own_fault(axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Par
 
 
 def described(tensors: Sequence[Tensor]) -> str:
-    """Return the dtypes and shapes of tensors as text."""
+    """Return the dtypes and shapes of tensors as text, such as ``"float32 [2, 3], int64 []"``."""
     return ", ".join(f"{dtype_name(tensor)} {list(tensor.shape)}" for tensor in tensors)
 
 

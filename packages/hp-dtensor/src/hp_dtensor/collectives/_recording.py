@@ -1,4 +1,4 @@
-"""Count the calls and the received bytes of each axis."""
+"""`RecordingCollectives`: counts the calls and the received bytes of each mesh axis."""
 
 from typing import NamedTuple
 
@@ -7,26 +7,28 @@ from ._wrapper import CollectiveCall, CollectivesWrapper
 
 
 class CommunicationStats(NamedTuple):
-    """Number of calls, and payload in bytes that this rank received from other ranks."""
+    """Number of collective calls, and bytes of tensor data received from other ranks."""
 
     calls: int = 0
     bytes: int = 0
 
     def plus(self, other: "CommunicationStats") -> "CommunicationStats":
-        """Return the sum of two counts."""
+        """Return the sums of the calls and of the bytes of both objects."""
         return CommunicationStats(self.calls + other.calls, self.bytes + other.bytes)
 
 
 class RecordingCollectives(CollectivesWrapper):
     """`Collectives` that count calls and received bytes per axis, and run the calls unchanged.
 
-    Bytes are payload that this rank receives from other ranks. With ``n`` ranks, an all-reduce
-    counts what the bandwidth-optimal algorithm receives: ``2 * (n - 1) / n`` times the bytes of the
-    tensor, rounded down (Patarasuk and Yuan 2009, section 3). A reduce-scatter counts ``n - 1``
+    The bytes are computed from the shapes of the tensors, as the tensor data that this rank
+    receives from other ranks. On an axis of ``n`` ranks, an all-reduce counts as
+    ``2 * (n - 1) / n`` times the bytes of the tensor, rounded down. The bandwidth-optimal algorithm
+    receives this amount (Patarasuk and Yuan 2009, section 3). A reduce-scatter counts as ``n - 1``
     times the bytes of its output. Calls on an axis of one rank are not counted.
 
-    A call is counted before it is passed to ``inner``. A call that `CheckedCollectives` inside then
-    refuse is counted too. The note of `CheckedCollectives` has the order of several wrappers.
+    A call is counted before it is passed to ``inner``. If ``inner`` is a `CheckedCollectives` that
+    refuses the call, the call is still counted. See the note of `CheckedCollectives` on how to nest
+    several wrappers.
 
     Args:
         inner: `Collectives` that communicate. Defaults to `TorchCollectives`.
@@ -48,7 +50,10 @@ class RecordingCollectives(CollectivesWrapper):
 
     @property
     def by_axis(self) -> dict[str, CommunicationStats]:
-        """Dict from axis name to this rank's calls and received bytes since the last `reset`."""
+        """Calls and received bytes of this rank since the last `reset`, for each axis.
+
+        A dict from the name of the axis to `CommunicationStats`.
+        """
         totals: dict[str, CommunicationStats] = {}
         for (axis, _), stats in self._calls.items():
             totals[axis] = totals.get(axis, CommunicationStats()).plus(stats)
@@ -56,9 +61,10 @@ class RecordingCollectives(CollectivesWrapper):
 
     @property
     def by_call(self) -> dict[tuple[str, str], CommunicationStats]:
-        """Calls and received bytes since the last `reset`, for each axis and collective.
+        """Calls and received bytes of this rank since the last `reset`, for each axis and method.
 
-        A dict with keys such as ``("tp", "all_gather")``: the name of the axis and of the method.
+        A dict from pairs ``(axis name, method name)``, such as ``("tp", "all_gather")``, to
+        `CommunicationStats`.
         """
         return dict(self._calls)
 

@@ -18,7 +18,7 @@ _REDUCTIONS: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
 def start_uneven_reduce_scatter(
     collectives: Collectives, axis: Axis, rows: Tensor, sizes: Sequence[int], op: ReduceOp = "sum"
 ) -> Callable[[], Tensor]:
-    """Start a reduce-scatter whose blocks of rows may have different lengths.
+    """Start a reduce-scatter in which ranks may get blocks of rows of different lengths.
 
     Communicates one all-to-all. Each rank then reduces the blocks that it received, in rank order.
 
@@ -28,13 +28,13 @@ def start_uneven_reduce_scatter(
         rows: Contiguous tensor ``[sum(sizes), ...]``, with the same shape on all ranks. It holds
             one block of rows for each rank, in rank order. Do not change it before the returned
             function has returned.
-        sizes: Number of rows of each rank's block, the same on all ranks.
+        sizes: Number of rows in the block of each rank, the same on all ranks.
         op: Reduction.
 
     Returns:
-        A function that waits for the all-to-all and returns this rank's reduced block,
-        ``[sizes[axis.index], ...]``, contiguous and in the dtype of ``rows``. An average of
-        integers has a floating dtype. Call it once.
+        A function without arguments. It waits for the all-to-all and returns this rank's reduced
+        block: a contiguous tensor ``[sizes[axis.index], ...]`` in the dtype of ``rows``, or in the
+        default floating dtype for an average of integers. Call the function once.
     """
     own = sizes[axis.index]
     work = collectives.all_to_all(axis, rows, sizes, [own] * axis.size)

@@ -1,4 +1,4 @@
-"""Base of the `Collectives` that observe each call and pass it on unchanged."""
+"""`CollectivesWrapper`: base class of wrappers that observe each call of a `Collectives`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,17 @@ class CollectiveCall:
 
     Attributes:
         axis: Ranks that take part.
-        collective: Name of the method.
-        inputs: Tensors of the call. Empty for ``send_recv``.
-        outputs: Given outputs, or None.
-        op: Reduction, or None if the method has none.
-        source: Coordinate of the sender of a ``broadcast``.
-        send_splits: Rows to each rank of an ``all_to_all``. None means equal blocks.
-        receive_splits: Rows from each rank of an ``all_to_all``. None means equal blocks.
-        sends: Messages of a ``send_recv`` to each peer.
-        receives: Messages of a ``send_recv`` from each peer.
+        collective: Name of the method, such as ``"all_gather"``.
+        inputs: Input tensors. Empty for ``send_recv``.
+        outputs: Tensors that the caller passed for the results, or None if there are none.
+        op: Reduction of a ``reduce_scatter`` or ``all_reduce``; None for the other methods.
+        source: Coordinate of the sender of a ``broadcast``; 0 for the other methods.
+        send_splits: Number of rows that an ``all_to_all`` sends to each rank. It is None for equal
+            blocks and for the other methods.
+        receive_splits: Number of rows that an ``all_to_all`` receives from each rank. It is None
+            for equal blocks and for the other methods.
+        sends: Argument ``sends`` of a ``send_recv``; empty for the other methods.
+        receives: Argument ``receives`` of a ``send_recv``; empty for the other methods.
     """
 
     axis: Axis
@@ -40,18 +42,21 @@ class CollectiveCall:
 
     @property
     def operation(self) -> str:
-        """Name of the method with the reduction or the source, such as ``"all_reduce sum"``."""
+        """Name of the method, with its reduction or source if it has one.
+
+        Examples are ``"all_reduce sum"``, ``"broadcast from 0"`` and ``"all_gather"``.
+        """
         if self.collective == "broadcast":
             return f"broadcast from {self.source}"
         return self.collective if self.op is None else f"{self.collective} {self.op}"
 
     def received_bytes(self) -> int:
-        """Return the payload in bytes that this rank receives from other ranks."""
+        """Return the number of bytes of tensor data that this rank receives from other ranks."""
         axis, collective = self.axis, self.collective
         sent = sum(map(bytes_of, self.inputs))
         if collective == "all_gather":
             return (axis.size - 1) * sent
-        if collective == "all_reduce":  # of the bandwidth-optimal algorithm
+        if collective == "all_reduce":  # This is the amount of the bandwidth-optimal algorithm.
             return 2 * sent * (axis.size - 1) // axis.size
         if collective == "broadcast":
             return 0 if axis.index == self.source else sent
@@ -66,7 +71,9 @@ class CollectiveCall:
 
 
 class CollectivesWrapper:
-    """Observes each call in `_before`, then passes it on to other `Collectives`.
+    """Calls the method `_before` for each collective call, then passes the call on to ``inner``.
+
+    Subclasses implement `_before`.
 
     Args:
         inner: `Collectives` that run the calls. Defaults to `TorchCollectives`.
@@ -81,7 +88,10 @@ class CollectivesWrapper:
         return self._inner
 
     def _before(self, call: CollectiveCall) -> None:
-        """Observe a call before it starts. An error that is raised here prevents the call."""
+        """Observe a call before it is passed on to ``inner``.
+
+        If this method raises, the call is not passed on.
+        """
         raise NotImplementedError
 
     def all_gather(
