@@ -187,7 +187,8 @@ def _apply(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tens
 
 
 def _communicate(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
-    x = x.resolve_conj()  # because collectives send memory as stored
+    # Collectives send the stored values, so a lazy conjugation is carried out first.
+    x = x.resolve_conj()
     result: Tensor = _Linear.apply(x, function, adjoint)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,8 +1,8 @@
 """`TorchCollectives`: collectives on the process group of an axis.
 
-This module and ``_torch.py`` are the only ones that use private names of torch. Collectives call
-the methods of ``ProcessGroup``, because the public functions of ``torch.distributed`` take a third
-more host time, and none of them takes several tensors.
+Only this module and ``_torch.py`` use private names of torch. Most collectives call the methods of
+``ProcessGroup`` directly. The public functions of ``torch.distributed`` take a third more host
+time, and none of them takes several tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +39,10 @@ from ._interface import (
 
 
 def _names(*names: str) -> tuple[str, ...]:
-    """Return all names that versions of torch give one method of ``ProcessGroup``.
+    """Return the names of one ``ProcessGroup`` method in different torch versions.
 
-    The first name is the one of the installed version. Raises ImportError if it has none of them.
+    The name in the installed version is moved to the first position. Raises ImportError if the
+    installed version has none of the names.
     """
     known = [name for name in names if hasattr(ProcessGroup, name)]
     if not known:
@@ -49,12 +50,13 @@ def _names(*names: str) -> tuple[str, ...]:
     return (known[0], *(name for name in names if name != known[0]))
 
 
-# torch 2.13 renamed these methods. The older name is the second.
+# Names of methods that start a collective of one tensor. torch 2.13 renamed the first three; the
+# second name is the older one.
 _GATHER = _names("all_gather_single", "_allgather_base")
 _SCATTER = _names("reduce_scatter_single", "_reduce_scatter_base")
 _EXCHANGE = _names("all_to_all_single", "alltoall_base")
 _REDUCE = _names("allreduce")
-# The methods that take several tensors.
+# Names of methods that start a collective of several tensors.
 _GATHER_LIST = _names("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 _SCATTER_LIST = _names("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 _REDUCE_LIST = _names("allreduce_coalesced")
@@ -75,7 +77,7 @@ def _asynchronous(options: Any, op: Any = None) -> Any:
     return options
 
 
-# Options are made once, because torch only reads them.
+# Torch does not modify these options, so all calls share the same objects.
 _GATHER_OPTIONS = _asynchronous(AllgatherOptions())
 _EXCHANGE_OPTIONS = _asynchronous(AllToAllOptions())
 _SCATTER_OPTIONS = {name: _asynchronous(ReduceScatterOptions(), op) for name, op in _OPS.items()}
@@ -84,27 +86,28 @@ _REDUCE_LIST_OPTIONS = {
     name: _asynchronous(AllreduceCoalescedOptions(), op) for name, op in _OPS.items()
 }
 
-_Pair = tuple[Tensor, Tensor]  # output and input
+_Pair = tuple[Tensor, Tensor]  # (output, input) of a collective of one tensor
 _Finish = Callable[[], None]  # copies or divides outputs after the communication
-# Over gloo, small tensors are packed into one buffer. For tensors of at least this many bytes, the
-# two copies take longer than separate calls.
+# Over gloo, small tensors are packed into one buffer. For tensors of at least this many bytes,
+# copying to and from the buffer takes longer than separate calls.
 _MIN_BYTES_UNPACKED = 2**20
 
 
 class _PendingWork:
-    """The `Work` of `TorchCollectives`. Keeps inputs and outputs alive until all works are done.
+    """The `Work` that `TorchCollectives` returns. One object can wait for several torch works.
 
-    `wait` waits for all works, even after one has failed. It then raises the first error, also if
-    it is called again. If an interrupt stops `wait`, a second call continues with the other works.
+    `wait` waits for all works, even if one of them fails. It then raises the first error. Later
+    calls of `wait` raise the same error. If an interrupt stops `wait`, the next call of `wait`
+    continues with the remaining works.
 
     Args:
-        collective: Name of the collective, for error notes.
-        axis: Axis of the collective, for error notes.
-        works: Works of torch.
-        outputs: Result of `wait`.
-        inputs: Tensors that the works use.
-        finishes: Called after the works are done, in this order.
-        error: Error from the start of a work, raised by `wait`.
+        collective: Name of the collective. `wait` adds it to error messages.
+        axis: Axis of the collective. `wait` adds its name and ranks to error messages.
+        works: Handles ``torch.distributed.Work`` of the started operations.
+        outputs: Tensors that `wait` returns.
+        inputs: Tensors that must stay alive until all works are done.
+        finishes: Functions that `wait` calls in this order, once all works are done.
+        error: Error that was raised when an operation was started. `wait` raises it.
     """
 
     __slots__ = ("_axis", "_collective", "_error", "_finishes", "_inputs", "_outputs", "_works")
@@ -131,7 +134,7 @@ class _PendingWork:
         while self._works:
             try:
                 self._works[0].wait()
-            except Exception as error:  # noqa: BLE001 - raised below, when all works have ended
+            except Exception as error:  # noqa: BLE001 - raised below, after all works
                 self._error = self._error or self._with_note(error)
             del self._works[0]
         self._inputs = ()
@@ -149,7 +152,7 @@ class _PendingWork:
         return self._outputs
 
     def _with_note(self, error: Exception) -> Exception:
-        """Add the collective and the axis to an error of torch, which names neither."""
+        """Add the names of the collective and the axis to an error of torch, as a note."""
         ranks = self._axis.ranks
         shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
         error.add_note(f"in {self._collective} over axis {self._axis.name!r} (ranks {shown})")
@@ -164,10 +167,19 @@ def _start(
     inputs: Sequence[Tensor],
     finishes: Sequence[_Finish] = (),
 ) -> _PendingWork:
-    """Start several works one after the other.
+    """Start the operations of one call one after the other.
 
-    If the first start fails, its error is raised: nothing is in flight. If a later start fails, its
-    error is raised by ``wait``, because the earlier works still use the memory of the caller.
+    If the first start fails, this function raises the error, because nothing is in flight. If a
+    later start fails, ``wait`` of the result raises the error, because the operations that were
+    started before still use the caller's tensors.
+
+    Args:
+        collective: Name of the collective, for error messages.
+        axis: Axis of the collective.
+        starts: Functions that each start one operation and return its ``torch.distributed.Work``.
+        outputs: Tensors that ``wait`` returns.
+        inputs: Tensors that must stay alive until all operations are done.
+        finishes: Functions that ``wait`` calls after all operations are done.
     """
     works: list[Any] = []
     for start in starts:
@@ -184,8 +196,8 @@ class TorchCollectives:
     """`Collectives` that call ``torch.distributed``.
 
     Instances have no state, so they are interchangeable. On an axis of one rank, nothing is
-    communicated: given outputs receive copies of the inputs; without given outputs, the results are
-    the inputs themselves.
+    communicated. If outputs are given, the inputs are copied to them. Otherwise the results are the
+    inputs themselves.
 
     Examples:
         On 4 ranks:
@@ -227,10 +239,10 @@ class TorchCollectives:
     def prepare_all_gather(
         self, axis: Axis, input: Tensor, output: Tensor
     ) -> Callable[[], Waitable]:
-        """Return a function that starts an all-gather between two fixed tensors at each call.
+        """Return a function that starts the same all-gather, with the same tensors, at each call.
 
-        All lookups and checks are done once, in this method. Each call of the returned function
-        then takes only the host time of ``torch.distributed``.
+        This method looks up the process group's method once and checks the axis once. A call of the
+        returned function then takes only the host time of ``torch.distributed``.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
@@ -239,8 +251,8 @@ class TorchCollectives:
 
         Returns:
             A function without arguments that starts the all-gather and returns a handle. Keep both
-            tensors alive until ``wait()`` of the handle returns. ``wait()`` raises errors of the
-            collective.
+            tensors alive until the handle's ``wait()`` returns. ``wait()`` raises an error if the
+            collective fails.
 
         Raises:
             ValueError: The axis belongs to a simulated world, or has one rank.
@@ -261,9 +273,10 @@ class TorchCollectives:
     def prepare_reduce_scatter(
         self, axis: Axis, op: ReduceOp = "sum"
     ) -> Callable[[Tensor, Tensor], Waitable]:
-        """Return a function that starts a reduce-scatter of one contiguous tensor.
+        """Return a function that starts a reduce-scatter of one contiguous tensor at each call.
 
-        All lookups and checks that do not depend on the tensors are done once, in this method.
+        This method looks up the process group's method once and checks the axis once. The tensors
+        can differ between calls of the returned function.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
@@ -271,8 +284,8 @@ class TorchCollectives:
 
         Returns:
             A function ``start(output, input)`` that starts the reduce-scatter and returns a handle.
-            The input has ``axis.size`` times as many elements as the output. Keep both tensors
-            alive until ``wait()`` of the handle returns.
+            ``input`` has ``axis.size`` times as many elements as ``output``. Both are contiguous.
+            Keep them alive until the handle's ``wait()`` returns.
 
         Raises:
             ValueError: The axis belongs to a simulated world, or has one rank.
@@ -306,7 +319,7 @@ class TorchCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce each input and keep this rank's part; see `Collectives.reduce_scatter`."""
+        """Reduce each input and return this rank's block; see `Collectives.reduce_scatter`."""
         if axis.size == 1:
             return _PendingWork("reduce_scatter", axis, [], _copied(inputs, outputs))
         check_divisible(axis, inputs)
@@ -368,7 +381,7 @@ class TorchCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Exchange blocks of rows; see `Collectives.all_to_all`."""
+        """Send one block of rows to each rank; see `Collectives.all_to_all`."""
         if axis.size == 1:
             for splits in (send_splits, receive_splits):
                 if splits is not None and list(splits) != [input.shape[0]]:
@@ -400,10 +413,11 @@ class TorchCollectives:
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive point to point; see `Collectives.send_recv`.
+        """Send tensors to ranks and receive tensors from ranks; see `Collectives.send_recv`.
 
         With NCCL, all ranks of the group have to take part in the group's first call. With gloo,
-        tensors that are not on the CPU are copied through CPU memory.
+        tensors on other devices than the CPU are copied to CPU memory before they are sent, and
+        from CPU memory after they are received.
         """
         if axis.size > 1:
             _check_group(axis)
@@ -456,9 +470,11 @@ def _check_prepared(axis: Axis) -> None:
 
 
 def _method(axis: Axis, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the method of the process group that starts a collective.
+    """Return the bound method of the axis's process group that starts a collective.
 
-    A subclass of ``ProcessGroup`` may override the method under its new or its old name.
+    ``names`` are the names of the method in different torch versions. The first one exists in the
+    installed version. If a subclass of ``ProcessGroup`` overrides the method under any of these
+    names, the override is returned. Raises ValueError if the group of the axis is simulated.
     """
     group: Any = axis.group
     if type(group) is not ProcessGroup:
@@ -469,16 +485,21 @@ def _method(axis: Axis, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _overridden(group: object, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names under which a subclass overrides a method of ``ProcessGroup``."""
+    """Return the names under which the class of ``group`` overrides a ``ProcessGroup`` method.
+
+    ``names`` are the names of the method in different torch versions. The result is a part of them,
+    and empty if nothing is overridden.
+    """
     own = type(group)
     return tuple(x for x in names if getattr(own, x, None) is not getattr(ProcessGroup, x, None))
 
 
 def _takes_lists(axis: Axis, names: tuple[str, ...], device: torch.device) -> bool:
-    """Return whether the group of an axis can start one collective of several tensors.
+    """Return whether the axis's process group can run the method on tensors on ``device``.
 
-    A group written in Python without a backend can do so only if it overrides the method. gloo
-    reduces lists of CPU tensors only.
+    ``names`` are names of a ``ProcessGroup`` method that takes a list of tensors, such as
+    ``allreduce_coalesced``. A process group that is written in Python and has no backend supports
+    only methods that it overrides. gloo supports the all-reduce of a list only for CPU tensors.
     """
     group = axis.group
     if names is _REDUCE_LIST and device.type != "cpu" and backend_of(group, device) == "gloo":
@@ -489,16 +510,16 @@ def _takes_lists(axis: Axis, names: tuple[str, ...], device: torch.device) -> bo
 
 
 def _gather(output: Tensor, input: Tensor, axis: Axis) -> Any:
-    """Start an all-gather of one contiguous tensor."""
+    """Start an all-gather of one contiguous tensor, and return torch's work."""
     if input.is_complex():
         output, input = _real(output), _real(input)
     return _method(axis, _GATHER)(output, input, _GATHER_OPTIONS)
 
 
 def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis) -> Any:
-    """Start a reduce-scatter of one contiguous tensor."""
+    """Start a reduce-scatter of one contiguous tensor, and return torch's work."""
     if output.requires_grad:
-        output = output.detach()  # gloo copies to the output with autograd enabled
+        output = output.detach()  # gloo writes to it with autograd enabled
     if input.is_complex():
         output, input = _real(output, op), _real(input, op)
     elif input.dtype is torch.bool:
@@ -507,7 +528,10 @@ def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis) -> Any:
 
 
 def _reduce(tensor: Tensor, op: ReduceOp, axis: Axis) -> Any:
-    """Start an all-reduce of one contiguous tensor."""
+    """Start an in-place all-reduce of one contiguous tensor, and return torch's work.
+
+    Raises ValueError for a complex tensor if ``op`` is not ``"sum"`` or ``"avg"``.
+    """
     if tensor.is_complex():
         if op not in _LINEAR:
             raise ValueError(f"all_reduce over {axis.name} with {op} needs real numbers")
@@ -518,7 +542,7 @@ def _reduce(tensor: Tensor, op: ReduceOp, axis: Axis) -> Any:
 
 
 def _reduce_list(tensors: list[Tensor], op: ReduceOp, axis: Axis) -> Any:
-    """Start one all-reduce of several contiguous tensors of one dtype."""
+    """Start one in-place all-reduce of several contiguous tensors of one dtype."""
     if tensors[0].dtype is torch.bool:
         op = _for_bools(op)
     parts = [_real(x, op) for x in tensors]
@@ -529,27 +553,29 @@ _LINEAR = ("sum", "avg")  # reductions that act on real and imaginary parts sepa
 
 
 def _real(tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-    """Return a real view of a complex tensor, because not all backends support complex dtypes.
+    """Return ``torch.view_as_real(tensor)`` for a complex tensor, and other tensors unchanged.
 
-    If ``op`` does not act on real and imaginary parts separately, the tensor is returned as it is.
+    Some backends do not support complex dtypes. If ``op`` is not ``"sum"`` or ``"avg"``, a complex
+    tensor is returned unchanged, because real and imaginary parts cannot be reduced separately.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() and op in _LINEAR else tensor
 
 
 def _for_bools(op: ReduceOp) -> ReduceOp:
-    """Return the reduction for bools: a sum becomes a maximum.
+    """Return ``"max"`` instead of ``"sum"``, for tensors of bools, and other reductions unchanged.
 
-    gloo adds the bytes of bools. A byte of 2 counts as True, but does not equal it, and 256 ranks
-    would give False. NCCL takes the maximum itself.
+    gloo would add bools as bytes. The byte 2 means True but does not equal the byte 1, and 256
+    times True overflows to 0, which is False. NCCL replaces the sum by the maximum itself.
     """
     return "max" if op == "sum" else op
 
 
 def _average(axis: Axis, outputs: Sequence[Tensor]) -> tuple[ReduceOp, list[_Finish]]:
-    """Return how to average: the reduction, and functions to call after it.
+    """Return the reduction that implements an average, and functions to call after it.
 
-    Only NCCL has averages. For other backends, the sum is divided after the communication. Raises
-    ValueError if a dtype has no such division.
+    With NCCL, this is ``"avg"`` without functions. Other backends have no average. For them it is
+    ``"sum"`` and one function, which divides ``outputs`` in place by the number of ranks. Raises
+    ValueError if the dtype of an output is neither floating nor complex.
     """
     if outputs and backend_of(axis.group, outputs[0].device) == "nccl":
         return "avg", []
@@ -570,7 +596,11 @@ def _average(axis: Axis, outputs: Sequence[Tensor]) -> tuple[ReduceOp, list[_Fin
 
 
 def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return the results of a collective over one rank."""
+    """Return the results of a collective over an axis of one rank.
+
+    If ``outputs`` is None, these are the inputs themselves. Otherwise they are ``outputs``, to
+    which the inputs are copied.
+    """
     if outputs is None:
         return list(inputs)
     with _unrecorded(outputs):
@@ -582,7 +612,10 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
 
 @contextmanager
 def _unrecorded(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Allow writes to outputs that are leaf parameters or inference tensors."""
+    """Return a context manager that allows in-place writes to ``outputs``.
+
+    Without it, torch refuses to write to parameters that require grad and to inference tensors.
+    """
     with torch.inference_mode(any(x.is_inference() for x in outputs)), torch.no_grad():
         yield
 
@@ -590,11 +623,16 @@ def _unrecorded(outputs: Sequence[Tensor]) -> Iterator[None]:
 def _dense(
     outputs: Sequence[Tensor], *, on_cpu: bool = False
 ) -> tuple[list[Tensor], list[_Finish]]:
-    """Return a contiguous tensor for each output, and a function that copies them to the outputs.
+    """Return a contiguous tensor for each output, into which the backend writes the result.
 
-    gloo ignores strides when it writes, so it writes to these tensors. An output that is contiguous
-    and not lazily conjugated is returned itself. If all are, there is no function. With ``on_cpu``,
-    new CPU tensors without values are returned.
+    gloo ignores the strides of a tensor when it writes. An output that is contiguous and not lazily
+    conjugated is returned itself. For any other output, a contiguous copy is returned. If
+    ``on_cpu`` is True, an uninitialized CPU tensor is returned for each output.
+
+    Returns:
+        A pair: the list of contiguous tensors, and a list with one function, which copies the
+        results from the new tensors to the outputs. The second list is empty if every output is
+        returned itself.
     """
     if on_cpu:
         dense = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
@@ -612,9 +650,19 @@ def _dense(
 
 
 def _pack_small(pairs: list[_Pair], ranks: int) -> tuple[list[_Pair], list[_Finish]]:
-    """Pack the small tensors of an all-gather into one pair. Return all pairs to communicate.
+    """Pack the small tensors of an all-gather over gloo into one buffer.
 
-    The packed tensors have one dtype, because joining two dtypes would convert one of them.
+    An input is small if it has less than `_MIN_BYTES_UNPACKED` bytes. Small inputs are packed if
+    they have the dtype of the first small input.
+
+    Args:
+        pairs: ``(output, input)`` of each tensor.
+        ranks: Number of ranks of the axis.
+
+    Returns:
+        The ``(output, input)`` pairs to communicate: the pairs that are not packed, then the pair
+        of the buffers. And a list with the function that unpacks the output buffer, or an empty
+        list if nothing is packed.
     """
     small, others = list[_Pair](), list[_Pair]()
     for pair in pairs:
@@ -629,15 +677,25 @@ def _pack_small(pairs: list[_Pair], ranks: int) -> tuple[list[_Pair], list[_Fini
 
 @torch.no_grad()
 def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair, _Finish]:
-    """Return one output and one input for several pairs, and a function that fills the outputs.
+    """Pack several tensors into one input buffer, and allocate one output buffer.
 
-    The buffers are matrices, and each tensor is a range of columns. A reduce-scatter splits the
-    rows of the input, an all-gather concatenates the rows of the output.
+    Each buffer is a matrix, in which each tensor is a range of columns. A reduce-scatter sends one
+    row of the input buffer to each rank. An all-gather receives one row of the output buffer from
+    each rank.
 
-    gloo's own coalesced all-gather is not used, because it corrupts the heap if two of one group
-    are in flight: two threads write to one string without a lock (``ProcessGroupGloo::runLoop``,
-    torch 2.11 to 2.13). Names of up to 15 letters need no memory, and ``ALLGATHER_COALESCED`` is
-    the only longer one of the collectives used here.
+    gloo's own coalesced all-gather is not used. It corrupts the heap if two of them are in flight
+    in one group, because two threads write the name of the collective to one string without a lock
+    (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). Names of up to 15 letters need no heap
+    memory. ``ALLGATHER_COALESCED`` is the only longer name among the collectives used here.
+
+    Args:
+        pairs: ``(output, input)`` of each tensor.
+        rows_in: Rows of the input buffer: the number of ranks for a reduce-scatter, else 1.
+        rows_out: Rows of the output buffer: the number of ranks for an all-gather, else 1.
+
+    Returns:
+        The pair ``(output buffer, input buffer)``, and a function that copies the output buffer to
+        the outputs.
     """
     outputs, inputs = zip(*pairs, strict=True)
     widths = [x.numel() for x in (inputs if rows_in == 1 else outputs)]
@@ -654,20 +712,26 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the number of elements of a tensor times the bytes per element."""
+    """Return the size of a tensor in bytes: number of elements times bytes per element."""
     return tensor.numel() * tensor.element_size()
 
 
 def _to_peers(parts: Mapping[int, Parts], me: int) -> list[tuple[int, Tensor]]:
-    """Return one pair of peer and tensor for each message to or from another rank."""
+    """Return ``(peer, tensor)`` for each tensor that is sent to or received from another rank.
+
+    Args:
+        parts: Argument ``sends`` or ``receives`` of `send_recv`.
+        me: Coordinate of this rank on the axis. Tensors under this key are left out.
+    """
     return [(peer, x) for peer, each in parts.items() if peer != me for x in as_tensors(each)]
 
 
 def _needs_staging(axis: Axis, tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors must be copied to CPU memory before gloo sends or receives them.
+    """Return whether `send_recv` must copy the tensors through CPU memory.
 
-    gloo's send and receive use the address of a tensor without a check of its device. An address of
-    CUDA memory ends the process. The collectives of gloo copy CUDA tensors themselves.
+    This is the case if a tensor is not on the CPU and its backend is gloo. gloo's send and receive
+    do not check the device of a tensor, and crash the process if they read CUDA memory. gloo's
+    collectives copy CUDA tensors to the CPU themselves.
     """
     devices = {x.device for x in tensors if x.device.type != "cpu"}
     return any(backend_of(axis.group, device) == "gloo" for device in devices)
@@ -682,10 +746,18 @@ def _send_and_receive(
 ) -> _PendingWork:
     """Start sends and receives, as one batch if the backend supports batches.
 
-    For other backends, such as gloo, this calls the group's methods one by one. torch's function
-    does the same in the same order, but looks up the group and the peer several times.
+    For other backends, such as gloo, this function calls the group's methods one by one.
+    ``torch.distributed.batch_isend_irecv`` would do the same in the same order, but looks up the
+    group and the peer several times.
+
+    Args:
+        axis: Axis of the ranks.
+        sends: ``(peer, tensor)`` pairs. ``peer`` is the coordinate of the receiver on the axis.
+        receives: ``(peer, tensor)`` pairs. ``peer`` is the coordinate of the sender on the axis.
+        outputs: Tensors that ``wait`` of the result returns.
+        finishes: Functions that ``wait`` calls after the communication.
     """
-    # All conversions come before the first start, because an error would leave receives in flight.
+    # Convert all tensors before the first start. A later error would leave receives in flight.
     arriving = [(peer, _real(x)) for peer, x in receives]
     leaving = [(peer, _real(x)) for peer, x in sends]
     used = [x for _, x in (*receives, *sends)]
@@ -711,7 +783,7 @@ def _send_and_receive(
         ]
         works = dist.batch_isend_irecv(operations)
         return _PendingWork("send_recv", axis, works, outputs, used, finishes)
-    # torch would call the methods of a group that is written in Python one by one, too.
+    # The group is written in Python. ``batch_isend_irecv`` would also call its methods one by one.
     starts = [partial(function, x, axis.ranks[peer], group) for function, peer, x in pairs]
     return _start("send_recv", axis, starts, outputs, used, finishes)
 
@@ -723,9 +795,10 @@ def _start_with_timeout(
 
 
 class _WorkWithTimeout:
-    """A send or receive of gloo that waits at most for the present timeout of its group.
+    """Handle of a gloo send or receive. `wait` passes a timeout to gloo.
 
-    Without an argument, ``wait`` of gloo uses the timeout with which the group was created.
+    Without a timeout argument, gloo's ``wait`` uses the timeout with which the group was created,
+    even if the timeout of the group was changed later.
     """
 
     __slots__ = ("_timeout", "_work")
@@ -739,10 +812,10 @@ class _WorkWithTimeout:
 
 
 def checked_collectives(collectives: object) -> Collectives:
-    """Return the given collectives, and `TorchCollectives` for None.
+    """Return ``collectives`` after a check of its type, or a new `TorchCollectives` if it is None.
 
     Raises:
-        LayoutError: The object does not implement `Collectives`.
+        LayoutError: The object does not have all methods of `Collectives`, or is a class.
     """
     if collectives is None:
         return TorchCollectives()

@@ -1,4 +1,4 @@
-"""Compare the calls of all ranks of an axis through a store, before each call runs."""
+"""`CheckedCollectives`: compares the calls of all ranks of an axis before each call runs."""
 
 import json
 import math
@@ -24,28 +24,36 @@ from ._wrapper import CollectiveCall, CollectivesWrapper
 
 _ROOT = "hp_dtensor/checked"
 _MEMBERS = f"{_ROOT}/ranks"
-_GO = "go"  # outcome of a call that all ranks make
-# All ranks create their objects in the same order, so a number means the same object on each rank.
+_GO = "go"  # outcome that is published if all ranks make the same call
+# Numbers of `CheckedCollectives` objects. All ranks have to create these objects in the same order,
+# so the objects with one number on different ranks belong together.
 _numbers = count(1)
 
 
 class _Fingerprint(NamedTuple):
-    """One call on one rank, as it is written to the store.
+    """Description of one call on one rank. Each rank writes it to the store as JSON.
+
+    A call is legal if all ranks of the axis make the same call, or if the sender and the receiver of
+    a point to point message agree.
 
     Attributes:
-        rank: Global rank.
+        rank: Global rank of the process that makes the call.
         axis: Name of the axis.
         ranks: Global ranks of the axis.
-        operation: Name of the operation, with its reduction or source.
-        must_match: Text that is equal on all ranks of a legal call.
-        group: Identity of the process group, equal on all ranks of a legal call.
-        devices: Types of the tensors' devices, equal on all ranks of a legal call.
-        instance: Number of the `CheckedCollectives`, or 0 if it has its own store.
-        details: Text for the error message.
+        operation: Name of the operation with its reduction or source, such as ``"all_reduce sum"``.
+        must_match: Text that is equal on all ranks in a legal call, such as dtypes and shapes.
+        group: Result of `group_identity` for the process group. Equal on all ranks in a legal call.
+        devices: Device types of the tensors, such as ``"cuda"``. Equal on all ranks in a legal
+            call.
+        instance: Number of the `CheckedCollectives` object, from 1. It is 0 if the object was
+            created with ``store=``.
+        details: Text for the error message, which may differ between ranks.
         fault: Description of a problem on this rank. Empty if there is none.
-        sent: Rows to each rank. Empty if the operation has no splits.
-        received: Rows from each rank.
-        number: Number of the call on the axis, from 1.
+        sent: Number of rows that an all-to-all sends to each rank. Empty for other operations.
+        received: Number of rows that an all-to-all expects from each rank. Empty for other
+            operations.
+        number: Number of the call on the axis, or between two ranks for point to point messages.
+            The first call has the number 1.
     """
 
     rank: int
@@ -64,18 +72,18 @@ class _Fingerprint(NamedTuple):
 
     @staticmethod
     def read(text: Any) -> "_Fingerprint":
-        """Return the fingerprint that `written` converted to text."""
+        """Return the fingerprint for a JSON text that `written` returned."""
         call = _Fingerprint(*json.loads(text))
         runs: Any = call.ranks
         return call._replace(ranks=[rank for run in runs for rank in range(*run)])
 
     def written(self) -> str:
-        """Return the fingerprint as text. The ranks are written as arguments of ``range``."""
+        """Return the fingerprint as JSON. `_runs` shortens the list of ranks in it."""
         runs: Any = _runs(self.ranks)
         return json.dumps(self._replace(ranks=runs))
 
     def in_full(self) -> str:
-        """Return the message text with the process group and the devices."""
+        """Return the text of ``__str__``, followed by the process group and the devices."""
         group = f" in process group {self.group} of these ranks" if self.group else ""
         return f"{self}{group} on {self.devices or 'no device'}"
 
@@ -86,23 +94,23 @@ class _Fingerprint(NamedTuple):
 
 
 class CheckedCollectives(CollectivesWrapper):
-    """`Collectives` that raise one error on all ranks if the ranks make different calls.
+    """`Collectives` that raise the same error on all ranks if the ranks make different calls.
 
-    Use them to find the rank, axis and operation behind a hang or a wrong result. Before each call,
-    every rank writes a fingerprint of the call to a store: operation, axis, process group, shapes,
-    dtypes, devices and splits. Then it waits for the fingerprints of the other ranks of the axis.
-    If fingerprints differ, all of these ranks raise the same `RankMismatchError`. If a rank writes
-    nothing before the deadline, the waiting ranks raise a `RankMismatchError` that lists the last
-    fingerprint of every rank.
+    Use this class to find the rank, axis and operation behind a hang or a wrong result. Before each
+    call, every rank writes a fingerprint of the call to a store: operation, axis, process group,
+    shapes, dtypes, devices and splits. Then the rank waits for the fingerprints of the other ranks
+    of the axis. If fingerprints differ, all ranks of the axis raise the same `RankMismatchError`.
+    If a rank writes no fingerprint before the deadline, the waiting ranks raise a
+    `RankMismatchError` that lists the last call of every rank.
 
     Args:
         inner: `Collectives` that communicate. Defaults to `TorchCollectives`.
-        store: A ``torch.distributed`` store that all ranks share and nothing else uses. Defaults to
-            the store of the default process group.
-        deadline: Seconds to wait for the other ranks of a call. Defaults to 300.
+        store: A ``torch.distributed.Store`` that all ranks share and no other code uses. Defaults
+            to the store of the default process group.
+        deadline: Seconds to wait for the other ranks in each call. Defaults to 300.
 
     Raises:
-        ValueError: ``deadline`` is not a number of seconds above 0.
+        ValueError: ``deadline`` is not a finite number above 0.
 
     Examples:
         On 4 ranks:
@@ -114,16 +122,19 @@ class CheckedCollectives(CollectivesWrapper):
 
     Note:
         - Each call takes several round trips to the store, and the ranks wait for each other on the
-          host. Nothing overlaps, so use it for debugging only.
-        - After an error, every later call of the same object raises this error again. To continue,
-          create a new object on all ranks.
-        - All ranks have to create their objects in the same order.
+          host. Communication does not overlap with other host work, so use this class for debugging
+          only.
+        - After a `RankMismatchError`, every later call of the same object on an axis of several
+          ranks raises `RankMismatchError` with the first message. To continue, create a new
+          `CheckedCollectives` on all ranks.
+        - All ranks have to create their `CheckedCollectives` objects in the same order.
         - Point to point messages are compared only between sender and receiver.
-        - If several wrappers are used, nest them in this order, from the outermost one:
-          `AutogradCollectives`, `RecordingCollectives`, `CheckedCollectives`, a recorder of calls
-          in flight, `TorchCollectives`. Then the counts include a call that is refused, and the
-          recorder sees only calls that run. ``CheckedCollectives(RecordingCollectives())`` works
-          too. It does not count a call that is refused.
+        - If several wrappers are used, nest them in this order, from the outermost to the
+          innermost: `AutogradCollectives`, `RecordingCollectives`, `CheckedCollectives`, other
+          wrappers that record running calls, `TorchCollectives`. Then the counts of
+          `RecordingCollectives` include calls that `CheckedCollectives` refuses, and the other
+          wrappers receive only calls that run. ``CheckedCollectives(RecordingCollectives())`` works
+          too. In this order, refused calls are not counted.
     """
 
     def __init__(
@@ -136,26 +147,29 @@ class CheckedCollectives(CollectivesWrapper):
         self._given_store = store
         self._instance = next(_numbers) if store is None else 0
         self._deadline = timedelta(seconds=deadline)
-        self._prefixes: dict[tuple[int, ...], str] = {}  # from the ranks of an axis
-        self._counts: dict[str, int] = {}  # from the key of an axis, or of a sender and receiver
+        # From the ranks of an axis to the prefix of its keys in the store.
+        self._prefixes: dict[tuple[int, ...], str] = {}
+        # Number of calls so far. Keys: prefix of an axis, or of a sender and receiver.
+        self._counts: dict[str, int] = {}
         self._failure = ""
 
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
         """Check that all ranks of an axis are about to perform the same operation.
 
         Use this method in your own code for an operation that has to be the same on all ranks. All
-        ranks of the axis have to call it.
+        ranks of the axis have to call this method.
 
         Args:
-            axis: Ranks that are compared. With one rank, only ``fault`` is checked.
+            axis: Ranks that are compared. On an axis of one rank, only ``fault`` is checked.
             operation: Name of the operation. It has to be the same on all ranks.
             details: Text that has to be the same on all ranks, such as sizes.
             fault: Description of a problem on this rank, such as a tensor with a wrong shape. Empty
                 if there is no problem.
 
         Raises:
-            RankMismatchError: The operation or the details differ, a rank has a fault, or a rank
-                did not call before the deadline. Raised on all ranks that called.
+            RankMismatchError: ``operation`` or ``details`` differs between ranks, a rank has passed
+                a ``fault``, or a rank did not call this method before the deadline. Raised on all
+                ranks that called it.
 
         Examples:
             On 4 ranks:
@@ -181,8 +195,9 @@ class CheckedCollectives(CollectivesWrapper):
     def _exchange(self, call: CollectiveCall) -> _Fingerprint:
         """Return the fingerprint of an all-to-all.
 
-        Ranks may send and receive different numbers of rows, so ``must_match`` does not have them.
-        ``sent`` and ``received`` are compared for each pair of ranks instead.
+        Ranks may send and receive different numbers of rows, so ``must_match`` has only the dtype
+        and the shape of a row. The numbers of rows are in ``sent`` and ``received``, which
+        `_difference` compares for each pair of ranks.
         """
         axis, (x,) = call.axis, call.inputs
         equal = [x.shape[0] // axis.size] * axis.size
@@ -216,7 +231,11 @@ class CheckedCollectives(CollectivesWrapper):
         )
 
     def _compare(self, axis: Axis, call: _Fingerprint) -> None:
-        """Raise on all ranks of the axis if their fingerprints do not fit together."""
+        """Exchange fingerprints with all ranks of the axis, and raise if they do not match.
+
+        All ranks of the axis then raise the same `RankMismatchError`. On an axis of one rank, only
+        ``call.fault`` is checked.
+        """
         if axis.size == 1 and call.fault:
             raise RankMismatchError(f"rank {call.rank} cannot do {call.operation}: {call.fault}")
         if axis.size == 1:
@@ -227,14 +246,18 @@ class CheckedCollectives(CollectivesWrapper):
         keys = [f"{outcome}/{rank}" for rank in axis.ranks]
         self._store.set(keys[axis.index], call.written())
         calls = self._wait_for_peers(call, outcome, keys)
-        # All ranks have come to this call, so all have read the fingerprints of the previous one.
+        # All ranks have reached this call, so all of them have read the keys of the previous call.
         self._store.delete_key(f"{previous}/{call.rank}")
         if axis.index == 0:
             self._store.delete_key(previous)
         self._publish_outcome(outcome, _difference(calls))
 
     def _compare_pairs(self, call: CollectiveCall) -> None:
-        """Compare the messages of each sender and receiver. Other ranks need not take part."""
+        """Compare each message of a ``send_recv`` between its sender and its receiver.
+
+        Ranks that neither send nor receive do not take part. Raises `RankMismatchError` on sender
+        and receiver if their fingerprints differ, for example in the shapes of the tensors.
+        """
         axis = call.axis
         me, fault = axis.index, own_fault(axis, call.sends, call.receives)
         prefix = self._prefix(axis)
@@ -263,23 +286,30 @@ class CheckedCollectives(CollectivesWrapper):
     def _wait_for_peers(
         self, mine: _Fingerprint, outcome: str, keys: list[str]
     ) -> list[_Fingerprint]:
-        """Wait until all ranks have written their fingerprints under ``keys``; return these.
+        """Wait until the store has all ``keys``, and return the fingerprints under these keys.
 
-        Raises RankMismatchError if a rank has not written before the deadline.
+        Args:
+            mine: Fingerprint of this rank, for the error message of other ranks.
+            outcome: Key under which the outcome of the call is published.
+            keys: Keys under which the ranks write their fingerprints.
+
+        Raises:
+            RankMismatchError: A key was not written before the deadline.
         """
         self._store.set(f"{_ROOT}/last/{mine.rank}", mine.written())
         try:
             self._store.wait(keys, self._deadline)
         except RuntimeError as error:
-            # Only TCP stores raise DistStoreError, others a RuntimeError with this text.
+            # TCP stores raise DistStoreError. Other stores raise RuntimeError with this text.
             if "timeout" not in str(error).lower():
                 raise
-            # If a peer has published that all ranks came, this returns, and the keys exist.
+            # This call returns if a peer has already published that all ranks made the call. The
+            # keys exist in that case.
             self._publish_outcome(outcome, self._timeout_message(mine))
         return [_Fingerprint.read(text) for text in self._store.multi_get(keys)]
 
     def _timeout_message(self, mine: _Fingerprint) -> str:
-        """Return the error message for a missed deadline, with the last call of each rank."""
+        """Return the error message for a missed deadline. It lists the last call of each rank."""
         members = {int(rank) for rank in self._store.get(_MEMBERS).split()}
         key = f"{_ROOT}/last/{{}}".format
         called = [rank for rank in sorted(members) if self._store.check([key(rank)])]
@@ -297,10 +327,16 @@ class CheckedCollectives(CollectivesWrapper):
         )
 
     def _publish_outcome(self, key: str, failure: str) -> None:
-        """Publish the outcome of a call, and raise if the first published outcome is a failure.
+        """Publish the outcome of a call in the store. Only the first rank's outcome is stored.
 
-        The first outcome counts for all ranks, so no rank goes on with a call that a peer has
-        refused.
+        All ranks use the stored outcome, so that no rank runs a call that another rank has refused.
+
+        Args:
+            key: Key of the outcome in the store.
+            failure: Error message, or an empty string if the call may run.
+
+        Raises:
+            RankMismatchError: The stored outcome is an error message.
         """
         first = self._store.compare_set(key, "", failure or _GO).decode()
         if first != _GO:
@@ -308,7 +344,12 @@ class CheckedCollectives(CollectivesWrapper):
             raise RankMismatchError(first)
 
     def _prefix(self, axis: Axis) -> str:
-        """Return the prefix of the store keys of this object's calls over the axis."""
+        """Return the prefix of the store keys for this object's calls over the axis.
+
+        The first call for an axis also adds this rank to a list of ranks in the store, from which
+        `_timeout_message` reads. Raises `RankMismatchError` if an earlier call of this object has
+        failed.
+        """
         if self._failure:
             raise RankMismatchError(
                 "an earlier call ended this object, which no longer knows what each rank has done; "
@@ -325,7 +366,7 @@ class CheckedCollectives(CollectivesWrapper):
         return prefix
 
     def _next(self, key: str) -> int:
-        """Return the number of the next call, from 1."""
+        """Increment and return the call counter of ``key``. The first call has the number 1."""
         self._counts[key] = self._counts.get(key, 0) + 1
         return self._counts[key]
 
@@ -335,7 +376,11 @@ class CheckedCollectives(CollectivesWrapper):
 
 
 def _difference(calls: Sequence[_Fingerprint]) -> str:
-    """Return why calls do not fit together, or an empty text. The text is equal on all ranks."""
+    """Return an error message for the first difference between the calls of several ranks.
+
+    ``calls`` are in the same order on all ranks, so the message is equal on all ranks. Returns an
+    empty string if the calls match and no call has a fault.
+    """
     for call in calls:
         if call.fault:
             return f"rank {call.rank} cannot take part in {call}: {call.fault}"
@@ -361,11 +406,14 @@ def _difference(calls: Sequence[_Fingerprint]) -> str:
 
 
 def _output_fault(call: CollectiveCall, sizes: Sequence[int]) -> str:
-    """Return which given output has a wrong number of elements or dtype, or an empty text.
+    """Return an error message if an output tensor of a call has a wrong size or dtype.
 
     Args:
-        call: The call, which may have no given outputs.
-        sizes: Number of elements that each output must have.
+        call: The call. If ``call.outputs`` is None, nothing is checked.
+        sizes: Number of elements that each output must have. The dtype must be that of the input.
+
+    Returns:
+        The message, or an empty string if there is no error.
     """
     if call.outputs is None:
         return ""
@@ -379,7 +427,11 @@ def _output_fault(call: CollectiveCall, sizes: Sequence[int]) -> str:
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return ranks as a list of arguments of ``range``, short if they are evenly spaced."""
+    """Convert ranks to a list of ``(start, stop, step)`` arguments of ``range``.
+
+    Each evenly spaced run of ranks becomes one entry: ``[0, 2, 4, 5]`` becomes
+    ``[(0, 5, 2), (5, 6, 1)]``.
+    """
     found: list[tuple[int, int, int]] = []
     for rank in ranks:
         first, stop, step = found[-1] if found else (rank, rank, 1)
@@ -394,7 +446,10 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def checking(collectives: Collectives) -> CheckedCollectives | None:
-    """Return the outermost `CheckedCollectives` among nested wrappers, or None."""
+    """Return the outermost `CheckedCollectives` in a chain of nested wrappers.
+
+    Returns None if neither ``collectives`` nor any object inside it is a `CheckedCollectives`.
+    """
     if isinstance(collectives, CheckedCollectives):
         return collectives
     return checking(collectives.inner) if isinstance(collectives, CollectivesWrapper) else None
