@@ -33,8 +33,8 @@ _numbers = count(1)
 class _Fingerprint(NamedTuple):
     """Description of one call on one rank. Each rank writes it to the store as JSON.
 
-    A call is legal if all ranks of the axis make the same call, or if the sender and the receiver of
-    a point to point message agree.
+    A call is legal if all ranks of the axis make the same call. A point to point message is legal
+    if the fingerprints of its sender and its receiver match.
 
     Attributes:
         rank: Global rank of the process that makes the call.

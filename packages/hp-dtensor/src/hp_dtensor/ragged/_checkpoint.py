@@ -1,6 +1,7 @@
-"""Hooks that save and load tensors with ``torch.distributed.checkpoint``.
+"""Hooks with which ``torch.distributed.checkpoint`` saves and loads a tensor class.
 
-Each box of elements that a rank holds becomes one ``WriteItem``.
+A box is a rectangular region of a tensor: one half-open range ``(lo, hi)`` of global indices for
+each dim. Each box that a rank holds becomes one ``WriteItem`` of the checkpoint.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,12 +25,14 @@ C = TypeVar("C", bound=type)
 def checkpointed(pieces: Callable[[Any], Iterable[tuple[Box, Tensor]]]) -> Callable[[C], C]:
     """Return a class decorator that adds torch's hooks for distributed checkpoints.
 
-    A checkpoint stores boxes and no layout, so a tensor can be loaded into any other layout.
-    The hooks communicate nothing. Instances of the class need ``shape`` (global) and ``dtype``.
+    A checkpoint stores the boxes of a tensor and not its layout, so the tensor can be loaded into
+    any other layout. The hooks communicate nothing. Instances of the decorated class need the
+    attributes ``shape``, the global shape, and ``dtype``.
 
     Args:
-        pieces: Returns the boxes that this rank holds of an instance, each with a view of its
-            elements, which a load overwrites. No box is empty, unless the whole tensor is.
+        pieces: Called with an instance of the class. Returns ``(box, view)`` for each box that this
+            rank holds. ``view`` is a view of the elements in the box, which a load overwrites. A
+            box may be empty only if the whole tensor is empty.
     """
 
     def chunks(x: Any) -> list[ChunkStorageMetadata]:

@@ -1,4 +1,8 @@
-"""Ragged tensors in torch's full state dicts, ``StateDictOptions(full_state_dict=True)``."""
+"""Support for ragged tensors in torch's full state dicts.
+
+Importing this module replaces functions of ``torch.distributed.checkpoint.state_dict``, so that
+``StateDictOptions(full_state_dict=True)`` works for state dicts with `RaggedTensor` values.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -15,8 +19,8 @@ from ._tensor import RaggedTensor
 class _Gathered(dict[Any, Any]):
     """A state dict that all-gathers each ragged tensor when `items` yields it.
 
-    torch moves a tensor to the CPU, or drops it, before it asks for the next one. So at most one
-    whole tensor is in device memory.
+    With ``cpu_offload``, torch moves each tensor to the CPU, or drops it, before it requests the
+    next item. Therefore at most one gathered tensor is in device memory at a time.
     """
 
     def items(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
@@ -37,7 +41,10 @@ def _gathered(value: Any) -> Any:
 
 
 def _gather_ragged(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch's gathering of a state dict accept ragged tensors."""
+    """Wrap torch's function that gathers a state dict, so that it accepts ragged tensors.
+
+    Each ragged tensor is replaced by the result of `RaggedTensor.full_tensor`.
+    """
 
     @wraps(gather)
     def gather_all(state_dict: Any, **options: Any) -> Any:
@@ -47,10 +54,11 @@ def _gather_ragged(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_ragged(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch's loading of a full state dict accept ragged tensors.
+    """Wrap a torch function that loads a full state dict, so that it accepts ragged tensors.
 
-    Adds no communication. torch's broadcasts are complete only at its end, so until then each rank
-    holds the whole tensors that it received.
+    torch's function first puts the whole tensor in the place of each ragged tensor. Afterwards, the
+    wrapper replaces each whole tensor by a ragged tensor with this rank's part. It communicates
+    nothing itself. Until torch's function returns, each rank holds all whole tensors in memory.
     """
 
     @wraps(scatter)

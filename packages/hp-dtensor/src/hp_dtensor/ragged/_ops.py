@@ -1,4 +1,4 @@
-"""Which torch operators ragged tensors support, and how their arguments are used."""
+"""Table of the torch operators that ragged tensors support, and checks of their arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from .._torch import argument_place, operator_name, written_arguments
 
 _INFIX = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
-# Methods behind Python's binary operators: plain, reflected and in place.
+# Names of the methods for Python's binary operators, such as ``__add__``, ``__radd__`` and
+# ``__iadd__``.
 BINARY_METHODS = tuple(
     name
     for name in (
@@ -21,7 +22,7 @@ BINARY_METHODS = tuple(
     )
     if hasattr(Tensor, name)
 )
-# Elementwise operators without ``torch.Tag.pointwise``.
+# Elementwise operators that do not have the tag ``torch.Tag.pointwise``.
 _ELEMENTWISE = frozenset(
     {
         # Copies and fills.
@@ -30,37 +31,39 @@ _ELEMENTWISE = frozenset(
         *("zero_", "fill_", "masked_fill", "masked_fill_", "_foreach_zero_"),
         # Optimizer steps.
         *("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_"),
-        # Activations, and the operators that autograd runs for them.
+        # Activations, and the operators of their backward.
         *("leaky_relu_backward", "elu_backward", "softplus_backward", "mish_backward"),
         *("hardtanh_backward", "hardsigmoid_backward", "hardshrink_backward"),
         *("softshrink_backward", "hardswish", "hardswish_", "hardswish_backward"),
         *("log_sigmoid_forward", "log_sigmoid_backward"),
-        # torch 2.11 lacks the tag for these.
+        # These operators have the tag in later versions of torch, but not in 2.11.
         *("leaky_relu", "leaky_relu_", "elu_", "selu_", "celu_", "hardtanh_", "hardsigmoid_"),
     }
 )
-# Losses are elementwise with ``reduction="none"``.
+# Losses. They are elementwise only if ``reduction="none"``.
 _LOSSES = frozenset(
     name + suffix
     for name in ("mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy")
     for suffix in ("", "_backward")
 ) | {"binary_cross_entropy_with_logits"}
-# Operators whose backward returns a plain tensor of zeros for one argument: position of this
-# argument, and an equivalent call without this problem.
+# Operators with a backward that returns a plain tensor of zeros, instead of a ragged tensor, as the
+# gradient of one argument. Values: the position of this argument, and an equivalent call without
+# this problem.
 _PLAIN_GRADIENTS = {
     "sgn": (0, "torch.sign(x)"),
     "sgn_": (0, "x.sign_()"),
     "copysign": (1, "torch.copysign(x, y.detach())"),
     "copysign_": (1, "x.copysign_(y.detach())"),
 }
-# Operators that the package implements itself.
+# Operators with an implementation in ``_reductions.py``.
 _RANDOM_FILLS = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
 )
 REDUCTIONS = frozenset({"sum", "mean", "linalg_vector_norm", "any", "all"})
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of ``torch.amp.GradScaler``
 _SPECIAL = _RANDOM_FILLS | REDUCTIONS | {UNSCALE}
-# Pointwise operators with one of these tags give other results on parts than on the whole tensor.
+# Pointwise operators with one of these tags may give other results on local tensors than on the
+# whole tensor.
 _UNSUITABLE_TAGS = {Tag.data_dependent_output, Tag.nondeterministic_seeded}
 _NEW_EMPTY = {torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default}
 _MASKED_FILLS = {
@@ -74,14 +77,15 @@ class OperatorTraits:
     """Properties of a torch operator that ragged tensors support.
 
     Attributes:
-        writes: Arguments that the operator writes to: positions, or names of keyword-only
-            arguments. If there are any, the operator returns them or None.
+        writes: Arguments that the operator modifies in place: positions, or names of keyword-only
+            arguments. If there are any, the operator returns these arguments or None.
         on_lists: Whether the operator takes lists of tensors, such as ``torch._foreach_add``.
-        special: Name of a random fill, a reduction or the operator of a gradient scaler. Empty if
-            the operator is elementwise.
-        reduction: Position of the argument ``reduction`` of a loss; otherwise None.
-        plain_gradient: For an operator that has a plain tensor as gradient of one argument: the
-            position of this argument, and an equivalent call. Otherwise None.
+        special: Name of the operator if it is a random fill, a reduction, or the operator of
+            ``torch.amp.GradScaler``. Empty if the operator is elementwise.
+        reduction: Position of the argument ``reduction`` of a loss. None for other operators.
+        plain_gradient: Set if backward returns a plain tensor instead of a ragged tensor as the
+            gradient of one argument: a pair of the position of this argument, and an equivalent
+            call without this problem, such as ``(0, "torch.sign(x)")``. None for other operators.
     """
 
     writes: tuple[int | str, ...]
@@ -92,16 +96,25 @@ class OperatorTraits:
 
 
 def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Replace operators that are elementwise for these arguments only.
+    """Replace an operator that is elementwise only for some arguments by an elementwise operator.
+
+    Replaced are ``new_empty`` with the shape of its input, and ``index_put`` with a mask of the
+    shape of its input.
+
+    Args:
+        op: Operator of torch.
+        args: Positional arguments of the operator.
 
     Returns:
-        An elementwise operator with the same result and its arguments, or the given ones.
+        The elementwise operator with the same result, and its positional arguments. If nothing has
+        to be replaced, ``op`` and ``args``.
     """
     if op in _NEW_EMPTY and tuple(args[1]) == tuple(args[0].shape):
-        # Autograd calls it before it copies a gradient, and an asynchronous checkpoint does.
+        # Autograd calls ``new_empty`` before it copies a gradient. Asynchronous checkpoints call it
+        # too.
         return torch.ops.aten.empty_like.default, args[:1]
     if op in _MASKED_FILLS and len(args) == 3:
-        # ``x[mask] = value`` calls it.
+        # ``x[mask] = value`` calls ``index_put_``.
         x, (mask, *more), value = args
         if not more and mask is not None and mask.dtype is torch.bool and mask.shape == x.shape:
             return _MASKED_FILLS[op], (x, mask, value)
@@ -121,7 +134,7 @@ def operator_traits(op: Any) -> OperatorTraits:
         raise TypeError(
             f"{op} of a ragged tensor does not support out=; use the result of the call without it"
         )
-    # The probabilities of this bernoulli_ are another tensor.
+    # This overload of bernoulli_ takes the probabilities as a tensor, so it is not a random fill.
     special = name in _SPECIAL and op is not torch.ops.aten.bernoulli_.Tensor
     if namespace != "aten" or not (special or _is_elementwise(op, name)):
         raise TypeError(
@@ -142,8 +155,8 @@ def _is_elementwise(op: Any, name: str) -> bool:
     if name in _ELEMENTWISE or name in _LOSSES:
         return True
     if name.startswith("_foreach_"):
-        # No operator on lists has the tag pointwise, but its form for one tensor does. An operator
-        # without a form in place changes shapes: norms, maxima and products of matrices.
+        # Operators on lists do not have the tag pointwise, so the tag of the operator for a single
+        # tensor is used. Operators without an in-place variant, such as norms, change shapes.
         single = getattr(torch.ops.aten, name.removeprefix("_foreach_").rstrip("_"), None)
         in_place = getattr(torch.ops.aten, name.rstrip("_") + "_", None)
         if single is None or in_place is None:
@@ -155,10 +168,10 @@ def _is_elementwise(op: Any, name: str) -> bool:
 def check_arguments(
     op: Any, traits: OperatorTraits, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise `TypeError` if an operator is not elementwise for its arguments.
+    """Raise `TypeError` if a supported operator cannot run with the given arguments.
 
-    This is the case for losses that reduce, and if autograd would use a plain tensor as the
-    gradient of a ragged one.
+    There are two cases: a loss with another ``reduction`` than ``"none"``, and an operator with a
+    backward that would return a plain tensor as the gradient of a ragged tensor.
     """
     if traits.reduction is not None:
         at = traits.reduction

@@ -1,4 +1,8 @@
-"""Operators of ragged tensors that communicate: reductions to one number, and random fills."""
+"""Operators of ragged tensors that communicate.
+
+These are reductions to one number, random fills, and the operator of ``torch.amp.GradScaler`` that
+unscales gradients.
+"""
 
 import math
 import struct
@@ -29,16 +33,17 @@ def reduce_all(
 ) -> Tensor:
     """Reduce all elements of a ragged tensor to one number.
 
-    Communicates all-reduces of one number over the ranks that hold different parts.
+    Communicates all-reduces of one number over the mesh axes that shard the tensor.
 
     Args:
         local: Local tensor of this rank. Sums, means and norms are differentiable with respect to
-            it.
-        spec: Mesh, layout and global shape.
+            this tensor.
+        spec: Mesh, layout and global shape of the ragged tensor.
         name: ``"sum"``, ``"mean"``, ``"norm"``, ``"any"`` or ``"all"``.
-        dim: Dims to reduce: None or all dims.
+        dim: Dims to reduce. It has to be None or name all dims.
         keepdim: Has to be False.
-        dtype: Dtype of the result. Defaults to the dtype of ``local``.
+        dtype: Dtype of a sum, mean or norm. Defaults to the dtype of ``local``, and to int64 for a
+            sum of integers or bools.
         order: Order of the norm: a number above 0, or ``inf``. Defaults to 2.
 
     Returns:
@@ -53,15 +58,15 @@ def reduce_all(
     parts = [axis for axis, p in enumerate(spec.layout.placements) if not isinstance(p, Replicate)]
     axes = axes_over(spec.mesh, tuple(parts))
     if name in ("any", "all"):
-        # As numbers 0 and 1, "any" is a maximum and "all" is a minimum.
+        # With True as 1 and False as 0, "any" is a maximum and "all" is a minimum.
         found = (local.any() if name == "any" else local.all()).to(torch.int32)
         _all_reduce_(found, axes, "max" if name == "any" else "min")
         return found.to(torch.uint8 if local.dtype == torch.uint8 else torch.bool)
     kind = dtype or local.dtype
-    # As in torch, sums of half precision are accumulated in float32.
+    # Sums of half precision are accumulated in float32, which is also done in torch.
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
     if name == "sum":
-        # With None, torch chooses the dtype: int64 for integers.
+        # If dtype is None, torch chooses the dtype: int64 for integers.
         result = _sum_over(local.sum(dtype=dtype if wide is kind else wide), axes)
         return result if wide is kind else result.to(kind)
     if not (kind.is_floating_point or kind.is_complex):
@@ -96,11 +101,12 @@ def _check_dims(shape: tuple[int, ...], name: str, dim: Any, keepdim: object) ->
 
 
 def _norm(sizes: Tensor, order: float, axes: Sequence[Axis]) -> Tensor:
-    # The derivative of a power below 1 is infinite at 0, and torch's gradient there is 0.
+    # For an order below 1, the derivative at 0 is infinite. torch's gradient at 0 is 0, so elements
+    # equal to 0 are excluded.
     nonzero = sizes != 0
     powers = torch.where(nonzero, sizes, 1) ** order
     total = _sum_over(torch.where(nonzero, powers, 0).sum(), axes)
-    # The norm of zeros also has the gradient 0.
+    # The gradient is also 0 if all elements are 0.
     zero = total == 0
     return torch.where(zero, total, torch.where(zero, 1.0, total) ** (1.0 / order))
 
@@ -117,12 +123,17 @@ def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def largest_over(number: Tensor, axes: Sequence[Axis], collectives: Collectives) -> Tensor:
-    """Return the maximum of a number over axes. It is NaN if any rank has NaN.
+    """Return the maximum of a number over all ranks of several axes. It is NaN if any rank has NaN.
 
-    ``number`` is a scalar tensor of at least 0 in float32 or float64.
+    Communicates one all-reduce for each axis.
+
+    Args:
+        number: Scalar tensor in float32 or float64. Its value is at least 0, or NaN.
+        axes: Axes of ranks.
+        collectives: `Collectives` that communicate.
     """
-    # A maximum of floats loses NaN over gloo. Read as integers, non-negative floats have the same
-    # order, with infinity and NaN at the end.
+    # gloo's maximum of floats can lose a NaN. The bits of non-negative floats, viewed as integers,
+    # have the same order as the floats, and those of infinity and NaN are the largest.
     integer = torch.int64 if number.dtype is torch.float64 else torch.int32
     bits = torch.where(number.isnan(), math.nan, number).view(integer)
     for axis in axes:
@@ -131,7 +142,10 @@ def largest_over(number: Tensor, axes: Sequence[Axis], collectives: Collectives)
 
 
 class _Largest(torch.autograd.Function):
-    """The largest element. As in torch, all elements with this value share its gradient."""
+    """Returns the largest element.
+
+    In backward, all elements equal to the largest one share the gradient equally, as in torch.
+    """
 
     @staticmethod
     def forward(ctx: Any, sizes: Tensor, largest: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
@@ -141,7 +155,7 @@ class _Largest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         chosen, count = ctx.saved_tensors
-        # No element equals a NaN, so that the count is 0 then.
+        # If the largest element is NaN, no element equals it, and the count is 0.
         return torch.where(chosen, grads[0] / count, 0), None, None, None
 
 
@@ -162,9 +176,19 @@ def fill_at_random(
 ) -> None:
     """Fill this rank's local tensor with a random operator of torch, such as ``normal_``.
 
-    Each part has its own generator. Its seed depends on a number from the given generator, or
-    from the default one, and on the coordinate of the part. An all-reduce of this number over
-    replicas gives equal values to replicas, also if the seeds of the ranks differ.
+    Ranks that hold different elements draw different values. Ranks that hold replicas of the same
+    elements draw equal values, even if the seeds of their default generators differ. For this, each
+    rank creates a new generator. Its seed is a hash of the rank's coordinates on the axes that
+    shard the tensor, and of a random number that is the same on all replicas. Communicates one
+    all-reduce of this number for each axis that replicates the tensor.
+
+    Args:
+        op: Random operator of torch.
+        local: Local tensor of this rank, which is overwritten.
+        spec: Mesh, layout and global shape of the ragged tensor.
+        args: Positional arguments of ``op`` after the tensor.
+        kwargs: Keyword arguments of ``op``. The random number is drawn from ``generator``, or from
+            the default CPU generator.
     """
     if local.device.type == "meta":
         op(local, *args, **kwargs)
@@ -189,15 +213,18 @@ def unscale(
 ) -> None:
     """Multiply gradients by ``scale`` in place, and find infinities and NaNs on all ranks.
 
+    All-reduces ``found_inf`` over each mesh, as torch does for DTensors.
+
     Args:
-        meshes: Meshes of the ragged tensors. One all-reduce of ``found_inf`` runs over each, as
-            torch does for DTensors.
+        meshes: Meshes of the ragged tensors.
         locals_: Local tensors of the gradients.
-        found_inf: Scalar tensor that becomes 1 if any element is not finite.
-        scale: Scalar tensor.
+        found_inf: Tensor of one element. Set to 1 on all ranks of the meshes if a gradient on any
+            of these ranks has an infinite or NaN element.
+        scale: Tensor of one element, by which the gradients are multiplied.
     """
     by_ranks = {tuple(mesh.mesh.flatten().tolist()): mesh for mesh in meshes}
-    # All ranks need the same order of meshes. Groups are found before any gradient is scaled.
+    # The order of the meshes must be the same on all ranks. The process groups are looked up first,
+    # because the lookup can raise an error, and no gradient has been scaled yet.
     axes = [
         axis
         for _, mesh in sorted(by_ranks.items(), key=lambda item: sorted(item[0]))

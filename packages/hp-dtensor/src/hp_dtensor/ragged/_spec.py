@@ -1,4 +1,4 @@
-"""Mesh, layout and global shape of a ragged tensor."""
+"""`RaggedSpec`: the mesh, layout and global shape of a `RaggedTensor`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,14 @@ class RaggedSpec:
     Attributes:
         mesh: Device mesh of the tensor.
         layout: Layout with a `RaggedShard` on one mesh axis, and `Replicate` or `Shard` on the
-            others.
+            other axes.
         shape: Global shape.
-        placements: One placement for each mesh axis: the `RaggedShard`, and torch's placements on
-            the other axes. Computed from ``layout``.
+        placements: One placement for each mesh axis: the `RaggedShard`, and torch's ``Replicate``
+            or ``Shard`` on the other axes. Computed from ``layout``.
 
     Raises:
-        LayoutError: The layout has other placements, or does not fit the shape.
+        LayoutError: ``layout`` has no `RaggedShard`, or has placements other than those above, or a
+            tensor of this shape cannot have this layout.
     """
 
     mesh: DeviceMesh
@@ -55,11 +56,12 @@ class RaggedSpec:
         object.__setattr__(self, "placements", (*others[:axis], runs, *others[axis + 1 :]))
 
     def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
-        """Return a copy with another mesh object, which must equal the present one (not checked).
+        """Return a copy of this spec with another mesh object.
 
         Args:
-            mesh: The mesh, or None for a copy without one. Caches store such copies, so that they
-                keep no mesh alive. Call ``on(mesh)`` before any other use of the copy.
+            mesh: A mesh that equals ``self.mesh``. This is not checked. Or None for a copy without
+                a mesh, which caches store so that they keep no mesh alive. A copy without a mesh
+                can only be used to call `on` with a mesh.
         """
         made = object.__new__(RaggedSpec)
         for name in ("layout", "shape", "placements"):
@@ -68,12 +70,16 @@ class RaggedSpec:
         return made
 
     def __deepcopy__(self, memo: object) -> "RaggedSpec":
-        # A mesh belongs to running processes, so copies of a tensor are on the same mesh.
+        # A mesh has process groups, which cannot be copied, so copies of a tensor share the mesh.
         return self
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """Coordinate of this rank in the mesh. Raises `MeshError` if this rank is not in it."""
+        """Coordinate of this rank on each mesh axis.
+
+        Raises:
+            MeshError: This rank is not in the mesh.
+        """
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             raise MeshError(
@@ -84,7 +90,7 @@ class RaggedSpec:
 
     @property
     def position(self) -> int:
-        """Row-major position of this rank in the mesh."""
+        """Position of this rank in the mesh, counted in row-major order from 0."""
         return ravel(self.coordinate, self.layout.mesh_shape)
 
     def local_shape(self) -> tuple[int, ...]:
@@ -92,7 +98,7 @@ class RaggedSpec:
         return self.layout.local_shape(self.shape, self.position)
 
     def check_local(self, local: Tensor, shape: Sequence[int]) -> None:
-        """Raise `LayoutError` if a local tensor does not have the given local shape."""
+        """Raise `LayoutError` if ``local`` does not have the expected local shape, ``shape``."""
         if local.shape != shape:
             raise LayoutError(
                 f"the local tensor has shape {list(local.shape)} where {self.layout} of "
@@ -101,7 +107,7 @@ class RaggedSpec:
             )
 
     def local_part(self, full: Tensor) -> Tensor:
-        """Copy this rank's part of a whole tensor to a new local tensor."""
+        """Return a new local tensor: a copy of this rank's part of the whole tensor ``full``."""
         local = full.new_empty(self.local_shape())
         for box, view in box_views(self.layout, self.shape, self.coordinate, local):
             view.copy_(full[tuple(slice(lo, hi) for lo, hi in box)])
@@ -111,16 +117,17 @@ class RaggedSpec:
 def find_spec(
     mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
 ) -> RaggedSpec:
-    """Return the spec of a ragged tensor.
+    """Return the `RaggedSpec` for placements on a mesh.
 
     Args:
         mesh: Device mesh.
-        placements: One placement for each mesh axis, of this package or of torch.
+        placements: One placement for each mesh axis. The placements may be classes of this package
+            or of torch.
         shape: Global shape.
 
     Raises:
-        LayoutError: ``mesh`` is not a DeviceMesh, or the placements do not fit the mesh or the
-            shape.
+        LayoutError: ``mesh`` is not a DeviceMesh; the number of placements is not the number of
+            mesh axes; or a ragged tensor of this shape cannot have these placements.
     """
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(
@@ -133,7 +140,10 @@ def find_spec(
 def box_views(
     layout: Layout, shape: Sequence[int], coordinate: Sequence[int], local: Tensor
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the boxes that a rank holds, each with the view of its elements.
+    """Yield each box of elements that a rank holds, with a view of these elements.
+
+    A box is a rectangular region of the tensor: one half-open range ``(lo, hi)`` of global indices
+    for each dim.
 
     Args:
         layout: Layout of the tensor.
@@ -142,8 +152,8 @@ def box_views(
         local: Local tensor of the rank.
 
     Yields:
-        Pairs of a box with at least one element, in global indices, and a view of ``local`` that
-        has the lengths of the box.
+        Pairs ``(box, view)``. The box has at least one element. ``view`` is a view of ``local``
+        with the shape of the box.
     """
     views = LocalView(layout, shape, coordinate)
     for box in layout.boxes_at(shape, coordinate):

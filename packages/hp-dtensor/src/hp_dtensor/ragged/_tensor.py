@@ -1,4 +1,4 @@
-"""Tensors that one mesh axis splits into contiguous runs of unequal lengths."""
+"""The class `RaggedTensor`: a distributed tensor that one mesh axis splits unevenly."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +34,8 @@ from ._ops import (
 from ._reductions import fill_at_random, reduce_all, unscale
 from ._spec import RaggedSpec, box_views, find_spec
 
-# Methods that use the memory of a tensor. Only the local tensor of a ragged tensor has memory, so
-# torch would read and write at address 0, or raise an error with another reason.
+# Methods that use the memory of a tensor. A ragged tensor has no memory; only its local tensor has.
+# torch's methods would read and write at address 0, or raise an error that does not explain this.
 _MEMORY_METHODS = (
     *("untyped_storage", "storage", "share_memory_", "is_shared", "apply_", "map_", "map2_"),
     *("__dlpack__", "__array__", "numpy", "tolist"),
@@ -44,7 +44,7 @@ _MEMORY_METHODS = (
 
 def _pieces(x: "RaggedTensor") -> Iterable[tuple[Box, Tensor]]:
     if x.numel() == 0:
-        # No rank has elements, but a load looks for the name of the tensor.
+        # No rank has elements. An empty box stores the name of the tensor, which a load requires.
         return [(tuple((0, length) for length in x.shape), x._local.new_empty(x.shape))]
     spec = x._spec
     return box_views(spec.layout, spec.shape, spec.coordinate, x._local)
@@ -54,20 +54,23 @@ def _pieces(x: "RaggedTensor") -> Iterable[tuple[Box, Tensor]]:
 class RaggedTensor(Tensor):
     """A distributed tensor that a `RaggedShard` splits unevenly over one mesh axis.
 
-    `redistribute`, `distribute_tensor` and `RaggedTensor.from_local` create such tensors. ``shape``
-    is the global shape. The local tensor of the rank with coordinate ``i`` on the ragged axis has
-    the shape ``[sizes[i], ...]`` and can be empty. Other axes can shard the later dims.
+    `redistribute`, `distribute_tensor` and `RaggedTensor.from_local` create such tensors. The
+    attribute ``shape`` is the global shape. With ``RaggedShard(dims, sizes)`` on an axis, the local
+    tensor of the rank with coordinate ``i`` on this axis has the shape ``[sizes[i], ...]``. It can
+    be empty. The other mesh axes can replicate the tensor or shard it with ``Shard``.
 
     - Elementwise operators run on the local tensors and communicate nothing. Operands have to be
       ragged tensors of the same layout, numbers or plain scalar tensors. Optimizers with
       elementwise updates therefore work.
-    - Random fills draw different values on each rank.
+    - Random fills such as ``normal_`` draw different values on ranks that hold different elements,
+      and equal values on replicas.
     - `sum`, `mean` and `norm` reduce all elements to one number.
-    - All other operators raise TypeError.
-    - A distributed checkpoint can save a ragged tensor, and load it in another layout.
+    - Operators that are not listed here raise TypeError.
+    - ``torch.distributed.checkpoint`` can save a ragged tensor and load it in another layout.
 
     Args:
-        local: Local tensor of this rank. Its shape is not checked; use `from_local` or `like`.
+        local: Local tensor of this rank. The shape is not checked. To create a ragged tensor with a
+            check, use `from_local` or `like`.
         spec: Mesh, layout and global shape.
 
     Examples:
@@ -85,7 +88,11 @@ class RaggedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: RaggedSpec) -> "RaggedTensor":
-        """Create a ragged tensor without autograd and without checks; see `from_local`."""
+        """Create a ragged tensor without autograd history and without checks.
+
+        The arguments are those of the class. `from_local` checks its arguments and supports
+        autograd.
+        """
         x = wrapper_tensor(cls, spec.shape, local)
         x._local = local
         x._spec = spec
@@ -112,7 +119,7 @@ class RaggedTensor(Tensor):
                 `RaggedShard`; ``i`` is this rank's coordinate on the axis of the `RaggedShard`.
             mesh: Device mesh.
             placements: One placement for each mesh axis: `RaggedShard` on one axis, `Replicate` or
-                `Shard` on the others.
+                `Shard` on the other axes.
             shape: Global shape.
 
         Returns:
@@ -120,8 +127,9 @@ class RaggedTensor(Tensor):
 
         Raises:
             LayoutError: ``mesh`` is not a device mesh; ``placements`` has no `RaggedShard`, or a
-                placement other than these; or a tensor of this shape cannot have these placements.
-                Raised on every rank. If ``local`` has a wrong shape, only this rank raises.
+                placement that is not allowed; or a tensor of this shape cannot have these
+                placements. These errors are raised on every rank. Also raised, on this rank only,
+                if ``local`` has a wrong shape.
             MeshError: This rank is not in the mesh.
 
         Examples:
@@ -136,13 +144,13 @@ class RaggedTensor(Tensor):
         return _from_local(local, spec, spec.local_shape())
 
     def like(self, local: Tensor) -> "RaggedTensor":
-        """Create a ragged tensor with the layout of this one. Communicates nothing.
+        """Create a ragged tensor with the mesh, layout and shape of ``self``. Communicates nothing.
 
         This method is faster than `from_local`, because the layout is not checked again.
 
         Args:
-            local: Local tensor of the new ragged tensor, with the same shape as the local tensor of
-                this one. The dtype may differ.
+            local: Local tensor of the new ragged tensor, with the same shape as ``self.local``. The
+                dtype may differ.
 
         Returns:
             The ragged tensor. It shares memory with ``local``.
@@ -159,15 +167,22 @@ class RaggedTensor(Tensor):
 
     @property
     def placements(self) -> tuple[Placement | RaggedShard, ...]:
-        """One placement for each mesh axis: one `RaggedShard`, and torch's placements."""
+        """One placement for each mesh axis.
+
+        One of them is a `RaggedShard`. The others are torch's ``Replicate`` and ``Shard``.
+        """
         return self._spec.placements
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd history. An assignment replaces the local tensor.
+        """This tensor without autograd history.
+
+        Assigning a `RaggedTensor` replaces the local tensor of this tensor by the local tensor of
+        the assigned tensor.
 
         Raises:
-            TypeError: The assigned value is not a `RaggedTensor` of the same layout.
+            TypeError: The assigned value is not a `RaggedTensor` with the same mesh, layout and
+                shape.
         """
         return super().data
 
@@ -178,11 +193,12 @@ class RaggedTensor(Tensor):
                 f"data of {self!r} set to {value!r}; set it to a RaggedTensor of the same layout, "
                 "or use copy_"
             )
-        # torch's setter does not know the attribute with the local tensor.
+        # torch's setter does not replace the attribute with the local tensor.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local = value._local
 
-    # A getter in C, because hp-fsdp reads this property of all parameters in every step.
+    # The getter is implemented in C, because hp-fsdp reads this property of all parameters in every
+    # training step.
     local: ClassVar[Any] = property(
         attrgetter("_local"), doc="Local tensor of this rank, without autograd. Read-only."
     )
@@ -190,8 +206,8 @@ class RaggedTensor(Tensor):
     def to_local(self) -> Tensor:
         """Return the local tensor of this rank without a copy. Communicates nothing.
 
-        In backward, the gradient of the result is taken as this rank's part of the ragged tensor's
-        gradient. Ranks that hold the same part have to compute the same gradient.
+        In backward, the gradient of the result becomes this rank's part of the ragged tensor's
+        gradient. Ranks that hold the same elements have to compute the same gradient.
 
         Returns:
             A plain tensor, ``[sizes[i], ...]``. ``sizes`` is the field of the `RaggedShard`; ``i``
@@ -207,18 +223,19 @@ class RaggedTensor(Tensor):
     def full_tensor(self, *, collectives: Collectives | None = None) -> Tensor:
         """Return the whole tensor on every rank.
 
-        Communicates like `redistribute` to `Replicate` on all axes. In backward, all ranks have to
-        compute the same gradient of the result. Each rank keeps its part of this gradient.
+        Communicates like `redistribute` to `Replicate` on all mesh axes. Backward communicates
+        nothing: each rank keeps its part of the gradient of the result. All ranks therefore have to
+        compute the same gradient of the result.
 
         Args:
-            collectives: Object that carries out the collectives. Defaults to `TorchCollectives`.
+            collectives: `Collectives` that communicate. Defaults to `TorchCollectives`.
 
         Returns:
             A plain tensor with the global shape.
 
         Raises:
-            LayoutError: ``collectives`` is invalid. Or the local tensor has a wrong shape, which is
-                raised on this rank only.
+            LayoutError: ``collectives`` does not have the methods of `Collectives`. Also raised, on
+                this rank only, if the local tensor has a wrong shape.
             MeshError: A required process group does not exist, or this rank is not in the mesh.
         """
         spec, local = self._spec, self.to_local()
@@ -230,11 +247,11 @@ class RaggedTensor(Tensor):
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
         """Return the sum of all elements. Differentiable.
 
-        Communicates one all-reduce of one number over the ranks that hold different parts, or one
-        for each of their mesh axes if no process group spans them.
+        Communicates an all-reduce of one number over the mesh axes that shard the tensor. If no
+        process group spans these axes together, there is one all-reduce for each axis.
 
         Args:
-            dim: Dims to reduce: None or all dims.
+            dim: Dims to reduce. It has to be None or name all dims.
             keepdim: Has to be False.
             dtype: Dtype of the sum. Defaults to the dtype of the tensor; int64 for integers and
                 bools, as in torch.
@@ -252,7 +269,7 @@ class RaggedTensor(Tensor):
         """Return the mean of all elements. Differentiable. Communicates like `sum`.
 
         Args:
-            dim: Dims to reduce: None or all dims.
+            dim: Dims to reduce. It has to be None or name all dims.
             keepdim: Has to be False.
             dtype: Dtype of the mean. Defaults to the dtype of the tensor.
 
@@ -271,11 +288,11 @@ class RaggedTensor(Tensor):
     ) -> Tensor:
         """Return the norm of all elements. Differentiable.
 
-        Communicates like `sum`; three times as often if the order is ``inf``.
+        Communicates like `sum`. If the order is ``inf``, there are two all-reduces instead of one.
 
         Args:
             p: Order of the norm: a number above 0, ``inf``, or ``"fro"`` for 2.
-            dim: Dims to reduce: None or all dims.
+            dim: Dims to reduce. It has to be None or name all dims.
             keepdim: Has to be False.
             dtype: Dtype of the norm. Defaults to the dtype of the tensor.
 
@@ -313,7 +330,10 @@ class RaggedTensor(Tensor):
 
 
 def _from_local(local: Tensor, spec: RaggedSpec, shape: Sequence[int]) -> RaggedTensor:
-    """Return a ragged tensor, after a check that ``local`` has the local shape."""
+    """Return a ragged tensor with the given local tensor. Differentiable.
+
+    Raises `LayoutError` if ``local`` does not have the shape ``shape``.
+    """
     spec.check_local(local, shape)
     if not local.requires_grad:
         return RaggedTensor(local.detach(), spec)
@@ -336,8 +356,8 @@ def _rebuild(
     return cast(RaggedTensor, x.requires_grad_(requires_grad))
 
 
-# ``torch.load(weights_only=True)`` may call `_rebuild`, because it checks the layout, and its
-# arguments have types that torch can load safely.
+# This lets ``torch.load(weights_only=True)`` call `_rebuild`. That is safe: `_rebuild` checks the
+# layout, and all of its arguments have types that torch can load safely.
 torch.serialization.add_safe_globals([_rebuild])
 
 
@@ -355,8 +375,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: RaggedTensor) -> Tensor:
         ctx.spec = x._spec
-        # A view of a custom function raises if it is written to, which the autograd graph of x
-        # would not notice.
+        # The result is a view, because torch raises an error if a view that a custom function
+        # returned is modified in place. The autograd graph of x would not record such a write.
         return x._local.view_as(x._local)
 
     @staticmethod
@@ -366,9 +386,9 @@ class _ToLocal(torch.autograd.Function):
 
 
 def local_tensor_of(x: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor or `RaggedTensor`, and a plain tensor itself.
+    """Return the local tensor of a DTensor or `RaggedTensor`. A plain tensor is returned itself.
 
-    The result is complete and has no autograd history of a distributed tensor.
+    Waits for a pending collective of a DTensor. The local tensor has no autograd history.
     """
     if isinstance(x, DTensor):
         return local_part(x)
@@ -376,12 +396,15 @@ def local_tensor_of(x: Tensor) -> Tensor:
 
 
 def mesh_and_placements(x: Tensor) -> tuple[DeviceMesh, tuple[Placement | RaggedShard, ...]] | None:
-    """Return mesh and placements of a DTensor or `RaggedTensor`; None for a plain tensor."""
+    """Return ``(mesh, placements)`` of a DTensor or `RaggedTensor`, or None for a plain tensor."""
     return (x.device_mesh, x.placements) if isinstance(x, DTensor | RaggedTensor) else None
 
 
 class _AllGather(torch.autograd.Function):
-    """Returns the whole tensor. Its backward is `_KeepPart`, and the other way round."""
+    """Returns the whole tensor, from the local tensors of all ranks.
+
+    Backward applies `_KeepPart` to the gradient. The backward of `_KeepPart` applies `_AllGather`.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: RaggedSpec, collectives: Collectives) -> Tensor:
@@ -398,7 +421,8 @@ class _AllGather(torch.autograd.Function):
         steps = plan.steps if math.prod(spec.shape) else ()
         groups = {step: group_for(step, mesh) for step in steps if step.kind != "slice"}
         full = start(bind(plan, groups), local, collectives)()
-        # On a mesh of one rank, the result shares memory with the local tensor; see `_ToLocal`.
+        # On a mesh of one rank, the result shares memory with the local tensor. It has to be a view
+        # for the reason that `_ToLocal` gives.
         return full.view_as(full)
 
     @staticmethod
@@ -408,7 +432,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _KeepPart(torch.autograd.Function):
-    """Returns this rank's part of a whole tensor."""
+    """Returns this rank's local tensor as a copy of its part of a whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, spec: RaggedSpec, collectives: Collectives) -> Tensor:
@@ -422,13 +446,13 @@ class _KeepPart(torch.autograd.Function):
 
 
 def _run_operator(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a torch operator on the local tensors.
+    """Run a torch operator on the local tensors of its ragged operands.
 
-    Operands have to be ragged tensors of one layout, numbers or plain scalar tensors. Results have
-    the layout of the operands.
+    Operands have to be ragged tensors of one layout, numbers or plain scalar tensors. Tensors in
+    the result are ragged tensors of the same layout, except that reductions return a plain tensor.
 
     Raises:
-        TypeError: The operator or the operands are not supported. The same on every rank.
+        TypeError: The operator or the operands are not supported. Raised on every rank.
     """
     op, args = elementwise_form(op, args)
     traits = operator_traits(op)
@@ -459,7 +483,11 @@ def _run_operator(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _run_special(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a reduction, a random fill or the operator of a gradient scaler."""
+    """Run an operator that communicates.
+
+    This is a reduction, a random fill, or the operator of ``torch.amp.GradScaler`` that unscales
+    gradients. ``name`` is `OperatorTraits.special` of the operator.
+    """
     if name == UNSCALE:
         grads, found_inf, scale = args
         meshes = [x.device_mesh for x in grads if isinstance(x, RaggedTensor)]
@@ -477,7 +505,8 @@ def _run_special(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
             f"torch.{name} of a ragged tensor that requires a gradient is not differentiable; use "
             f"x.{name}(), or torch.no_grad()"
         )
-    # torch: linalg_vector_norm(x, ord, dim, keepdim, *, dtype). The others have no ord.
+    # The signature is linalg_vector_norm(x, ord, dim, keepdim, *, dtype). The other reductions have
+    # no argument ord.
     names = ["ord", "dim", "keepdim"] if name == "norm" else ["dim", "keepdim"]
     given = {**kwargs, **dict(zip(names, rest, strict=False))}
     order = given.pop("ord", None)
@@ -485,7 +514,11 @@ def _run_special(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _locals_of(value: Any) -> Any:
-    """Return an operand with the local tensors of all ragged tensors in it."""
+    """Return an operand with each ragged tensor replaced by its local tensor.
+
+    The operand is a tensor, a list or tuple of tensors, or any other value, which is returned
+    unchanged.
+    """
     if isinstance(value, RaggedTensor):
         return value._local
     if _is_tensor_list(value):
@@ -494,10 +527,15 @@ def _locals_of(value: Any) -> Any:
 
 
 def _count_writes(written: list[Any]) -> None:
-    """Raise the version counters of tensors that an operator wrote to.
+    """Increment the autograd version counters of tensors that an operator modified in place.
 
-    Autograd compares them with the versions of saved tensors. torch counts a write to a ragged
-    tensor only for the ragged tensor, and for lists of tensors it counts none.
+    Autograd uses these counters to detect that a saved tensor was modified. For an operator on one
+    tensor, torch increments only the counter of the ragged tensor, so this function increments the
+    counter of the local tensor. For an operator on lists, torch increments no counters, so this
+    function increments both.
+
+    Args:
+        written: Arguments that the operator modified: tensors, or lists of tensors.
     """
     tensors: list[Tensor] = []
     for value in written:
@@ -510,9 +548,16 @@ def _count_writes(written: list[Any]) -> None:
 
 
 def _common_spec(use: object, operands: Sequence[object], written: Sequence[object]) -> RaggedSpec:
-    """Return the spec of the ragged operands; raise `TypeError` if operands do not fit.
+    """Return the common `RaggedSpec` of the ragged operands of an operator.
 
-    Tensors that are written to have to be ragged. The others may be plain scalar tensors.
+    Args:
+        use: Operator, for the error message.
+        operands: Arguments of the operator. At least one of them is a ragged tensor.
+        written: Operands that the operator modifies in place.
+
+    Raises:
+        TypeError: Two ragged operands differ in mesh, layout or shape; or an operand is another
+            tensor and either has dims, is a DTensor, or is modified in place.
     """
     first = next(x for x in operands if isinstance(x, RaggedTensor))
     spec = first._spec
@@ -533,16 +578,18 @@ def _common_spec(use: object, operands: Sequence[object], written: Sequence[obje
 
 
 def _common_specs(use: object, operands: Sequence[object]) -> Sequence[RaggedSpec | None]:
-    """Return the spec of each row of lists of tensors, and None for a row without ragged tensors.
+    """Return the `RaggedSpec` of each position of the lists of a ``_foreach_`` operator.
 
-    A row has the tensors at one position of all lists, and the operands that are not lists.
+    At each position, the operands are the tensors at this position of all lists, and the tensors
+    that are not in lists. They must satisfy the rules of `_common_spec`. The entry for a position
+    is None if none of its operands is a ragged tensor.
     """
     columns = [value for value in operands if _is_tensor_list(value)]
     others = [value for value in operands if isinstance(value, Tensor)]
     specs = [[x._spec if isinstance(x, RaggedTensor) else None for x in xs] for xs in columns]
     ragged = [each for each in specs if any(each)]
     plain = [xs for xs, each in zip(columns, specs, strict=True) if not any(each)]
-    # In optimizer steps all lists have equal layouts. One comparison for each list is then faster.
+    # Fast path: in optimizer steps, all lists have equal specs, so comparing whole lists suffices.
     if (
         all(each == ragged[0] for each in ragged)
         and all(map(all, ragged[:1]))
@@ -565,7 +612,7 @@ def _is_scalar(x: Tensor) -> bool:
 
 
 def _described(x: Any) -> str:
-    """Describe an operand in an error message, with the same text on every rank."""
+    """Return a description of an operand for an error message, the same text on every rank."""
     if isinstance(x, RaggedTensor):
         mesh = tuple(x.device_mesh.shape)
         return f"a {list(x.shape)} tensor as {x._spec.layout} on a mesh of shape {mesh}"
@@ -573,10 +620,11 @@ def _described(x: Any) -> str:
 
 
 def _explaining(name: str) -> Callable[[Any, Any], Any]:
-    """Return a binary method that says in its TypeError why the operands do not fit.
+    """Return a replacement of a binary method such as ``__add__``, with a better error message.
 
-    torch's method returns NotImplemented if it raises TypeError inside. Python's own TypeError then
-    only names the two types.
+    torch's method returns NotImplemented if the operator raises TypeError. Python then raises a
+    TypeError that only names the two types. The replacement raises a TypeError that describes the
+    operands and the operands that ragged tensors support.
     """
     method = getattr(Tensor, name)
 
