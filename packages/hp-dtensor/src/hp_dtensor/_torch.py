@@ -1,7 +1,8 @@
-"""Private names of torch, each wrapped once in a typed function.
+"""Typed functions that wrap private names of torch.
 
-The names exist in torch 2.11 to 2.13, unless a docstring says otherwise. The names for collectives
-are in ``collectives/_c10d.py``. `torch_compat` exports some of these functions to other packages.
+The private names exist in torch 2.11 to 2.13, unless a docstring says otherwise. Private names for
+collectives are used in ``collectives/_c10d.py``. `torch_compat` exports some of these functions to
+other packages.
 """
 
 import re
@@ -32,22 +33,23 @@ T = TypeVar("T", bound=Tensor)
 F = TypeVar("F", bound=Callable[..., Any])
 
 EXTRA_STATE_KEY: str = _EXTRA_STATE_KEY_SUFFIX
-"""Last part of the state dict key under which ``nn.Module.get_extra_state`` is saved."""
+"""Suffix of the state dict key for the result of ``nn.Module.get_extra_state``."""
 
-# Hooks that torch.distributed.checkpoint calls on tensors that it saves and loads in pieces. They
-# return the items to write, the chunks to read, and the data of one chunk. DTensor has them too.
+# Names of the methods that torch.distributed.checkpoint calls on distributed tensors, such as
+# DTensor. They return the items to write, the chunks to read, and the data of one chunk.
 CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Join submeshes of one root mesh into one mesh, with ``DeviceMesh._concatenate``."""
+    """Return one mesh with the dims of all given meshes, which are submeshes of one root mesh."""
     return DeviceMesh._concatenate(meshes)
 
 
 def local_part(x: DTensor) -> Tensor:
-    """Return the local tensor of a DTensor, without autograd. Waits for a pending collective.
+    """Return the local tensor of a DTensor, without autograd history.
 
-    The public ``DTensor.to_local`` goes through autograd, which takes 4 times the host time.
+    Waits if the local tensor is the result of a collective in flight. The public
+    ``DTensor.to_local`` goes through autograd, which takes 4 times the host time.
     """
     local = x._local_tensor
     if type(local) is not Tensor and isinstance(local, AsyncCollectiveTensor):
@@ -56,17 +58,18 @@ def local_part(x: DTensor) -> Tensor:
 
 
 def writes_into(*tensors: Tensor | None) -> int:
-    """Return how often tensors were modified in place, as a sum over the tensors.
+    """Return the sum of the autograd version counters of tensors.
 
-    Pass a DTensor together with its local tensor: torch counts a write through the DTensor only in
-    the DTensor, and a write to the local tensor only there.
+    torch increments the version counter of a tensor at each in-place write. Pass a DTensor together
+    with its local tensor: a write to the DTensor increments only the counter of the DTensor, and a
+    write to the local tensor only the counter of the local tensor.
 
     Args:
-        tensors: Tensors of any type. None counts as 0. Inference tensors count as 0, because torch
-            does not count writes into them.
+        tensors: Tensors of any type. None and inference tensors add 0 to the sum. Inference tensors
+            have no version counter.
 
     Returns:
-        The sum of the version counters. Compare it with an earlier sum of the same tensors.
+        The sum. If it differs from an earlier sum of the same tensors, one of them was written to.
 
     Examples:
         >>> x = torch.zeros(2)
@@ -82,9 +85,11 @@ def writes_into(*tensors: Tensor | None) -> int:
 
 
 def spec_of(x: object) -> Spec:
-    """Return the spec of a DTensor: mesh, placements, global shape, strides and dtype.
+    """Return torch's ``DTensorSpec`` of a DTensor.
 
-    Raises `LayoutError` if ``x`` is not a DTensor. Catching the error costs nothing for a DTensor.
+    It has the mesh, the placements, the global shape, the strides and the dtype. Raises
+    `LayoutError` if ``x`` is not a DTensor. A ``try`` block detects this, because it takes no time
+    if ``x`` is a DTensor.
     """
     try:
         return cast(DTensor, x)._spec
@@ -97,9 +102,15 @@ def spec_of(x: object) -> Spec:
 
 
 def spec_parts(x: object) -> tuple[Spec, DeviceMesh, Any, int]:
-    """Return a DTensor's spec, its mesh, its shard order, and `group_count` of the mesh."""
+    """Return ``(spec, mesh, shard_order, count)`` of a DTensor.
+
+    ``spec`` is torch's ``DTensorSpec``, and ``shard_order`` the result of `shard_order_of` for it.
+    ``count`` is the result of `group_count` for the mesh. Raises `LayoutError` if ``x`` is not a
+    DTensor.
+    """
     spec = spec_of(x)
     mesh = spec.mesh
+    # The count is computed here, because the calls in `group_count` take longer.
     # ``DeviceMesh._root_mesh`` (2.11 to 2.13) is None for a root mesh.
     root = (mesh._root_mesh or mesh).__dict__
     count = len(root["_flatten_mapping"]) + len(root.get("_alias_groups", ()))
@@ -107,15 +118,23 @@ def spec_parts(x: object) -> tuple[Spec, DeviceMesh, Any, int]:
 
 
 def shard_order_of(spec: Spec) -> Any:
-    """Return ``DTensorSpec.shard_order``, or None if the spec has none."""
+    """Return ``DTensorSpec.shard_order``, or None if the spec does not have this attribute.
+
+    The shard order has one entry ``(tensor_dim, mesh_dims)`` for each sharded tensor dim. The dim
+    is split over ``mesh_dims`` in this order.
+    """
     return getattr(spec, "shard_order", None)
 
 
 def order_of(order: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Convert a shard order of torch to tuples ``(tensor dim, mesh dims)``.
+    """Convert ``DTensorSpec.shard_order`` to a tuple of ``(tensor_dim, mesh_dims)`` tuples.
 
-    Returns None if every tensor dim is split over its mesh dims from the outermost to the innermost
-    one. Placements alone describe this order. Placements with `strided_shard` describe the others.
+    Each entry gives the mesh dims over which a tensor dim is split, in the order of the splits.
+
+    Returns:
+        The tuple. Or None if ``order`` is None or is the default order, in which every tensor dim
+        is split over its mesh dims in ascending order. Placements without a shard order mean this
+        default.
     """
     if order is None or all(list(axes) == sorted(axes) for _, axes in order):
         return None
@@ -125,21 +144,25 @@ def order_of(order: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
 def spec_for(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Spec:
-    """Return the spec of a DTensor with contiguous strides and the given global shape."""
+    """Return torch's ``DTensorSpec`` for a DTensor with these properties.
+
+    ``shape`` is the global shape. The strides are contiguous.
+    """
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def dtensor_maker(spec: Spec) -> Callable[[Tensor, Any, DeviceMesh | None], DTensor]:
-    """Return a function ``make(local, x, mesh)`` that wraps local tensors as DTensors.
+    """Return a function ``make(local, x, mesh)`` that returns ``local`` wrapped as a DTensor.
 
-    The DTensors have ``spec``, but are on ``mesh``, or on the mesh of ``x`` if ``mesh`` is None.
-    Both have to be equal to the mesh of ``spec``, to which the function keeps no reference.
-    Autograd records nothing.
+    The DTensor has the placements, shape, strides and dtype of ``spec``. Its mesh is ``mesh``, or
+    the mesh of the DTensor ``x`` if ``mesh`` is None. This mesh has to be equal to ``spec.mesh``.
+    The function keeps no reference to ``spec.mesh``, so the mesh can be garbage-collected. Autograd
+    does not record the call.
 
-    ``DTensor.from_local`` is the public way; it goes through autograd at 5 times the host time.
-    ``DTensorSpec`` computes a shard order and a hash (2.11 to 2.13); copying its fields takes a
-    fiftieth of the time of its constructor.
+    The public ``DTensor.from_local`` goes through autograd, which takes 5 times the host time. The
+    constructor of ``DTensorSpec`` computes a shard order and a hash (2.11 to 2.13). Copying the
+    fields of a finished spec takes a fiftieth of the constructor's time.
     """
     hash(spec)
     fields = {name: value for name, value in vars(spec).items() if name != "mesh"}
@@ -147,21 +170,23 @@ def dtensor_maker(spec: Spec) -> Callable[[Tensor, Any, DeviceMesh | None], DTen
     def make(local: Tensor, x: Any, mesh: DeviceMesh | None) -> DTensor:
         made = object.__new__(DTensorSpec)
         vars(made).update(fields, mesh=x._spec.mesh if mesh is None else mesh)
-        # ``DTensor.__init__`` only excludes the compiler, which takes longer than all else here.
+        # ``DTensor.__init__`` is not called. It only disables the compiler, which takes longer than
+        # the rest of this function.
         return DTensor.__new__(DTensor, local, made, requires_grad=False)
 
     return make
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return torch's placement for a shard whose dim was split over later mesh dims before.
+    """Return torch's ``_StridedShard`` placement, which has no public name.
 
-    DTensor uses ``_StridedShard`` if a tensor dim is split over several mesh dims, and not from the
-    outermost to the innermost one. Torch has no public name for it.
+    DTensor uses this placement on a mesh dim if later mesh dims split the same tensor dim first.
+    For example, FSDP after tensor parallelism uses ``[_StridedShard(0, split_factor=2), Shard(0)]``
+    if the second mesh dim, with 2 ranks, splits tensor dim 0 first.
 
     Args:
         dim: Tensor dim that is split.
-        split_factor: Number of parts into which later mesh dims have split the dim before.
+        split_factor: Number of parts into which the later mesh dims split ``dim`` first.
 
     Returns:
         The placement.
@@ -179,59 +204,78 @@ def split_factor(placement: Placement) -> int | None:
 
 
 def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
-    """Return the meshes that were flattened from several dims of the root mesh of ``mesh``."""
+    """Return all meshes that ``DeviceMesh._flatten`` created from dims of the root of ``mesh``."""
     return list(mesh._get_root_mesh()._flatten_mapping.values())
 
 
 def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of process groups over several dims that are registered with the root mesh.
+    """Return the names of process groups that other packages registered with the root of ``mesh``.
 
-    The root mesh stores them in the dict ``_alias_groups``, from an alias to the name of a process
-    group. torch does not have this attribute. hp-mesh sets it on its meshes. Other code that
-    creates such groups may set it too.
+    Each group spans several dims of the root mesh. The names are the values of the dict
+    ``_alias_groups`` of the root mesh; the keys are names of flattened dims. hp-mesh sets this
+    attribute, which torch does not have. Returns an empty tuple if the attribute does not exist.
     """
     names: dict[str, str] = vars(mesh._get_root_mesh()).get("_alias_groups", {})
     return tuple(names.values())
 
 
 def group_count(mesh: DeviceMesh) -> int:
-    """Return the number of groups of `flattened_meshes` and `alias_groups`."""
+    """Return the number of `flattened_meshes` plus the number of `alias_groups` of a mesh.
+
+    If this number has changed, a new process group may allow a cheaper plan.
+    """
     return len(flattened_meshes(mesh)) + len(alias_groups(mesh))
 
 
 def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """Return the norm of each tensor. CUDA computes all norms in one kernel."""
+    """Return the norm of each tensor, as a list of scalar tensors of dtype ``dtype``.
+
+    ``order`` is the order of the norm, such as 2. On CUDA, one kernel handles many tensors.
+    """
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
 def foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by ``factor`` in place. CUDA uses one kernel for all tensors."""
+    """Multiply each tensor by the scalar tensor ``factor`` in place.
+
+    On CUDA, one kernel handles many tensors.
+    """
     torch._foreach_mul_(tensors, factor)
 
 
 def disabled_torch_function() -> Any:
-    """Return the ``__torch_function__`` for a tensor subclass that implements only operators.
+    """Return a value for the class attribute ``__torch_function__`` of a tensor subclass.
 
-    ``DTensor`` uses the same function.
+    It disables ``__torch_function__``, so that only ``__torch_dispatch__`` handles operators.
+    ``DTensor`` uses the same value.
     """
     return torch._C._disabled_torch_function_impl
 
 
 def wrapper_tensor(cls: type[T], shape: Sequence[int], like: Tensor) -> T:
-    """Return a tensor of class ``cls`` without storage, with the dtype and device of ``like``."""
+    """Return a tensor of class ``cls`` without memory, with the global shape ``shape``.
+
+    The dtype, device and ``torch.layout`` are those of ``like``.
+    """
     return Tensor._make_wrapper_subclass(
         cls, tuple(shape), dtype=like.dtype, device=like.device, layout=like.layout
     )
 
 
 def operator_name(op: Any) -> tuple[str, str]:
-    """Return the namespace and the name of an operator, without the name of the overload."""
+    """Return the namespace and the name of an operator, such as ``("aten", "add_")``.
+
+    The name of the overload, such as ``Tensor``, is left out.
+    """
     namespace, _, name = op.overloadpacket._qualified_op_name.partition("::")
     return namespace, name
 
 
 def written_arguments(op: Any) -> tuple[int | str, ...]:
-    """Return the arguments that an operator modifies: positions, or names if keyword-only."""
+    """Return the arguments that an operator modifies in place.
+
+    An argument is returned as its position, or as its name if it is keyword-only.
+    """
     return tuple(
         argument.name if argument.kwarg_only else place
         for place, argument in enumerate(op._schema.arguments)
@@ -240,7 +284,10 @@ def written_arguments(op: Any) -> tuple[int | str, ...]:
 
 
 def argument_place(op: Any, name: str) -> int:
-    """Return the position of an argument of an operator."""
+    """Return the position of the argument ``name`` in the schema of an operator.
+
+    Raises ValueError if the operator has no such argument.
+    """
     return [argument.name for argument in op._schema.arguments].index(name)
 
 
@@ -248,15 +295,16 @@ Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
-    """Wrap the functions of torch that gather and shard the tensors of a full state dict.
+    """Replace the functions with which torch gathers and shards the tensors of a full state dict.
 
-    ``torch.distributed.checkpoint.state_dict`` uses them for
-    ``StateDictOptions(full_state_dict=True)``. They handle only ``DTensor`` and ``ShardedTensor``,
-    and there is no public hook for other tensor classes.
+    ``torch.distributed.checkpoint.state_dict`` calls these functions for
+    ``StateDictOptions(full_state_dict=True)``. The functions handle only ``DTensor`` and
+    ``ShardedTensor``, and there is no public hook for other tensor classes.
 
     Args:
-        gather: Returns a replacement of the function that gathers a state dict.
-        scatter: Returns a replacement of each of the two functions that shard a full state dict.
+        gather: Called with torch's ``_gather_state_dict``. Returns the replacement.
+        scatter: Called with torch's ``_distribute_state_dict`` and then with its
+            ``_broadcast_state_dict``. Returns the replacement.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -270,27 +318,27 @@ def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
 
 
 def group_name(group: Any) -> str:
-    """Return the name of a process group, for `resolve_group`."""
+    """Return the name of a process group. `resolve_group` returns the group for this name."""
     return str(group.group_name)
 
 
-# Returns the process group with a name. Functional collectives find their groups in this way. Seen
-# in torch 2.11 to 2.13; there is no public name.
+# Returns the process group with a given name. torch's functional collectives look up their groups
+# with this function, which has no public name.
 resolve_group: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
 
 
 def registered_group(name: str) -> ProcessGroup | None:
-    """Return the process group with a name, or None if no such group exists."""
+    """Return the process group with the given name, or None if this process has no such group."""
     known = distributed_c10d._world.pg_names.values()
     return resolve_group(name) if name in known else None
 
 
 def group_identity(group: object) -> str:
-    """Return a text that distinguishes a process group from others, and is equal on its ranks.
+    """Return a text that identifies a process group and is equal on all of its ranks.
 
-    This is the name of the group, with one exception. ``split_group`` computes the name as a hash
-    that can differ between ranks. The result is then the description of the group, in which torch
-    counts the splits of the parent group.
+    The text is the name of the group. For a group from ``split_group`` it is the description of the
+    group instead, because the name is a hash that can differ between ranks. The description has the
+    number of the split of the parent group.
 
     Args:
         group: Process group, or any other object.
@@ -327,9 +375,10 @@ def default_store() -> Any:
 
 
 def backend_object(group: object, device: torch.device) -> Any:
-    """Return the backend of a process group for a device, or None if there is none.
+    """Return the backend object of a process group for a device, such as a ``ProcessGroupNCCL``.
 
-    Simulated groups and process groups written in Python have no backend.
+    Returns None if the group has no backend for the device. Simulated groups and process groups
+    written in Python have no backend.
     """
     if isinstance(group, ProcessGroup):
         try:
@@ -343,7 +392,7 @@ def backend_of(group: object, device: torch.device) -> str:
     """Return the name of the backend that a process group uses for a device.
 
     ``torch.distributed.get_backend`` returns the name with which the group was created, such as
-    ``"cpu:gloo,cuda:nccl"``. This function asks the backend itself.
+    ``"cpu:gloo,cuda:nccl"``. This function returns the name of the single backend.
 
     Args:
         group: Process group, or any other object.
@@ -351,7 +400,7 @@ def backend_of(group: object, device: torch.device) -> str:
 
     Returns:
         A name such as ``"nccl"``. It is empty if the group has no backend for the device. Process
-        groups written in Python and simulated groups have none.
+        groups written in Python and simulated groups have no backends.
 
     Examples:
         On 2 ranks:
@@ -364,9 +413,10 @@ def backend_of(group: object, device: torch.device) -> str:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout of a process group, or torch's default if no backend has a timeout.
+    """Return the timeout of a process group.
 
-    ``ProcessGroup`` has a public ``set_timeout``, but no getter.
+    This is the timeout of the first backend of the group that has one, or else torch's default
+    timeout for the backend. ``ProcessGroup`` has a public ``set_timeout``, but no public getter.
     """
     c10d: Any = distributed_c10d
     for device in cast(Any, group)._device_types:
@@ -377,21 +427,24 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def counts_messages(group: object, device: torch.device) -> bool:
-    """Return whether a group requires that all ranks send and receive equally many messages.
+    """Return whether all ranks of a group have to send and receive the same number of messages.
 
-    Gloo groups created with ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` do. If the numbers differ, their
-    next collective raises an error. On all ranks they are wrapped in ``_ProcessGroupWrapper``.
+    This is True for gloo groups that were created with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. If the
+    ranks of such a group have sent or received different numbers of point to point messages, the
+    next collective raises an error. The result is the same on all ranks, because torch wraps the
+    backend in ``_ProcessGroupWrapper`` on all ranks.
     """
     wrapper = getattr(distributed_c10d, "_ProcessGroupWrapper", None)
     return wrapper is not None and isinstance(backend_object(group, device), wrapper)
 
 
 def makes_groups_alone() -> bool:
-    """Return whether the members of a new group can create it without the other ranks.
+    """Return whether the ranks of a new process group can create it without the other ranks.
 
-    This is False if new groups are split from the communicator of the default group: NCCL was
-    initialized eagerly, or ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True. It is
-    also False without a default group.
+    The result is False if there is no default group, or if new groups are split from the
+    communicator of the default group, which requires all ranks. That is the case if
+    ``init_process_group`` was called with ``device_id``, or if
+    ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True.
     """
     world = dist.group.WORLD
     config = getattr(dist, "config", None)
@@ -400,19 +453,23 @@ def makes_groups_alone() -> bool:
 
 
 def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
-    """Create a process group with a given name. Only its members call this function.
+    """Create a process group with a given name. Only the ranks of the group call this function.
 
-    The group has the timeout of the default group. Members wait for each other for at most this
-    time. A failed attempt leaves the addresses of its members in the store, so the next attempt
-    uses another prefix.
+    The group has the timeout of the default group. Its ranks wait for each other for at most this
+    time. A failed attempt leaves the addresses of the ranks in the store, so the next attempt uses
+    another key prefix.
 
-    The public ``new_group(use_local_synchronization=True)`` is not used, because it computes the
-    name from the number of groups of a rank. Ranks with different numbers would wait for each other
-    forever.
+    The public ``new_group(use_local_synchronization=True)`` is not used. It computes the name of
+    the group from the number of groups that the rank has created before. Ranks with different
+    numbers of groups would wait for each other forever.
 
     Args:
-        ranks: Global ranks of the members, ascending.
-        name: Name of the group, equal on all members.
+        ranks: Global ranks of the group, in ascending order.
+        name: Name of the group, equal on all of its ranks.
+
+    Raises:
+        RuntimeError: The group could not be created, for example because another rank of the group
+            did not call this function before the timeout.
     """
     c10d: Any = distributed_c10d
     backend, store = c10d._world.pg_map[dist.group.WORLD]
@@ -436,18 +493,21 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
 
 
 def _next_attempt(store: Any, name: str) -> int:
-    """Return the number of failed attempts to create a group."""
+    """Return the number of the next attempt to create the group ``name``, from 0.
+
+    It is the number of failed attempts, each of which has a key in the store.
+    """
     try:
         return next(n for n in count() if not store.check([f"{name}/failed/{n}"]))
-    except RuntimeError:  # the store of fake groups has no methods, and no addresses
+    except RuntimeError:  # torch's fake store does not implement `check`
         return 0
 
 
 def inside_backward() -> bool:
-    """Return whether this thread runs a backward pass of autograd.
+    """Return whether the calling code runs inside a backward pass of autograd.
 
     Returns:
-        True inside autograd functions and hooks that a backward pass calls.
+        True in autograd functions and hooks while a backward pass calls them; otherwise False.
 
     Examples:
         >>> inside_backward()
@@ -459,8 +519,8 @@ def inside_backward() -> bool:
 def backward_keeps_graph() -> bool:
     """Return whether the running backward pass retains the graph and its saved tensors.
 
-    If it does not, a backward function may overwrite the tensors that were saved for it. Call this
-    function only if `inside_backward` is True.
+    If the result is False, the backward of an autograd function may overwrite its saved tensors.
+    Call this function only if `inside_backward` returns True.
 
     Returns:
         True if ``retain_graph`` or ``create_graph`` is True.
@@ -477,9 +537,10 @@ def backward_keeps_graph() -> bool:
 def first_order(backward: F, error: type[Exception], message: str) -> F:
     """Make the backward of an autograd function raise an error if ``create_graph`` is True.
 
-    torch's ``once_differentiable`` instead raises the error when the gradients are differentiated.
-    It raises nothing if the second backward differentiates only some of the inputs, or if the
-    incoming gradient does not require grad. The second derivatives then lack terms.
+    Use this function if the backward does not support second derivatives. torch's
+    ``once_differentiable`` raises only when the gradients are differentiated. It raises nothing if
+    the second backward differentiates with respect to some of the inputs only, or if the incoming
+    gradient does not require grad. The second derivatives then lack terms.
 
     Args:
         backward: The static method ``backward`` of a ``torch.autograd.Function``.
@@ -487,7 +548,7 @@ def first_order(backward: F, error: type[Exception], message: str) -> F:
         message: Message of the error.
 
     Returns:
-        A function with the arguments of ``backward``.
+        The wrapped function. It has the same arguments as ``backward``.
 
     Examples:
         >>> def backward(ctx, grad):
@@ -499,7 +560,7 @@ def first_order(backward: F, error: type[Exception], message: str) -> F:
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():  # autograd enables it in backward only for create_graph=True
+        if torch.is_grad_enabled():  # True in backward only for create_graph=True
             raise error(message)
         return backward(ctx, *grads)
 
@@ -507,13 +568,13 @@ def first_order(backward: F, error: type[Exception], message: str) -> F:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast converts operands on a type of device.
+    """Return the dtype to which autocast converts operands on a device.
 
     Args:
-        device: Device of the operands.
+        device: Device of the operands. Only the type of the device matters.
 
     Returns:
-        The dtype, or None if autocast is off or does not exist for the device.
+        The dtype, or None if autocast is disabled or is not supported for the type of device.
 
     Examples:
         >>> with torch.autocast("cpu"):
@@ -521,7 +582,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
         torch.bfloat16
     """
     kind = device.type
-    # Dynamo cannot trace is_autocast_available in torch 2.11. Only meta has no autocast.
+    # Dynamo cannot trace is_autocast_available in torch 2.11. Only the type "meta" has no autocast.
     compiling = torch.compiler.is_compiling()
     exists = kind != "meta" if compiling else torch.amp.is_autocast_available(kind)
     if not exists or not torch.is_autocast_enabled(kind):
@@ -530,13 +591,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that disables autocast for a type of device.
+    """Return a context manager that disables autocast for the type of a device.
 
     Args:
-        device: Device of the tensors in the ``with`` block.
+        device: Device of the tensors in the ``with`` block. Only the type of the device matters.
 
     Returns:
-        A context manager. It is a no-op if autocast is off already.
+        A context manager. It is a no-op if autocast is disabled already.
 
     Examples:
         >>> with torch.autocast("cpu"), without_autocast(torch.device("cpu")):
@@ -554,8 +615,8 @@ _disable: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defi
 def keep_eager(function: F) -> F:
     """Exclude a function, and all functions that it calls, from ``torch.compile``.
 
-    The public ``torch.compiler.disable`` imports the compiler. This function imports it only when
-    the result is called, as torch's optimizers do.
+    The public ``torch.compiler.disable`` imports the compiler immediately, which takes long. With
+    this function, the compiler is imported when the result is first called.
 
     Args:
         function: Any function.
@@ -573,16 +634,16 @@ def keep_eager(function: F) -> F:
 
 
 def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a container that is registered with pytree.
+    """Return the children of a container, if its class is registered with ``torch.utils._pytree``.
 
-    Libraries register the classes of their outputs with ``torch.utils._pytree``.
+    Lists, tuples and dicts are registered. Libraries register the classes of their outputs.
 
     Args:
         value: Any object.
 
     Returns:
-        A pair: the list of children, and a function that builds an equal container from a list of
-        new children. None in place of the pair if the class of ``value`` is not registered.
+        A pair: the list of children, and a function that builds a container of the same class from
+        a list of new children. Returns None if the class of ``value`` is not registered.
 
     Examples:
         >>> children, rebuild = pytree_node({"a": 1, "b": 2})
@@ -597,9 +658,10 @@ def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] |
 
 
 def no_modes() -> Any:
-    """Return a context manager that disables dispatch modes.
+    """Return a context manager that disables all ``TorchDispatchMode`` objects.
 
-    New tensors in the ``with`` block are real, also while a graph is traced with fake tensors.
+    While ``torch.compile`` traces a function, a mode makes all new tensors fake. Tensors that are
+    created in the ``with`` block are real.
     """
     return _disable_current_modes()
 
@@ -609,14 +671,18 @@ def opaque_op(
 ) -> Callable[[Tensor, str], Tensor]:
     """Register ``run`` as a custom operator, which compiled graphs neither trace nor reorder.
 
-    All operators that are registered here keep their order in a graph, because ranks have to
-    communicate in the same order. ``EffectType`` has no public name. It is imported here, because
-    only compiled code needs it.
+    Operators from this function keep their order in a graph, because all ranks have to communicate
+    in the same order. ``EffectType`` has no public name. It is imported inside this function,
+    because only compiled code needs it.
 
     Args:
-        name: Name of the operator, with its namespace.
-        run: Implementation.
-        fake: Returns an empty tensor with the shape, dtype and device of the result.
+        name: Name of the operator with its namespace, such as ``"hp_dtensor::execute_plan"``.
+        run: Implementation. Called with a tensor and a text; returns a new tensor.
+        fake: Called with the same arguments while a graph is traced. Returns an empty tensor with
+            the shape, dtype and device of the result.
+
+    Returns:
+        The operator, which is called like ``run``.
     """
     from torch._library.effects import EffectType
 

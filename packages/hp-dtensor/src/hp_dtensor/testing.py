@@ -1,4 +1,8 @@
-"""Tools for tests: simulated ranks in one process, and a comparison with one process."""
+"""Tools for tests of distributed code.
+
+`SimulatedWorld` runs ranks as threads of one process. `compare_with_one_process` compares a
+parallelized model with the same model in one process.
+"""
 
 import math
 import threading
@@ -41,10 +45,12 @@ __all__ = [
 
 
 class SimulatedGroup:
-    """A simulated process group, as one of its ranks sees it.
+    """A simulated process group. Each of its ranks has its own object.
+
+    The group has no collectives. `SimulatedCollectives` communicates between simulated ranks.
 
     Args:
-        ranks: Global ranks of the group.
+        ranks: Global ranks of the group, including ``me``.
         me: Global rank of the rank that uses this object.
 
     Examples:
@@ -74,12 +80,12 @@ class SimulatedGroup:
 
 
 class SimulatedMesh:
-    """An `AxisMesh` of simulated ranks, as one of these ranks sees it.
+    """An `AxisMesh` of simulated ranks. Each of these ranks has its own object.
 
     Args:
         shape: Number of ranks on each axis.
         names: Names of the axes.
-        me: Global rank of the rank that uses this object.
+        me: Global rank of the rank that uses this object. It has to be one of ``ranks``.
         ranks: Global ranks of the mesh, in row-major order.
 
     Raises:
@@ -158,7 +164,8 @@ class SimulatedMesh:
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
-# Ranks of the axis, coordinates of sender and receiver, and number of the message between the two.
+# Ranks of the axis, coordinate of the sender, coordinate of the receiver, and number of the message
+# from this sender to this receiver, from 0.
 _MessageKey = tuple[Ranks, int, int, int]
 
 
@@ -197,8 +204,9 @@ class SimulatedWorld:
     def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
         """Call a function on every rank and return the results.
 
-        If ranks raise errors, this method raises the error of the lowest of these ranks. A
-        `RankMismatchError` is raised only if no rank raised another error.
+        Each rank is a thread. If several ranks raise errors, this method raises the error of the
+        lowest rank. Errors other than `RankMismatchError` take precedence, because a
+        `RankMismatchError` is often only the consequence of another rank's error.
 
         Args:
             function: Called as ``function(rank, collectives)``. ``collectives`` is the
@@ -249,7 +257,15 @@ class SimulatedWorld:
 
 @dataclass
 class _Meeting:
-    """One collective call of all ranks of an axis. The last rank to call computes the results."""
+    """One collective call of all ranks of an axis. The last rank to call computes the results.
+
+    Attributes:
+        call: Description of the call by the first rank that made it.
+        posted: Input tensors of each rank, by coordinate on the axis.
+        results: Output tensors of each rank, by coordinate on the axis. Empty until the last rank
+            has made the call.
+        error: Error message, if the calls differ or the inputs cannot be combined; otherwise None.
+    """
 
     call: str
     posted: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -258,11 +274,14 @@ class _Meeting:
 
 
 class SimulatedCollectives:
-    """`Collectives` of one rank of a `SimulatedWorld`. Reductions run in rank order.
+    """The `Collectives` of one rank of a `SimulatedWorld`.
+
+    `SimulatedWorld.run` creates one object for each rank and passes it to the function. Reductions
+    combine the tensors in rank order, so the results are deterministic.
 
     Args:
         world: The simulated world.
-        rank: Rank that uses this object.
+        rank: Global rank that uses this object.
 
     Examples:
         >>> def coordinate(rank, collectives):
@@ -274,20 +293,21 @@ class SimulatedCollectives:
     def __init__(self, world: SimulatedWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
-        # Numbers of the next call over an axis, and of the next message to and from each peer.
+        # Counters of the calls on each axis, and of the messages to and from each peer on an axis.
         self._calls: defaultdict[Ranks, count[int]] = defaultdict(count)
         self._sent: defaultdict[tuple[Ranks, int], count[int]] = defaultdict(count)
         self._received: defaultdict[tuple[Ranks, int], count[int]] = defaultdict(count)
 
     def axis(self, name: str = "world", ranks: Sequence[int] | None = None) -> Axis:
-        """Return an axis over some ranks of the simulated world.
+        """Return an axis over all or some ranks of the simulated world.
 
         Args:
             name: Name of the axis.
-            ranks: Ranks of the axis, including this rank. Defaults to all ranks of the world.
+            ranks: Global ranks of the axis, including this rank. Defaults to all ranks of the
+                world.
 
         Returns:
-            The axis, as seen by this rank.
+            The axis of this rank. ``axis.index`` is this rank's position in ``ranks``.
         """
         ranks = tuple(range(self._world.size) if ranks is None else ranks)
         return Axis(name, SimulatedGroup(ranks, self.rank), ranks)
@@ -300,7 +320,7 @@ class SimulatedCollectives:
             names: Names of the axes.
 
         Returns:
-            The mesh, as seen by this rank.
+            The mesh object of this rank.
         """
         return SimulatedMesh(shape, names, self.rank, range(self._world.size))
 
@@ -322,7 +342,7 @@ class SimulatedCollectives:
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Reduce each input and keep this rank's part; see `Collectives.reduce_scatter`."""
+        """Reduce each input and return this rank's block; see `Collectives.reduce_scatter`."""
         check_divisible(axis, inputs)
 
         def scatter(posted: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -351,7 +371,7 @@ class SimulatedCollectives:
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Work:
-        """Exchange blocks of rows; see `Collectives.all_to_all`."""
+        """Send one block of rows to each rank; see `Collectives.all_to_all`."""
         if send_splits is None:
             send_splits = [input.shape[0] // axis.size] * axis.size
         blocks = list(input.split(list(send_splits)))
@@ -359,7 +379,7 @@ class SimulatedCollectives:
         def transpose(posted: list[list[Tensor]]) -> list[list[Tensor]]:
             received = []
             for me, blocks in enumerate(zip(*posted, strict=True)):
-                # A rank that sends no rows may have rows of another width, as with real processes.
+                # Real backends ignore the row shape of a rank that sends no rows, so this does too.
                 sent = [block for block in blocks if len(block)]
                 received.append([torch.cat([blocks[me][:0], *sent])])
             return received
@@ -384,7 +404,7 @@ class SimulatedCollectives:
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive point to point; see `Collectives.send_recv`."""
+        """Send tensors to ranks and receive tensors from ranks; see `Collectives.send_recv`."""
         if fault := own_fault(axis, sends, receives):
             raise ValueError(fault)
         world, ranks, me = self._world, axis.ranks, axis.index
@@ -449,7 +469,7 @@ class SimulatedCollectives:
                 )
             meeting.posted[axis.index] = [tensor.detach() for tensor in inputs]
             if len(meeting.posted) == axis.size:
-                del world._meetings[key]  # the ranks that wait have references to it
+                del world._meetings[key]  # ranks that still wait keep references to the object
             if len(meeting.posted) == axis.size and meeting.error is None:
                 posted = [meeting.posted[i] for i in range(axis.size)]
                 try:

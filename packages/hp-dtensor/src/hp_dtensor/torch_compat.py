@@ -1,7 +1,7 @@
-"""Functions on private names of torch that hp-dtensor shares with the packages built on it.
+"""Functions that use private names of torch, for hp-dtensor and the packages built on it.
 
 The functions work with torch 2.11 to 2.13. If a later version of torch renames a private name, only
-hp-dtensor has to change.
+hp-dtensor has to be changed.
 """
 
 from ._torch import EXTRA_STATE_KEY as EXTRA_STATE_KEY

@@ -90,8 +90,7 @@ class RaggedTensor(Tensor):
     def __new__(cls, local: Tensor, spec: RaggedSpec) -> "RaggedTensor":
         """Create a ragged tensor without autograd history and without checks.
 
-        The arguments are those of the class. `from_local` checks its arguments and supports
-        autograd.
+        For the arguments, see the class. `from_local` checks its arguments and supports autograd.
         """
         x = wrapper_tensor(cls, spec.shape, local)
         x._local = local
