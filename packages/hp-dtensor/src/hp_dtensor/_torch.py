@@ -199,7 +199,10 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 
 def split_factor(placement: Placement) -> int | None:
-    """Return the split factor of a ``_StridedShard``, or None for any other placement."""
+    """Return the split factor of a ``_StridedShard``, or None for any other placement.
+
+    The split factor is the number of parts into which later mesh dims split the tensor dim first.
+    """
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 

@@ -495,11 +495,16 @@ def _overridden(group: object, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _takes_lists(axis: Axis, names: tuple[str, ...], device: torch.device) -> bool:
-    """Return whether the axis's process group can run the method on tensors on ``device``.
+    """Return whether the axis's process group can start one collective of several tensors.
 
-    ``names`` are names of a ``ProcessGroup`` method that takes a list of tensors, such as
-    ``allreduce_coalesced``. A process group that is written in Python and has no backend supports
-    only methods that it overrides. gloo supports the all-reduce of a list only for CPU tensors.
+    A process group that is written in Python and has no backend can do so only if it overrides the
+    method. gloo all-reduces several tensors only on the CPU.
+
+    Args:
+        axis: Axis of the collective.
+        names: Names of the ``ProcessGroup`` method for several tensors in different torch versions,
+            such as ``allreduce_coalesced``.
+        device: Device of the tensors.
     """
     group = axis.group
     if names is _REDUCE_LIST and device.type != "cpu" and backend_of(group, device) == "gloo":

@@ -26,7 +26,7 @@ class Group(Protocol):
     """
 
     def rank(self) -> int:
-        """Return this process's index in the group."""
+        """Return the index of this process in the group, from 0."""
         ...
 
     def size(self) -> int:

@@ -431,7 +431,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _KeepPart(torch.autograd.Function):
-    """Returns this rank's local tensor as a copy of its part of a whole tensor."""
+    """Returns a new local tensor with a copy of this rank's part of a whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, spec: RaggedSpec, collectives: Collectives) -> Tensor:
