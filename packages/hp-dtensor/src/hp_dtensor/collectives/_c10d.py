@@ -134,7 +134,7 @@ class _PendingWork:
         while self._works:
             try:
                 self._works[0].wait()
-            except Exception as error:  # noqa: BLE001 - raised below, after all works
+            except Exception as error:  # noqa: BLE001 - raised below, once all works are done
                 self._error = self._error or self._with_note(error)
             del self._works[0]
         self._inputs = ()
