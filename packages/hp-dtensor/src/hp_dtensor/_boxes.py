@@ -144,12 +144,17 @@ def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[
 
 
 def longest(length: int, splits: Sequence[Split]) -> int:
-    """Return the largest number of elements that any rank holds of a dim after nested splits.
+    """Return the number of elements in the largest shard of a dim after nested splits.
 
-    With a split factor above 1, the largest shard before a split does not always give the largest
-    shard after it. Example: 7 elements are split into shards of 4 and 3 elements. Both shards are
-    then split into 3 blocks of 2 chunks each. The shard of 4 elements gives at most 2 elements to a
-    rank. The shard of 3 elements gives all 3 elements to one rank.
+    If a split factor is above 1, splitting a larger shard can give smaller shards. So the shards of
+    every size are split, not only the largest.
+
+    For example, 7 elements are split by ``[(2, 1), (2, 3)]``. The first split gives shards of 4 and
+    3 elements. The second split divides each shard into 3 blocks, and each block into 2 chunks.
+    Rank ``i`` gets chunk ``i`` of every block.
+
+    - The shard of 4 elements has blocks of 2, 2 and 0 elements. Each rank gets 2 elements.
+    - The shard of 3 elements has 3 blocks of 1 element. Rank 0 gets all 3 elements.
     """
     lengths = {length}
     for degree, factor in splits:

@@ -174,11 +174,13 @@ _CASTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 @contextmanager
 def keep_float64() -> Iterator[None]:
-    """Compute in float64 inside the block, in models that cast to float32 as well.
+    """Compute in float64 inside the block, even in models that cast to float32.
 
-    New tensors are float64, and casts to float32 give float64. Models of transformers compute
-    norms and losses in float32. Inside the block, the results of such models can be compared with a
-    tolerance of 1e-12. For tests only: functions of torch are replaced in all threads.
+    The default dtype is float64, and casts to float32 give float64 instead. Models of the
+    transformers library compute norms and losses in float32. Inside the block they compute them in
+    float64, so that results can be compared with a tolerance of 1e-12.
+
+    For tests only: functions of torch are replaced in all threads.
 
     Yields:
         None.

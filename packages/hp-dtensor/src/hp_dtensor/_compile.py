@@ -119,10 +119,11 @@ execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 @clearable
 @lru_cache(maxsize=2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
-    """Read a plan from the text of `write_plan`, and bind its steps.
+    """Read a plan from the text of `write_plan`, and make the functions that run its steps.
 
-    Returns the local shape of the result, and the functions that run the steps. The functions look
-    up process groups by name, so this cache keeps no group alive.
+    Returns the shape of the local result on this rank, and one function for each step that this
+    rank runs; see `bind`. Results are cached by ``text``. The functions look up process groups by
+    name at each call, so the cache keeps no process group alive.
     """
     plan, groups = read_plan(text)
     return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)

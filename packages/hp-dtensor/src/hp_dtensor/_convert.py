@@ -253,10 +253,11 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
 def _onto(
     held: Sequence[theirs.Placement], target: Sequence[AnyPlacement], axis: int, ndim: int
 ) -> theirs.Placement:
-    """Return the placement to which torch reduces one mesh axis.
+    """Return the placement to which torch reduces the `Partial` on mesh axis ``axis``.
 
-    This is the `Shard` of the target. It is `Replicate` if the target has no `Shard` on this axis,
-    or if another axis splits the same tensor dim before or after the redistribution.
+    The result is a `Shard` of the target's dim if the target placement of this axis is a `Shard` of
+    an existing dim, and no other axis splits this dim or has a `RaggedShard`, in ``held`` or in
+    ``target``. Otherwise it is `Replicate`.
     """
     new = target[axis]
     if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:

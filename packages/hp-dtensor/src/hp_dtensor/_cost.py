@@ -559,13 +559,18 @@ def lower_bound(
 ) -> Callable[[Layout], float]:
     """Return the A* heuristic: a function from a layout to a lower bound on the time to ``dst``.
 
-    The bound, in seconds, is the time of one collective with the lowest ``alpha`` and the lowest
-    ``beta`` of all axes. Without `Partial`, every rank receives at least the elements that it needs
-    and does not hold. If ``n`` ranks hold terms of a sum and ``m`` ranks need the sum, each element
-    is sent at least ``n - 1`` times to be summed and ``m - 1`` times to be distributed.
+    The bound is the time in seconds of one collective, with the lowest ``alpha`` and the lowest
+    ``beta`` of all axes. The bytes of this collective are a lower bound on the bytes that a rank
+    receives on average:
 
-    The bound is 0 for a layout on another mesh than ``dst``, for a layout that only needs a local
-    slice, and for cost models other than `AlphaBeta`.
+    - If no `Partial` has to be reduced, these are the elements that a rank needs in ``dst`` and
+      does not hold, averaged over the `sampled` ranks.
+    - Otherwise, ``n`` ranks hold the terms of each sum and ``m`` ranks need the sum. Each element
+      is sent at least ``n - 1`` times to be summed and ``m - 1`` times to be distributed. The total
+      is divided by the number of ranks.
+
+    The bound is 0 if the layout is on another mesh than ``dst``, if local slices are enough to
+    reach ``dst``, or if ``cost`` is not an `AlphaBeta`.
     """
     if type(cost) is not AlphaBeta:
         return lambda here: 0.0

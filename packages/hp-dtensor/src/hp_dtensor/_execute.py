@@ -367,7 +367,8 @@ def _transfer_and_views(
 def _group_index(step: Step, group: AxisGroup, rank: int) -> int:
     """Return the index of a rank in the process group of a step.
 
-    ``rank`` is numbered as in the layouts of the step.
+    In a plan on one mesh, ``rank`` is the row-major position of the rank in the mesh. In a plan
+    between two meshes, it is the global rank.
     """
     if step.kind == "transfer":
         return group.members[rank]

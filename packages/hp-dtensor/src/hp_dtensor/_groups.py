@@ -30,14 +30,14 @@ from .collectives._interface import Axis
 
 
 class AxisGroup(NamedTuple):
-    """A process group for one step.
+    """A process group in which a step communicates.
 
     Attributes:
         find: Returns the group as an `Axis`. It looks the group up by name at each call, so that a
             memoized `AxisGroup` keeps no group alive.
-        members: Index of each rank in the group. For a group along mesh axes, ``members[i]`` is the
-            index of the rank at row-major position ``i`` on these axes. For a group of two meshes,
-            ``members[r]`` is the index of global rank ``r``.
+        members: Maps each rank to its index in the group. For a group along mesh axes, this is a
+            sequence: position ``i`` is the rank with row-major position ``i`` on these axes. For a
+            group with the ranks of two meshes, it is a dict whose keys are global ranks.
         size: Number of ranks in the group.
     """
 
@@ -108,13 +108,14 @@ def _refuse_groups(problem: str) -> NoReturn:
 def find_group(
     mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()
 ) -> AxisGroup | None:
-    """Return an existing process group with exactly the ranks along some mesh axes.
+    """Return an existing process group with exactly the ranks of `ranks_along`, or None.
 
-    These are this rank and the ranks whose coordinates differ from its coordinates only on
-    ``axes``. The groups named in ``given`` are tried first. After these, one axis uses its own
-    group. Several axes, or an axis without a group, use the group of a flattened mesh, of an
-    hp-mesh alias or of the world, in this order. Returns None if no group has these ranks.
-    Communicates nothing.
+    The order of the ranks in the group may differ; see `AxisGroup.members`. Communicates nothing.
+    The first group with these ranks is returned. Groups are tried in this order:
+
+    - The groups named in ``given``.
+    - If ``axes`` has one axis and the mesh was built with groups: the group of this axis.
+    - Otherwise: the groups of flattened meshes, then of hp-mesh aliases, then of the world.
     """
     names = mesh.mesh_dim_names or tuple([f"dim{axis}" for axis in range(mesh.ndim)])
     name = "_".join([names[axis] for axis in axes])

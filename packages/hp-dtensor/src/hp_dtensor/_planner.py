@@ -341,9 +341,10 @@ class Search:
         return None if steps is None else _merged(steps)
 
     def least_memory(self) -> int:
-        """Return the lowest peak memory of all plans, in elements on the rank that needs the most.
+        """Return the lowest peak memory of the plans that the search finds, in elements.
 
-        This removes the memory limit of the search.
+        The peak of a plan is the maximum of `memory` over its steps. Call this method only after
+        `cheapest`, because it sets ``max_bytes`` to None for all later searches.
         """
         self.max_bytes, self.one_step = None, False
         # The memory limit applies to single slices, before `_merged` joins consecutive slices.

@@ -103,12 +103,15 @@ class Tiles:
     def _ranges(
         self, dim: int, interval: Interval
     ) -> Iterator[tuple[Assignment, Interval, Interval]]:
-        """Yield the index ranges of one dim that overlap ``interval``.
+        """Yield the index ranges into which `Shard` and `StridedShard` split one dim.
 
-        Each item is ``(holder, range, overlap)``. ``holder`` has a pair ``(mesh axis, coordinate)``
-        for each axis that shards the dim: the ranks with these coordinates hold ``range``.
-        ``overlap`` is the intersection of ``range`` and ``interval``. A `RaggedShard` is not
-        applied.
+        Only ranges that overlap ``interval`` are yielded, in ascending order. A `RaggedShard` is
+        ignored here, because `_runs` applies it later. Each item is ``(holder, range, overlap)``:
+
+        - ``holder``: One pair ``(mesh axis, coordinate)`` for each axis that splits the dim. The
+          ranks with these coordinates hold ``range``.
+        - ``range``: Half-open range of global indices.
+        - ``overlap``: Intersection of ``range`` and ``interval``.
         """
         lo, hi = interval
         length, splits = self.shape[dim], self.splits[dim]
@@ -290,10 +293,11 @@ class Pairing:
         return [component.span(tile) for component in self.components]
 
     def _number(self, receiver: Sequence[int], spans: Sequence[Span]) -> int:
-        """Return a receiver's row-major number among all receivers of a tile.
+        """Return a receiver's number among all receivers of a tile, counted from 0.
 
-        ``receiver`` is the rank's coordinate in the target mesh. ``spans`` has ``(first, count)``
-        of the tile for each component.
+        Receivers are numbered in row-major order of ``self.components``; see `_Component`.
+        ``receiver`` is the coordinate of the receiver in the target mesh. ``spans`` is the result
+        of `_spans` for the tile: the range ``(first, count)`` of values of each component.
         """
         number = 0
         for component, (first, count) in zip(self.components, spans, strict=True):

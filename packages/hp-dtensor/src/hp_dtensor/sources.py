@@ -317,9 +317,10 @@ class Slice(_OfOne):
         return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the source at ``box``, shifted by ``start`` along ``dim``.
+        """Yield the pieces of the source that make up ``box``; see `Source.pieces`.
 
-        See `Source.pieces`.
+        Adds ``start`` to the range of ``box`` along ``dim`` to get indices of the source, and
+        subtracts it from the ``target`` boxes of the pieces.
         """
         low, high = box[self.dim]
         inner = _with_range(box, self.dim, (low + self.start, high + self.start))

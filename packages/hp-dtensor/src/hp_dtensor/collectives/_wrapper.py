@@ -51,7 +51,10 @@ class CollectiveCall:
         return self.collective if self.op is None else f"{self.collective} {self.op}"
 
     def received_bytes(self) -> int:
-        """Return the number of bytes of tensor data that this rank receives from other ranks."""
+        """Return the bytes of tensor data that this rank receives from other ranks in this call.
+
+        An all-reduce of ``b`` bytes on ``n`` ranks counts as ``2 * b * (n - 1) // n`` bytes.
+        """
         axis, collective = self.axis, self.collective
         sent = sum(map(bytes_of, self.inputs))
         if collective == "all_gather":

@@ -58,10 +58,11 @@ class RaggedSpec:
     def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
         """Return a copy of this spec with another mesh object.
 
+        Caches store copies without a mesh, so that a cache entry keeps no mesh alive.
+
         Args:
-            mesh: A mesh that equals ``self.mesh``. This is not checked. Or None for a copy without
-                a mesh, which caches store so that they keep no mesh alive. A copy without a mesh
-                can only be used to call `on` with a mesh.
+            mesh: A mesh equal to the mesh of the original spec, or None. Equality is not checked.
+                If None, the copy has no mesh, and can only be used to call `on` with a mesh.
         """
         made = object.__new__(RaggedSpec)
         for name in ("layout", "shape", "placements"):
