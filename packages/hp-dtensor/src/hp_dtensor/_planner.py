@@ -58,10 +58,11 @@ if TYPE_CHECKING:
 _MOST_LAYOUTS = 4000
 
 Steps: TypeAlias = tuple[Step, ...]
-# Price of a path, number of its "direct" steps, and bytes received. Tuples compare in this order.
+# Total of a sequence of steps: (price, number of "direct" steps, bytes received). Python compares
+# the price first, so that the other numbers decide only between equal prices.
 _Total: TypeAlias = tuple[float, float, float]
-# Sets of mesh axes, as ascending tuples. A step can run over several axes only if a process group
-# has exactly the ranks along these axes. If the value is None, every set has a group.
+# Sets of mesh axes that have a process group, such as {(0, 1)}. Each set is an ascending tuple. A
+# step can run over several axes only if their set has a group. None: every set has a group.
 Spanned: TypeAlias = frozenset[tuple[int, ...]] | None
 
 
@@ -83,24 +84,26 @@ def check_names(given: Mapping[str, object], options: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The steps that change the layout of a tensor, with the bytes and the memory of one rank.
+    """The steps that change the layout of a tensor, with their communication and memory on a rank.
 
     Attributes:
         source: Layout before the first step.
         target: Layout after the last step.
         shape: Global shape of the tensor.
-        rank: Global rank to which the bytes and the memory refer.
-        steps: The steps, in order. They are the same on all ranks.
-        bytes_received: Payload in bytes that the rank receives from others. An all-reduce of ``b``
-            bytes over ``n`` ranks counts as ``2 * b * (n - 1) / n`` bytes.
-        peak_bytes: Peak memory of the rank in bytes: input, output and buffers of a step, and, from
-            the second step on, the original tensor, which the caller still holds.
+        rank: Global rank for which ``bytes_received``, ``step_bytes`` and ``peak_bytes`` are
+            computed.
+        steps: The steps, in order. All ranks have the same steps.
+        bytes_received: Number of bytes that the rank receives from other ranks in all steps. For an
+            all-reduce of ``b`` bytes over ``n`` ranks, this is ``2 * b * (n - 1) / n``.
+        peak_bytes: Peak memory of the rank in bytes. The memory of a step is its input, output and
+            buffers. From the second step on, the original tensor is added, because the caller still
+            holds it.
         time: Estimated time of all steps in seconds, by the cost model.
-        note: A sentence about a process group that would allow a cheaper plan. Empty if there is
-            none.
-        why: A phrase about the search, such as ``"the cheapest of 3 candidates"``. Empty if there
-            is nothing to do.
-        step_bytes: Payload in bytes that the rank receives, one number for each step.
+        note: Sentence about a missing process group that would allow a faster plan. Empty if no
+            group would help.
+        why: Phrase about the search, such as ``"the cheapest of 3 candidates"``. Empty if the plan
+            has no steps.
+        step_bytes: Number of bytes that the rank receives from other ranks in each step.
     """
 
     source: Layout
@@ -144,9 +147,9 @@ def make_plan(
     groups: Spanned = None,
     max_bytes: int | None = None,
 ) -> Plan:
-    """Return the cheapest plan from ``src`` to ``dst`` for one rank.
+    """Return the cheapest plan from ``src`` to ``dst``.
 
-    All ranks find the same steps.
+    All ranks find the same steps. The bytes and the memory in the plan are those of ``rank``.
 
     Args:
         src: Layout of the source.
@@ -155,14 +158,15 @@ def make_plan(
         rank: Global rank, in the mesh of ``src`` or of ``dst``.
         itemsize: Bytes per element.
         cost: Cost model. Defaults to ``AlphaBeta()``.
-        groups: Sets of two or more mesh axes, as ascending tuples, over which a step may run
-            because a process group has exactly their ranks. If None, every set has a group. A
-            single axis always has a group.
-        max_bytes: Upper bound on the memory of each step on any rank, in bytes, or None.
+        groups: Sets of mesh axes that have a process group, such as ``{(0, 1)}``. Each set is an
+            ascending tuple of two or more axes. A step runs over several axes only if ``groups``
+            contains them. If None, every set has a group. Each single axis always has a group.
+        max_bytes: Upper bound on the memory of each step on every rank, in bytes. None means no
+            limit.
 
     Raises:
-        LayoutError: A layout is impossible for ``shape``; ``dst`` has a `Partial` that ``src`` does
-            not have; or ``cost`` has a tuple with fewer values than the mesh has axes.
+        LayoutError: A layout is impossible for ``shape``. Or ``dst`` has a `Partial` that ``src``
+            does not have. Or ``cost`` has fewer values than the mesh has axes.
         NoPlanError: Every plan needs more than ``max_bytes``.
     """
     check_pair(src, dst, shape)
@@ -290,28 +294,28 @@ def _choose(
 class Search:
     """A search for the cheapest steps from one layout to another.
 
-    This is an A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968): its nodes are layouts
-    and its edges are steps. A step changes one mesh axis, reduces several `Partial` axes, or goes
-    to the target directly. The steps include all steps of torch's planners. If two plans take the
-    same time, the one with fewer ``"direct"`` steps wins, then the one with fewer bytes, then the
-    one with fewer steps. Steps are generated in a fixed order, so that all ranks find the same
-    plan.
+    This is an A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Its nodes are layouts
+    and its edges are steps. All ranks generate the steps in the same order, so they find the same
+    plan. The steps include all steps of torch's own planners for DTensors.
 
-    The search has up to two rounds. The first considers only steps that lead towards the target;
-    the second considers all steps.
+    The search has up to two rounds. The first round considers only steps that lead towards the
+    target. The second round considers all steps.
+
+    If several plans take the same time, the search prefers fewer ``"direct"`` steps, then fewer
+    bytes, then fewer steps.
 
     Attributes:
-        ended: False if a round stopped at the limit on the number of layouts, so that a cheaper
-            plan can exist.
+        ended: False if a round stopped at the limit on the number of layouts. A cheaper plan may
+            then exist.
         wide: False in the first round, True in the second.
-        searchable: Whether a second round can find a cheaper plan. Set by `next_steps`.
-        candidates: Layouts from which one allowed step reaches the target, seen in the first round.
-            Their number is reported in `Plan.why`.
-        over_limit: Layouts from which one step would reach the target, but would need more than
-            ``max_bytes``. Seen in the first round.
-        without_group: Pair ``(time, axes)`` for the fastest plan that only lacks a process group
-            for its last step: its time in seconds, and the mesh axes of this step. ``(inf, ())`` if
-            there is none.
+        searchable: Whether the search needs a second round. Set by `next_steps`.
+        candidates: Layouts of the first round from which one allowed step reaches the target.
+            `Plan.why` reports their number.
+        over_limit: Layouts of the first round from which one step reaches the target, if this step
+            needs more than ``max_bytes``.
+        without_group: Pair ``(time, axes)`` of the fastest plan that is not allowed because the
+            last step has no process group. ``time`` is the time of the plan in seconds, and
+            ``axes`` are the mesh axes of the last step. ``(inf, ())`` if there is no such plan.
     """
 
     def __init__(
@@ -341,10 +345,10 @@ class Search:
         return None if steps is None else _merged(steps)
 
     def least_memory(self) -> int:
-        """Return the lowest peak memory of the plans that the search finds, in elements.
+        """Return the peak memory of the plan that needs the least memory, in elements.
 
-        The peak of a plan is the maximum of `memory` over its steps. Call this method only after
-        `cheapest`, because it sets ``max_bytes`` to None for all later searches.
+        The peak memory of a plan is the maximum of `memory` over all steps. This method removes the
+        limit ``max_bytes`` for good, so call `cheapest` first.
         """
         self.max_bytes, self.one_step = None, False
         # The memory limit applies to single slices, before `_merged` joins consecutive slices.
@@ -356,9 +360,9 @@ class Search:
         return step_seconds(step, received, self.cost)
 
     def memory(self, step: Step) -> int:
-        """Return an upper bound on the elements in memory during a step, for all ranks.
+        """Return an upper bound on the number of elements that any rank holds during a step.
 
-        Counts the step's input, output and buffers, and the original tensor.
+        This includes the input, output and buffers of the step, and the original tensor.
         """
         # The caller holds the original tensor until the last step ends. In the first step, the
         # original tensor is the input, which is already counted.
@@ -373,17 +377,17 @@ class Search:
     ) -> Steps | None:
         """Search for the steps with the lowest total price.
 
-        The first round considers only steps that lead towards the target. Its price is an upper
-        bound for the second round, which considers all steps. The second round is skipped if
-        `searchable` is False.
+        The price is a time or an amount of memory. The first round considers only steps that lead
+        towards the target. The second round considers all steps, and looks only for a cheaper plan
+        than the first round found. The second round is skipped if `searchable` is False.
 
         Args:
-            price: Returns the price of a step. Its arguments are the step, and the number of bytes
-                that a rank receives in the step.
-            least: Returns a lower bound on the price from a layout to the target. This is the A*
-                heuristic.
-            join: Combines the price of a path and the price of the next step: addition for times,
-                the maximum for memory.
+            price: Function that takes a step and the number of bytes that a rank receives in it.
+                Returns the price of the step.
+            least: The A* heuristic. Function that takes a layout. Returns a lower bound on the
+                price from this layout to the target.
+            join: Function that takes the price of all steps so far and the price of the next step.
+                Returns the sum for times, and the maximum for memory.
 
         Returns:
             The steps, or None if no allowed steps lead to the target.
@@ -435,11 +439,11 @@ class Search:
         price: Callable[[Step, float], float],
         join: Callable[[float, float], float],
     ) -> Iterator[Step]:
-        """Yield the steps from ``here`` that need at most ``max_bytes`` and have a process group.
+        """Yield the steps from layout ``here`` that fit ``max_bytes`` and have a process group.
 
-        ``spent`` is the price from the source to ``here``; ``price`` and ``join`` are the arguments
-        of `_run`. Steps that reach the target are recorded in `candidates`, `over_limit` or
-        `without_group`.
+        ``spent`` is the price of the steps from the source to ``here``. For ``price`` and ``join``,
+        see `_run`. If a step reaches the target, the method also updates `candidates`, `over_limit`
+        or `without_group`.
         """
         for step in self.next_steps(here):
             if not self._may_run(step):
@@ -467,7 +471,7 @@ class Search:
         return self.max_bytes is None or self.memory(step) * self.itemsize <= self.max_bytes
 
     def next_steps(self, here: Layout) -> Iterator[Step]:
-        """Yield the steps from ``here`` that the search considers.
+        """Yield the steps from layout ``here`` that the search considers.
 
         `_allowed_steps` then removes steps that need too much memory or have no process group.
         """
@@ -499,9 +503,9 @@ class Search:
         yield from self._gathers_and_moves(here)
 
     def _native_steps(self, here: Layout) -> Iterator[Step]:
-        """Yield native collectives after which every rank holds all elements that it needs.
+        """Yield the all-gathers and all-to-alls after which only local slices are missing.
 
-        If the target allows local slices first, only the slice is yielded.
+        If a local slice towards the target is possible right away, yield only this slice.
         """
         if (sliced := self._sliced(here)) != here:
             yield slice_step(here, sliced)
@@ -512,9 +516,9 @@ class Search:
                 yield step
 
     def _sliced(self, here: Layout) -> Layout:
-        """Return the layout after all local slices towards the target that are possible now.
+        """Return the layout that ``here`` becomes by all possible local slices towards the target.
 
-        A slice is possible if ``here`` has `Replicate` on the axis of the target's next split.
+        A dim can be sliced if ``here`` has `Replicate` on the mesh axis of `_next_split`.
         """
         for dim in self._free_dims(here):
             while (split := self._next_split(here, dim)) is not None:
@@ -524,18 +528,19 @@ class Search:
         return here
 
     def _next_split(self, here: Layout, dim: int) -> AxisSplit | None:
-        """Return the target's next split of a dim, after the splits that ``here`` has already.
+        """Return the first split of a dim that the target has and ``here`` lacks.
 
-        The result is ``(mesh axis, degree, split factor)``. Returns None if ``here`` has all splits
-        of the target, or if the target does not begin with the splits of ``here``.
+        Example: if axes 0 and 1 split the dim in the target, and only axis 0 in ``here``, the
+        result is the split of axis 1, as ``(mesh axis, degree, split factor)``. Returns None if
+        ``here`` lacks no split, or has a split of the dim that differs from the target.
         """
         have, want = here.axis_splits.get(dim, ()), self.dst.axis_splits.get(dim, ())
         return want[len(have)] if len(want) > len(have) and want[: len(have)] == have else None
 
     def _free_dims(self, here: Layout) -> range:
-        """Return the tensor dims that the `RaggedShard` of ``here`` does not flatten.
+        """Return the tensor dims with splits that a step may change.
 
-        Only their splits may change. Without a `RaggedShard` these are all dims.
+        These are all dims, except the dims that a `RaggedShard` of ``here`` flattens.
         """
         return range(len(here.ragged[1].dims) if here.ragged else 0, len(self.shape))
 
@@ -562,7 +567,7 @@ class Search:
                 yield step
             if self.wide:
                 yield from (move_step(here, dim, new, self.shape) for new in free if new != dim)
-        # If all axes have the same prices, this step saves no time, but it can save memory.
+        # If all axes have the same prices, `_slowest_gather` saves no time, but can save memory.
         if not self.wide and not (self.one_step and self.max_bytes is None):
             yield from self._slowest_gather(here)
 
@@ -570,8 +575,8 @@ class Search:
         """Yield the gather over the slowest mesh axis that the target replicates.
 
         A gather over a slow axis is cheapest early, while the local tensors are small. Yields
-        nothing if splits are uneven, or if the axis is the last one that splits its dim:
-        `_gathers_and_moves` yields that gather already.
+        nothing if a split is uneven. Also yields nothing if the axis is the last one that splits
+        its dim, because `_gathers_and_moves` already yields this gather.
         """
         found = [
             (self.cost.seconds((axis,), degree, 1e9), -axis, dim, position)
@@ -585,11 +590,10 @@ class Search:
                 yield gather_step(here, dim, self.shape, position)
 
     def _move(self, here: Layout, old: int) -> Step | None:
-        """Return the step that moves one mesh axis from dim ``old`` to its dim in the target.
+        """Return the step after which a mesh axis shards its target dim instead of dim ``old``.
 
-        The axis is the last one that splits dim ``old``. Returns None if the target does not split
-        another dim by this axis, or if the target splits that dim by other axes first, which do not
-        split it in ``here``.
+        The axis is the last one that splits dim ``old`` in ``here``. Returns None if this axis
+        shards no other dim in the target, or if other axes must split the target dim first.
         """
         axis = here.axis_splits[old][-1][0]
         for new in self.dst.placements[axis].split_dims:
@@ -608,9 +612,10 @@ class Search:
 
 
 def _splits_evenly(layout: Layout, shape: Sequence[int]) -> bool:
-    """Return whether every split gives blocks and chunks of equal length.
+    """Return whether all ranks get shards of equal length, also with `StridedShard`.
 
-    Returns False for a layout with a `RaggedShard`.
+    Every split must divide the dim into blocks of equal length, and each block into chunks of equal
+    length. Returns False for a layout with a `RaggedShard`.
     """
     for dim, splits in layout.axis_splits.items():
         length = shape[dim]
@@ -622,10 +627,11 @@ def _splits_evenly(layout: Layout, shape: Sequence[int]) -> bool:
 
 
 def _spread(dst: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return ``dst`` with its `Replicate` axes sharded as well, on dims that divide evenly.
+    """Return ``dst`` with each `Replicate` changed to a `Shard` of a dim that divides evenly.
 
-    A transfer from another mesh to this layout sends fewer copies of each element. A gather on the
-    target mesh then restores the replicas. Returns ``dst`` if no dim divides evenly.
+    The planner uses it as an intermediate layout. A transfer from another mesh to this layout sends
+    fewer copies of each element. A gather on the target mesh then restores the replicas. An axis
+    keeps `Replicate` if no dim divides evenly.
     """
     here = dst
     if not dst.is_even(shape):
@@ -659,7 +665,7 @@ def _merged(steps: Steps) -> Steps:
 def _peak(steps: Steps, shape: tuple[int, ...], rank: int) -> int:
     """Return the peak memory of a sequence of steps on one rank, in elements.
 
-    The input of the first step counts during all steps, because the caller still holds it.
+    The input of the first step is included in all steps, because the caller still holds it.
     """
     given = 0
     if steps and steps[0].source.holds(rank):
