@@ -29,16 +29,16 @@ Kind = Literal[
 
 
 class _Usage(NamedTuple):
-    """Formulas for the bytes and the memory of one kind of step.
+    """Formulas for the communication and the memory of one kind of step.
 
-    Both functions take three numbers: the size of a rank's local tensor before the step, its size
-    after the step, and the number of ranks in the collective.
+    Both formulas are functions ``(held, result, n)``. ``held`` and ``result`` are the sizes of a
+    rank's local tensor before and after the step. ``n`` is the number of ranks in the collective.
 
     Attributes:
-        received: Function that returns the number of bytes that a rank receives from others. Sizes
-            are in bytes. None for kinds of steps in which a rank receives exactly the elements that
-            it needs and does not hold: `Step.received` counts these elements.
-        memory: Function that returns the number of elements in input, output and buffers. Sizes are
+        received: Returns the number of bytes that a rank receives from other ranks. Takes sizes in
+            bytes. None for ``"direct"`` and ``"transfer"``: their bytes follow from the layouts,
+            not from the sizes.
+        memory: Returns the number of elements of the input, the output and the buffers. Takes sizes
             in elements.
     """
 
@@ -73,12 +73,16 @@ class Step:
     """One step of a plan: a local slice, one collective, or one transfer between two meshes.
 
     Attributes:
-        kind: ``"slice"`` copies a part of the local tensor. ``"all_gather"``, ``"all_to_all"``,
-            ``"reduce_scatter"`` and ``"all_reduce"`` are the native collectives. A reduce-scatter
-            with shards of unequal length runs as an all-to-all and a local reduction. ``"direct"``
-            sends each rank exactly the elements that it needs and does not hold, in one all-to-all
-            with uneven sizes. ``"transfer"`` does the same between two meshes, with point-to-point
-            messages.
+        kind: One of:
+
+            - ``"slice"``: copies a part of the local tensor.
+            - ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"``: the native collective.
+            - ``"reduce_scatter"``: the native collective, if all shards have equal length.
+              Otherwise an all-to-all and a local reduction.
+            - ``"direct"``: one all-to-all with uneven sizes. Each rank receives exactly the
+              elements that it needs and does not hold.
+            - ``"transfer"``: point-to-point messages between two meshes. Each rank receives exactly
+              the elements that it needs and does not hold.
         axes: Mesh axes of the collective. Empty for a slice and for a transfer.
         source: Layout before the step.
         target: Layout after the step.
@@ -90,10 +94,10 @@ class Step:
     target: Layout
 
     def received(self, shape: Sequence[int], rank: int, itemsize: int) -> int:
-        """Return the number of bytes that a rank receives from others in this step.
+        """Return the number of bytes that a rank receives from other ranks in this step.
 
-        `RecordingCollectives` counts the same number. An all-reduce of ``b`` bytes over ``n`` ranks
-        counts as ``2 * b * (n - 1) / n`` bytes.
+        For an all-reduce of ``b`` bytes over ``n`` ranks, this is ``2 * b * (n - 1) / n``.
+        `RecordingCollectives` records the same numbers.
         """
         formula = _USAGE[self.kind].received
         if 0 in shape:
@@ -104,7 +108,7 @@ class Step:
         return formula(held * itemsize, result * itemsize, self.ranks)
 
     def sent(self, shape: Sequence[int], rank: int, itemsize: int) -> int:
-        """Return the number of bytes that a rank sends in a direct step or a transfer."""
+        """Return the number of bytes that a rank sends in a ``"direct"`` or ``"transfer"`` step."""
         messages = plan_transfer(self.source, self.target, shape, rank)
         return sum(volume(box) for _, box in messages.sends) * itemsize
 
@@ -163,11 +167,13 @@ class Step:
 
 
 def direct_step(src: Layout, dst: Layout, shape: Sequence[int]) -> Step:
-    """Return the single step that changes ``src`` to ``dst``, two layouts on one mesh.
+    """Return the step that changes ``src`` to ``dst`` at once. Both layouts are on one mesh.
 
-    The step is a slice if no data has to move, and an all-gather if equal shards are gathered and
-    nothing else changes. Otherwise it is a ``"direct"`` step, which sends each rank exactly the
-    elements that it needs and does not hold.
+    The kind of the step is:
+
+    - ``"slice"`` if no data has to move between ranks;
+    - ``"all_gather"`` if shards of equal length are gathered and nothing else changes;
+    - ``"direct"`` otherwise.
     """
     if is_local(src, dst):
         return slice_step(src, dst)
@@ -177,9 +183,9 @@ def direct_step(src: Layout, dst: Layout, shape: Sequence[int]) -> Step:
 
 
 def _only_gathers(src: Layout, dst: Layout, axes: tuple[int, ...], shape: Sequence[int]) -> bool:
-    """Return whether ``src`` to ``dst`` is an all-gather of equal shards over all of ``axes``.
+    """Return whether one all-gather of equal shards over ``axes`` changes ``src`` to ``dst``.
 
-    Returns False if any other axis changes, too.
+    Returns False if the placement of any other axis changes, too.
     """
     if not src.is_even(shape) or any(dst.placements[axis].split_dims for axis in axes):
         return False
@@ -217,9 +223,9 @@ def slice_step(src: Layout, dst: Layout) -> Step:
 
 
 def gather_step(src: Layout, dim: int, shape: Sequence[int], position: int = -1) -> Step:
-    """Return the step that gathers a dim over one mesh axis, which then has `Replicate`.
+    """Return the step that gathers a dim over one mesh axis. The axis then has `Replicate`.
 
-    ``position`` is the index of the axis in ``src.axis_splits[dim]``. Defaults to the last one.
+    ``position`` is the index of the axis in ``src.axis_splits[dim]``. Defaults to the last axis.
     """
     kind: Kind = "all_gather" if src.is_even(shape) and position == -1 else "direct"
     axis = src.axis_splits[dim][position][0]
@@ -230,8 +236,8 @@ def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int
     """Return the step after which a mesh axis splits dim ``new`` instead of dim ``old``.
 
     The axis is the last one that splits dim ``old``. ``factor`` is the split factor on dim ``new``.
-    The step is an all-to-all if all local shapes are equal, both before and after it; otherwise a
-    ``"direct"`` step.
+    The step is an all-to-all if all ranks have equal local shapes, both before and after the step.
+    Otherwise it is a ``"direct"`` step.
     """
     axis = src.axis_splits[old][-1][0]
     target = with_split(without_split(src, old), new, axis, factor)
@@ -240,7 +246,7 @@ def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int
 
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
-    """Return the number of elements on the rank that holds the most elements of a tensor."""
+    """Return the largest number of elements of a tensor that any rank holds."""
     lengths = list(shape)
     for dim in layout.axis_splits:
         lengths[dim] = longest(shape[dim], layout.splits(dim))
@@ -271,8 +277,8 @@ class CostModel(Protocol):
         Args:
             axes: Mesh axes over which the collective runs. Empty for a transfer between two meshes.
             ranks: Number of ranks that take part.
-            received: Payload in bytes that a rank receives from others. For a transfer: the most
-                that one rank receives or sends.
+            received: Number of bytes that a rank receives from other ranks. For a transfer between
+                two meshes, the largest number of bytes that one rank receives or sends.
         """
         ...
 
@@ -323,7 +329,7 @@ class AlphaBeta:
         Args:
             axes: Mesh axes over which the collective runs. Empty for a transfer between two meshes.
             ranks: Number of ranks. This model does not use it.
-            received: Payload in bytes that one rank receives from others.
+            received: Number of bytes that one rank receives from other ranks.
 
         Returns:
             The time in seconds.
@@ -427,10 +433,10 @@ def step_seconds(step: Step, received: float, cost: CostModel) -> float:
 @clearable
 @lru_cache(maxsize=8192)
 def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int) -> float:
-    """Return the number of bytes that a rank receives in a step, averaged over `sampled` ranks.
+    """Return the average number of bytes that a rank receives in a step.
 
-    For a transfer, return the largest number of bytes that one of the sampled ranks sends or
-    receives.
+    The average is over the ranks that `sampled` returns. For a transfer, return the largest number
+    of bytes that one of these ranks sends or receives.
     """
     if step.kind == "slice":
         return 0.0
@@ -469,10 +475,10 @@ def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 def missing_at(
     src: Layout, dst: Layout, shape: Sequence[int], here: Sequence[int], there: Sequence[int]
 ) -> int:
-    """Return the number of elements that one rank needs by ``dst`` and does not hold by ``src``.
+    """Return the number of elements that one rank holds in ``dst`` but not in ``src``.
 
-    ``here`` is the coordinate of the rank in the mesh of ``src``. ``there`` is its coordinate in
-    the mesh of ``dst``.
+    ``here`` is the coordinate of the rank in the mesh of ``src``. ``there`` is the coordinate of
+    the rank in the mesh of ``dst``.
     """
     if src.ragged is not None or dst.ragged is not None:
         held, needed = src.boxes_at(shape, here), dst.boxes_at(shape, there)
@@ -487,7 +493,10 @@ def missing_at(
 
 
 def average_missing(src: Layout, dst: Layout, shape: Sequence[int]) -> float:
-    """Return the average of `missing_at` over the `sampled` ranks, for two layouts on one mesh."""
+    """Return the average number of elements that a rank holds in ``dst`` but not in ``src``.
+
+    Both layouts are on one mesh. The average is over the ranks that `sampled` returns.
+    """
     coordinates = sampled(src.mesh_shape)
     if src.ragged is not None or dst.ragged is not None:
         return sum(missing_at(src, dst, shape, at, at) for at in coordinates) / len(coordinates)
@@ -517,10 +526,11 @@ def _dim_lengths(
     new: tuple[AxisSplit, ...],
     mesh_shape: tuple[int, ...],
 ) -> list[tuple[int, int]]:
-    """Return a pair ``(needed, common)`` for each of the `sampled` ranks, for one tensor dim.
+    """Return how many indices of one tensor dim each rank needs, and how many it already holds.
 
-    ``needed`` is the number of indices of the dim that the rank has after the splits ``new``.
-    ``common`` is the number of these indices that it also has after the splits ``old``.
+    ``length`` is the global length of the dim. ``old`` and ``new`` are the splits of the dim in the
+    old and the new layout. The result has a pair ``(needed, common)`` for each rank that `sampled`
+    returns: the number of indices in the new layout, and the number of indices in both layouts.
     """
     known: dict[tuple[int, ...], tuple[int, int]] = {}
     axes = [axis for axis, _, _ in (*old, *new)]
@@ -545,9 +555,9 @@ def _overlap(ranges: Sequence[Interval], others: Sequence[Interval]) -> int:
 
 
 def prefers_one_step(cost: CostModel) -> bool:
-    """Return whether one direct step is always a fastest plan between layouts without `Partial`.
+    """Return whether no plan is faster than one direct step, if nothing has to be reduced.
 
-    This holds for an `AlphaBeta` with the same prices on all axes and an ``alpha`` above 0.
+    True for an `AlphaBeta` with one ``alpha`` above 0 and one ``beta`` for all mesh axes.
     """
     if type(cost) is not AlphaBeta or isinstance(cost.beta, tuple):
         return False
@@ -560,17 +570,12 @@ def lower_bound(
     """Return the A* heuristic: a function from a layout to a lower bound on the time to ``dst``.
 
     The bound is the time in seconds of one collective, with the lowest ``alpha`` and the lowest
-    ``beta`` of all axes. The bytes of this collective are a lower bound on the bytes that a rank
-    receives on average:
+    ``beta`` of all axes. In this collective, each rank receives the fewest bytes that any plan
+    needs on average. The bound is 0 in these cases:
 
-    - If no `Partial` has to be reduced, these are the elements that a rank needs in ``dst`` and
-      does not hold, averaged over the `sampled` ranks.
-    - Otherwise, ``n`` ranks hold the terms of each sum and ``m`` ranks need the sum. Each element
-      is sent at least ``n - 1`` times to be summed and ``m - 1`` times to be distributed. The total
-      is divided by the number of ranks.
-
-    The bound is 0 if the layout is on another mesh than ``dst``, if local slices are enough to
-    reach ``dst``, or if ``cost`` is not an `AlphaBeta`.
+    - The layout is on another mesh than ``dst``.
+    - Local slices are enough to reach ``dst``.
+    - ``cost`` is not an `AlphaBeta`.
     """
     if type(cost) is not AlphaBeta:
         return lambda here: 0.0
@@ -587,9 +592,13 @@ def lower_bound(
         partial = [isinstance(old, Partial) for old in here.placements]
         terms = _ranks_along(here, [p and not k for p, k in zip(partial, kept, strict=True)])
         if terms == 1:
+            # Nothing has to be reduced. A rank receives at least the elements that it lacks.
             elements = average_missing(here, dst, shape)
             return 0.0 if is_local(here, dst) else alpha + beta * elements * itemsize
-        # `Partial` axes that `dst` keeps are not reduced. Each coordinate on them has its own sum.
+        # `terms` ranks hold the terms of each sum, and `needing` ranks need the sum. Each element
+        # is sent at least `terms - 1` times to be summed, and `needing - 1` times to be
+        # distributed. `Partial` axes that `dst` keeps are not reduced. So each coordinate on these
+        # axes has a sum of its own.
         sums = _ranks_along(here, [p and k for p, k in zip(partial, kept, strict=True)])
         elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
         # `Step.received` rounds the bytes of an all-reduce down, and there is at most one
