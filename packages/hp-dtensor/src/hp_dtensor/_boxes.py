@@ -1,8 +1,11 @@
 """Boxes of a tensor: rectangular regions, as one half-open range of global indices per dim.
 
-Example: ``((0, 2), (4, 8))`` has rows 0 and 1 and columns 4 to 7 of a matrix. Several functions
-apply nested splits to a dim. A split is a pair ``(degree, split factor)``: the elements are divided
-into ``split factor`` blocks, and each block into ``degree`` chunks, one for each rank.
+Example: the box ``((0, 2), (4, 8))`` has rows 0 and 1 and columns 4 to 7 of a matrix.
+
+Several mesh axes can split the same dim, one after the other. Functions take such nested splits as
+pairs ``(degree, split factor)``. Each split divides the elements that are left into
+``split factor`` blocks, and each block into ``degree`` chunks. Rank ``i`` on the mesh axis holds
+chunk ``i`` of every block.
 """
 
 import math
@@ -71,10 +74,13 @@ def place_in(outer: Box, position: Sequence[int]) -> int:
 
 
 def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval:
-    """Return the index range that one rank holds of a dim after nested splits without blocks.
+    """Return the index range of a dim that one rank holds after nested splits without blocks.
 
-    Each split divides the remaining range into ``degree`` chunks, as ``torch.chunk`` does, and
-    keeps chunk ``i``. ``index`` has one ``i`` for each degree.
+    For each ``degree``, the range that is left is divided into ``degree`` chunks, as by
+    ``torch.chunk``. The rank holds the chunk with the number in ``index``.
+
+    Example: ``chunk(8, (2, 2), (1, 0))`` is ``(4, 6)``. Chunk 1 of ``(0, 8)`` is ``(4, 8)``, and
+    chunk 0 of ``(4, 8)`` is ``(4, 6)``.
     """
     lo, hi = 0, length
     for degree, i in zip(degrees, index, strict=True):
@@ -85,11 +91,13 @@ def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval
 
 
 def pieces(length: int, splits: Sequence[Split], index: Sequence[int]) -> tuple[Interval, ...]:
-    """Return the index ranges that one rank holds of a dim after nested splits, in ascending order.
+    """Return the index ranges of a dim that one rank holds after nested splits, in ascending order.
 
-    Each split ``(degree, factor)`` divides the remaining elements into ``factor`` blocks and each
-    block into ``degree`` chunks, as ``torch.chunk`` does, and keeps chunk ``i`` of each block.
-    ``index`` has one ``i`` for each split. Empty ranges are left out.
+    Each split is a pair ``(degree, split factor)``. ``index`` has the coordinate of the rank for
+    each split. Empty ranges are left out.
+
+    Example: ``pieces(8, [(2, 2)], [0])`` is ``((0, 2), (4, 6))``: the rank holds chunk 0 of each of
+    2 blocks.
     """
     lo, hi = 0, length
     for (degree, factor), i in zip(splits, index, strict=True):
@@ -117,10 +125,13 @@ def _strided_pieces(
 
 
 def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[int, ...], int]:
-    """Find the rank that holds one position of a dim after nested splits.
+    """Find the rank that holds index ``position`` of a dim after nested splits.
 
-    Returns ``(index, stop)``. ``index`` is the rank's coordinate for each split, as `pieces` takes
-    it. ``stop`` is the end of the range of `pieces` that contains the position.
+    Returns ``(index, stop)``. ``index`` has the coordinate of the rank for each split. ``stop`` is
+    the end of the rank's range that contains ``position``.
+
+    Example: ``held_at(8, [(2, 2)], 5)`` is ``((0,), 6)``, because rank 0 holds ``(0, 2)`` and
+    ``(4, 6)``.
     """
     index = []
     # After each split, ranks with the coordinates in `index` hold `total` elements, and the
@@ -144,18 +155,12 @@ def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[
 
 
 def longest(length: int, splits: Sequence[Split]) -> int:
-    """Return the number of elements in the largest shard of a dim after nested splits.
-
-    If a split factor is above 1, splitting a larger shard can give smaller shards. So the shards of
-    every size are split, not only the largest.
-
-    For example, 7 elements are split by ``[(2, 1), (2, 3)]``. The first split gives shards of 4 and
-    3 elements. The second split divides each shard into 3 blocks, and each block into 2 chunks.
-    Rank ``i`` gets chunk ``i`` of every block.
-
-    - The shard of 4 elements has blocks of 2, 2 and 0 elements. Each rank gets 2 elements.
-    - The shard of 3 elements has 3 blocks of 1 element. Rank 0 gets all 3 elements.
-    """
+    """Return the number of elements in the largest shard of a dim after nested splits."""
+    # Splitting the largest shard is not enough: if a split factor is above 1, a smaller shard can
+    # give a larger one. For example, `[(2, 1), (2, 3)]` first splits 7 elements into shards of 4
+    # and 3. The second split divides each shard into 3 blocks, and each block into 2 chunks. The
+    # shard of 4 elements has blocks of 2, 2 and 0 elements, so each rank gets 2 elements. The shard
+    # of 3 elements has 3 blocks of 1 element, and rank 0 gets all 3 elements.
     lengths = {length}
     for degree, factor in splits:
         lengths = {n for total in lengths for n in _part_lengths(total, degree, factor)}
@@ -198,8 +203,8 @@ def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
     """
     block = -(-total // factor) or 1
     full, last = divmod(total, block)
-    # `ends` has the number of chunks with full length, in a full block and in the last block. The
-    # size of shard `i` changes only at and after these numbers.
+    # `ends` has the number of chunks of full length, once for a full block and once for the last
+    # block. Only at these numbers, and at the numbers after them, the size of shard `i` changes.
     ends = [length // -(-length // degree) for length in (block, last) if length]
     return {
         full * _chunk_length(block, degree, i) + _chunk_length(last, degree, i)
@@ -209,11 +214,13 @@ def _part_lengths(total: int, degree: int, factor: int) -> set[int]:
 
 
 def _subranges(held: Sequence[Interval], kept: Sequence[Interval]) -> list[Interval]:
-    """Convert ranges of positions in a concatenation of global ranges to global ranges.
+    """Convert local index ranges of a dim to global index ranges.
 
-    ``held`` has the global ranges, ``kept`` the ranges of positions in their concatenation. Both
-    are in ascending order. Example: if ``held`` is ``[(0, 2), (4, 6)]`` and ``kept`` is
-    ``[(1, 3)]``, the result is ``[(1, 2), (4, 5)]``.
+    ``held`` has the global ranges that a rank holds. The rank stores them one after the other.
+    ``kept`` has ranges of local indices. All ranges are in ascending order.
+
+    Example: if ``held`` is ``[(0, 2), (4, 6)]``, the rank stores the global indices 0, 1, 4 and 5.
+    If ``kept`` is ``[(1, 3)]``, the result is ``[(1, 2), (4, 5)]``.
     """
     found = []
     start, number = 0, 0  # `held[number]` starts at position `start` of the concatenation

@@ -598,7 +598,7 @@ def lower_bound(
         # `terms` ranks hold the terms of each sum, and `needing` ranks need the sum. Each element
         # is sent at least `terms - 1` times to be summed, and `needing - 1` times to be
         # distributed. `Partial` axes that `dst` keeps are not reduced. So each coordinate on these
-        # axes has a sum of its own.
+        # axes has a separate sum.
         sums = _ranks_along(here, [p and k for p, k in zip(partial, kept, strict=True)])
         elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
         # `Step.received` rounds the bytes of an all-reduce down, and there is at most one

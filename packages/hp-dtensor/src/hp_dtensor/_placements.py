@@ -17,7 +17,7 @@ _PRODUCT: Any = "product"
 def _as_torch(other: object, name: str) -> Any:
     """Return ``other`` if its class is torch's placement class ``name``, else None.
 
-    A subclass does not count.
+    The result is also None for a subclass.
     """
     module = sys.modules.get("torch.distributed.tensor.placement_types")
     return other if module is not None and type(other) is getattr(module, name, None) else None
@@ -116,11 +116,13 @@ class StridedShard(Placement):
 
     Blocks and chunks have the lengths that ``torch.chunk`` gives.
 
-    In torch, FSDP combined with tensor parallelism (TP) uses this placement on the FSDP axis: the
-    TP axis is later in the mesh, but splits the dim first, and ``split_factor`` is the number of
-    TP ranks. `Layout` recognizes such a factor if no ``shard_order`` is given for the dim: it then
-    stores a `Shard`, and a ``shard_order`` that lists the TP axis before the FSDP axis. If several
-    later axes split the dim first, the factor is the product of their numbers of ranks.
+    In torch, FSDP combined with tensor parallelism (TP) uses this placement on the FSDP axis. The
+    TP axis splits the dim first, although it is later in the mesh. ``split_factor`` is then the
+    number of TP ranks. If several later axes split the dim first, ``split_factor`` is the product
+    of their numbers of ranks.
+
+    `Layout` recognizes such a factor if no ``shard_order`` is given for the dim. It then stores a
+    `Shard`, and a ``shard_order`` that lists the TP axis before the FSDP axis.
 
     Args:
         dim: Tensor dim, counted from 0.
@@ -167,18 +169,20 @@ class StridedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(Placement):
-    """Placement that flattens leading dims and gives each rank a slice of any length.
+    """Placement: leading dims are flattened, and each rank holds a slice of any length.
 
-    The leading dims are flattened in row-major order. An element is one index of the flattened dim,
-    with all later dims: for ``dims=(0,)``, a row. The rank with coordinate ``i`` on the axis holds
-    ``sizes[i]`` elements, starting at element ``sum(sizes[:i])``. Later dims keep their lengths, so
-    the local tensor has the shape ``[sizes[i], ...]``. Other mesh axes may shard the leading dims
-    too, if they split them evenly. In that case the `RaggedShard` splits each of the resulting
-    shards by the same ``sizes``.
+    The leading dims are flattened in row-major order to one dim. The rank with coordinate ``i`` on
+    the axis holds ``sizes[i]`` indices of this dim, from index ``sum(sizes[:i])`` on. Later dims
+    keep their lengths, so the local tensor has the shape ``[sizes[i], ...]``. For example,
+    ``RaggedShard((0,), (1, 5))`` gives rank 0 the first row of a matrix, and rank 1 the next 5
+    rows.
+
+    Other mesh axes may shard the leading dims too, if they split the dims evenly. The `RaggedShard`
+    then splits each of their shards by the same ``sizes``.
 
     Args:
         dims: Leading tensor dims to flatten: ``(0,)``, ``(0, 1)`` and so on.
-        sizes: Number of elements for each coordinate of the axis; 0 is legal.
+        sizes: Length of the slice for each coordinate of the axis; 0 is legal.
 
     Raises:
         LayoutError: ``dims`` is not ``(0,)``, ``(0, 1)`` and so on, or a size is not an integer of
@@ -277,9 +281,9 @@ def torch_op(op: str) -> str:
 def in_tuple(placements: object, axes: int = 0) -> tuple[Any, ...]:
     """Return a sequence of placements as a tuple.
 
-    If ``placements`` is None and ``axes``, the number of mesh axes, is given, return `Replicate`
-    for each axis. Raises `LayoutError` if ``placements`` has no order, such as a set, or is not
-    iterable, such as a single placement.
+    ``axes`` is the number of mesh axes. If ``placements`` is None and ``axes`` is not 0, return
+    `Replicate` for each axis. Raises `LayoutError` if ``placements`` is not a sequence, such as a
+    single placement or a set.
     """
     if placements is None and axes:
         return (Replicate(),) * axes
