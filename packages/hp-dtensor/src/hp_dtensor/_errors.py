@@ -1,4 +1,4 @@
-"""Errors about layouts, meshes and plans. All are raised before any data is sent."""
+"""Errors about layouts, meshes and plans. Planning raises them before any data is sent."""
 
 from functools import partial
 
@@ -23,8 +23,8 @@ class NoPlanError(LayoutError):
 
     Attributes:
         max_bytes: The limit that the caller gave, in bytes per rank.
-        best_peak: Peak memory of the plan that needs the least memory, in bytes per rank. With at
-            least this limit, a plan exists.
+        best_peak: Peak memory of the plan that needs the least memory, in bytes per rank. Pass at
+            least this number as ``max_bytes``.
     """
 
     def __init__(self, message: str, *, max_bytes: int, best_peak: int) -> None:

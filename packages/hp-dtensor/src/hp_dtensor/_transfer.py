@@ -32,12 +32,21 @@ Span: TypeAlias = tuple[int, int]  # (first value, number of consecutive values)
 
 
 class Tiles:
-    """The tiles of a layout, which are the boxes into which it divides a tensor, and their holders.
+    """The boxes into which a layout divides a tensor, and the ranks that hold each box.
 
-    Several ranks hold the same tile if the layout has `Replicate` on an axis. ``replica_axes`` are
-    these axes. ``sharded_axes`` are the axes that split a dim. ``ragged_axis`` is the axis of the
-    `RaggedShard`, or -1, ``flattened`` the number of dims that the `RaggedShard` flattens, and
-    ``starts`` the offsets of its shards.
+    These boxes are called tiles. If the layout has `Replicate` on an axis, several ranks hold the
+    same tile.
+
+    Attributes:
+        layout: The layout.
+        shape: Global shape of the tensor.
+        splits: For each tensor dim, the pairs ``(degree, split factor)`` of `Layout.splits`.
+        sharded_axes: Mesh axes that split a dim.
+        replica_axes: Mesh axes with `Replicate`.
+        ragged_axis: Mesh axis with the `RaggedShard`. -1 if there is none.
+        flattened: Number of dims that the `RaggedShard` flattens. 0 if there is none.
+        starts: For each coordinate on the ragged axis, the start of the slice in the flattened
+            dims. The last number is the end of the last slice.
     """
 
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
@@ -52,15 +61,16 @@ class Tiles:
             self.flattened, self.starts = len(placement.dims), placement.starts
 
     def is_divided(self, dim: int) -> bool:
-        """Return whether the layout splits a tensor dim, so that not all ranks hold all indices."""
+        """Return whether any mesh axis splits a tensor dim."""
         return bool(self.splits[dim]) or dim < self.flattened
 
     def overlapping(self, region: Box) -> Iterator[tuple[Assignment, Box, Box]]:
         """Yield the tiles that overlap the box ``region``, as ``(holder, tile, overlap)``.
 
-        ``holder`` has a pair ``(mesh axis, coordinate)`` for each sharded axis: the ranks with
-        these coordinates hold the tile. ``tile`` is the box of the tile, and ``overlap`` its
-        intersection with ``region``.
+        - ``holder``: One pair ``(mesh axis, coordinate)`` for each sharded axis. The ranks with
+          these coordinates hold the tile.
+        - ``tile``: The tile, a box.
+        - ``overlap``: Intersection of ``tile`` and ``region``.
         """
         grid = [list(self._ranges(dim, interval)) for dim, interval in enumerate(region)]
         for combination in product(*grid):
@@ -73,10 +83,11 @@ class Tiles:
                 yield from self._runs(holder, tile, part)
 
     def span(self, dim: int, tile: Box) -> Span:
-        """Return ``(first, count)``: the consecutive shards of a dim that can overlap ``tile``.
+        """Return which shards of a dim can overlap the box ``tile``, as ``(first, count)``.
 
-        The shards of the dim are numbered in row-major order of their coordinates on the axes
-        `Layout.shard_axes`. If a split factor of the dim is not 1, the result covers all shards.
+        These are the shards ``first`` to ``first + count - 1``. Shards are numbered in row-major
+        order of their coordinates on the axes of `Layout.shard_axes`. If a split factor of the dim
+        is not 1, the result covers all shards.
         """
         splits = self.splits[dim]
         degrees = [degree for degree, _ in splits]
@@ -89,10 +100,10 @@ class Tiles:
         return first, last - first + 1
 
     def ragged_span(self, tile: Box) -> Span:
-        """Return ``(first, count)``: the coordinates on the ragged axis that can overlap ``tile``.
+        """Return which slices of the `RaggedShard` can overlap ``tile``, as ``(first, count)``.
 
-        The ragged axis is the mesh axis with the `RaggedShard`. If other axes shard the flattened
-        dims too, the result covers all coordinates.
+        These are the slices at the coordinates ``first`` to ``first + count - 1`` on the ragged
+        axis. If other axes shard the flattened dims too, the result covers all coordinates.
         """
         if any(self.splits[: self.flattened]):
             return 0, self.layout.mesh_shape[self.ragged_axis]
@@ -106,7 +117,7 @@ class Tiles:
         """Yield the index ranges into which `Shard` and `StridedShard` split one dim.
 
         Only ranges that overlap ``interval`` are yielded, in ascending order. A `RaggedShard` is
-        ignored here, because `_runs` applies it later. Each item is ``(holder, range, overlap)``:
+        ignored; see `_runs` for it. Each item is ``(holder, range, overlap)``:
 
         - ``holder``: One pair ``(mesh axis, coordinate)`` for each axis that splits the dim. The
           ranks with these coordinates hold ``range``.
@@ -129,10 +140,11 @@ class Tiles:
     def _runs(
         self, holder: Assignment, tile: Box, part: Box
     ) -> Iterator[tuple[Assignment, Box, Box]]:
-        """Divide a tile by the `RaggedShard`, and yield the boxes that overlap ``part``.
+        """Divide the box ``tile`` by the `RaggedShard`, and yield the tiles that overlap ``part``.
 
-        Each item is ``(holder, box, overlap)`` as in `overlapping`. ``holder`` also has the pair
-        for the axis of the `RaggedShard`.
+        ``tile`` is a box into which the other axes divide the tensor, and ``holder`` has the
+        coordinates on these axes. Each item is ``(holder, tile, overlap)`` as in `overlapping`,
+        also with the coordinate on the ragged axis.
         """
         outer, region = tile[: self.flattened], part[: self.flattened]
         for i in range(*self._ragged_range(outer, region)):
@@ -147,10 +159,11 @@ class Tiles:
                     )
 
     def _ragged_range(self, outer: Box, region: Box) -> tuple[int, int]:
-        """Return ``(first, stop)``: coordinates on the ragged axis that can overlap ``region``.
+        """Return which slices of the `RaggedShard` can overlap ``region``, as ``(first, stop)``.
 
-        Both boxes have the flattened dims only. ``outer`` is the box that the `RaggedShard` splits.
-        Shards at other coordinates do not overlap ``region``.
+        These are the slices at the coordinates ``first`` to ``stop - 1`` on the ragged axis.
+        ``outer`` is the box that the `RaggedShard` splits. ``region`` is a box inside it. Both
+        boxes have only the flattened dims.
         """
         first = place_in(outer, [lo for lo, _ in region])
         last = place_in(outer, [hi - 1 for _, hi in region])
@@ -158,17 +171,17 @@ class Tiles:
 
 
 class _Component(NamedTuple):
-    """Mesh axes of the target that together give one component of a receiver's number.
+    """One dim of the grid in which `Pairing` arranges the receivers of a tile.
 
-    The receivers of a tile are numbered like the elements of a multidimensional array. Each
-    component is one dim of this array.
+    The grid has one component for each group of mesh axes that the placements of the target use
+    together. For example, if axes 0 and 1 both shard dim 0, they form one component.
 
     Attributes:
-        axes: Mesh axes of the target. The value of the component is the receiver's row-major
-            coordinate on these axes.
+        axes: Mesh axes of the target. The position of a receiver along this dim of the grid is its
+            row-major coordinate on these axes.
         degrees: Number of ranks on each of these axes.
-        span: Function that takes a tile and returns ``(first, count)``: the values that the
-            receivers of this tile have.
+        span: Function that takes a tile and returns ``(first, count)``. The receivers of the tile
+            have positions from ``first`` to ``first + count - 1``.
     """
 
     axes: tuple[int, ...]
@@ -181,17 +194,19 @@ def _whole_span(degree: int, tile: Box) -> Span:
 
 
 class Pairing:
-    """Chooses which rank sends each part of a tensor to each receiver.
+    """Chooses which rank sends an element, if several ranks hold it.
 
-    Sender and receiver compute the same choice, without communication.
+    Senders and receivers compute the same choice, without communication.
 
-    A tile is a box that the source layout does not divide further. All ranks that hold the same
-    tile are its replicas: their coordinates differ only on ``replica_axes``. The receivers of a
-    tile are the ranks that need a part of it: their coordinates differ only on the target axes in
-    ``components``. Receivers are numbered in row-major order of these axes and distributed over
-    the replicas by this number: round-robin if both layouts are on one mesh, in consecutive blocks
-    between two meshes. On one mesh, the sender and the receiver have the same coordinates on all
-    other axes.
+    - A tile is a box into which the source layout divides the tensor; see `Tiles`.
+    - The replicas of a tile are the ranks among which a sender is chosen. They hold the same tile,
+      and their coordinates differ only on ``replica_axes``.
+    - The receivers of a tile are the ranks that can need a part of it. They form a grid, with one
+      dim for each item of ``components``, and are numbered in row-major order.
+    - Each receiver gets one replica by its number: round-robin if both layouts are on one mesh, in
+      consecutive blocks between two meshes.
+
+    On one mesh, sender and receiver have the same coordinates on all other axes.
     """
 
     def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], one_mesh: bool) -> None:
@@ -210,9 +225,9 @@ class Pairing:
         self.components = self._components()
 
     def sources(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield ``(source rank, box)`` for each box that ``rank`` needs in the target layout.
+        """Yield ``(sender, box)`` for each box that ``rank`` needs in the target layout.
 
-        The source is ``rank`` for boxes that it already holds.
+        The sender is ``rank`` itself if it already holds the box.
         """
         if not self.dst.holds(rank):
             return
@@ -277,7 +292,7 @@ class Pairing:
             parts.append(_Component((ragged,), (degrees[ragged],), self.needed.ragged_span))
         used = {axis for component in parts for axis in component.axes}
         others = self.held.sharded_axes if self.one_mesh else self.needed.replica_axes
-        # The other axes along which the receivers of one tile differ.
+        # Receivers of one tile can also have different coordinates on these other axes.
         same = [
             _Component((axis,), (degrees[axis],), partial(_whole_span, degrees[axis]))
             for axis in others
@@ -293,11 +308,10 @@ class Pairing:
         return [component.span(tile) for component in self.components]
 
     def _number(self, receiver: Sequence[int], spans: Sequence[Span]) -> int:
-        """Return a receiver's number among all receivers of a tile, counted from 0.
+        """Return the number of a receiver among all receivers of a tile, from 0.
 
-        Receivers are numbered in row-major order of ``self.components``; see `_Component`.
         ``receiver`` is the coordinate of the receiver in the target mesh. ``spans`` is the result
-        of `_spans` for the tile: the range ``(first, count)`` of values of each component.
+        of `_spans` for the tile.
         """
         number = 0
         for component, (first, count) in zip(self.components, spans, strict=True):
@@ -306,9 +320,10 @@ class Pairing:
         return number
 
     def _replica_for(self, number: int, spans: Sequence[Span]) -> int:
-        """Return the number of the replica that sends to the receiver with this number.
+        """Return which replica of a tile sends to the receiver with number ``number``.
 
-        The replicas are the ranks that hold the same tile.
+        The result is the row-major position of the replica on ``replica_axes``. ``spans`` is the
+        result of `_spans` for the tile.
         """
         if self.one_mesh:
             return number % self.replicas
@@ -317,9 +332,9 @@ class Pairing:
         return number * self.replicas // math.prod([count for _, count in spans])
 
     def _numbers_of(self, replica: int, spans: Sequence[Span]) -> range:
-        """Return the numbers of the receivers to which a replica sends.
+        """Return the numbers of the receivers to which one replica of a tile sends.
 
-        This is the inverse of `_replica_for`.
+        This is the inverse of `_replica_for`: ``replica`` and ``spans`` are the same.
         """
         total = math.prod([count for _, count in spans])
         if self.one_mesh:
@@ -350,9 +365,11 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
     """Plan the point-to-point messages of one rank that change the layout of a tensor.
 
     The layouts may be on different meshes. Every rank receives only elements that it needs and does
-    not hold. If several ranks hold an element, the receivers are distributed over these ranks, and
-    all ranks compute the same senders. If both layouts have the same `Partial` on an axis, partial
-    values are moved without a reduction. Communicates nothing.
+    not hold. If several ranks hold an element, they share the work of sending it. All ranks compute
+    the same senders, without communication.
+
+    If both layouts have the same `Partial` on an axis, partial values are moved without a
+    reduction.
 
     Args:
         src: Layout of the source.
@@ -361,14 +378,14 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
         rank: Global rank, in the mesh of ``src`` or of ``dst``.
 
     Returns:
-        The messages of this rank. A box is a rectangular region of the tensor: one half-open range
-        ``(start, stop)`` of global indices per dim. ``sends`` has pairs ``(receiver, box)`` and
-        ``recvs`` pairs ``(sender, box)``, both in ascending order of ranks. ``local`` has the boxes
-        that the rank needs and already holds.
+        The messages of the rank. ``sends`` has pairs ``(receiver, box)``, and ``recvs`` has pairs
+        ``(sender, box)``, both in ascending order of ranks. ``local`` has the boxes that the rank
+        needs and already holds. A box is a rectangular region of the tensor: one half-open range
+        ``(start, stop)`` of global indices per dim.
 
     Raises:
-        LayoutError: ``src`` or ``dst`` is not a `Layout`; a tensor of this shape cannot have one of
-            the layouts; or partial values would have to be reduced or created.
+        LayoutError: ``src`` or ``dst`` is not a `Layout`. Or a tensor of this shape cannot have one
+            of the layouts. Or partial values would have to be reduced or created.
         MeshError: The rank is in neither mesh.
 
     Examples:
@@ -409,8 +426,8 @@ def same_mesh(src: Layout, dst: Layout) -> bool:
 def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
     """Raise `LayoutError` if a tensor of ``shape`` cannot change from ``src`` to ``dst``.
 
-    Both layouts must be possible for this shape, and ``dst`` may have a `Partial` on an axis only
-    if ``src`` has the same `Partial` there. On an axis with one rank, any `Partial` is allowed.
+    Both layouts must be possible for this shape. If ``dst`` has a `Partial` on an axis with several
+    ranks, ``src`` must be on the same mesh and have the same `Partial` on this axis.
     """
     for side, layout in (("source", src), ("target", dst)):
         if not isinstance(layout, Layout):
@@ -427,9 +444,9 @@ def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
 
 
 def check_kept(axis: int, old: object, new: object) -> None:
-    """Raise `LayoutError` if the source does not have the target's `Partial` on a mesh axis.
+    """Raise `LayoutError` if the `Partial` of the target on a mesh axis is not in the source.
 
-    ``old`` is the placement of the source on the axis, and ``new`` the `Partial` of the target.
+    ``old`` is the placement of the source on the axis. ``new`` is the `Partial` of the target.
     """
     if new != old:
         raise LayoutError(
