@@ -28,9 +28,9 @@ def explain(
     ``print(plan)`` lists the steps with their bytes, peak memory and time.
 
     Args:
-        x: A DTensor, a `RaggedTensor`, or a `NonMember` (a tensor on a rank outside its mesh): the
-            plan uses only process groups that exist. Or a `Layout`: the plan assumes a process
-            group for every set of mesh axes, and torch is not needed.
+        x: A DTensor, a `RaggedTensor`, a `NonMember` (a tensor on a rank outside its mesh) or a
+            `Layout`. For a tensor, the plan uses only process groups that exist. For a `Layout`,
+            the plan assumes a process group for every set of mesh axes, and torch is not needed.
         placements: Target placements, as in `redistribute`; or a `Layout`, which may be on another
             mesh if ``x`` is a `Layout` too.
         mesh: Target mesh of a tensor. Not allowed with a `Layout`.
@@ -43,16 +43,21 @@ def explain(
             allowed if ``x`` is a `Layout`.
 
     Returns:
-        The plan of this rank if ``x`` is a tensor, otherwise of ``rank``. Its attributes are
-        ``steps``, ``bytes_received`` (payload from other ranks), ``step_bytes`` (payload from other
-        ranks in each step), ``peak_bytes`` (peak memory), ``time`` (seconds by the cost model),
-        ``why`` (a text that says how many plans were compared) and ``note`` (a text about a process
-        group that would allow a faster plan, or empty).
+        The plan. Bytes and memory are for this rank if ``x`` is a tensor, otherwise for ``rank``.
+        The plan has these attributes:
+
+        - ``steps``: the steps, in order.
+        - ``bytes_received``: bytes that the rank receives from other ranks.
+        - ``step_bytes``: bytes that the rank receives from other ranks in each step.
+        - ``peak_bytes``: peak memory of the rank in bytes.
+        - ``time``: time in seconds, estimated by the cost model.
+        - ``why``: text that says how many plans were compared.
+        - ``note``: text about a process group that would allow a faster plan, or empty.
 
     Raises:
-        LayoutError: `redistribute` does not support this change; ``shape`` is missing; or an
+        LayoutError: `redistribute` does not support this change. Or ``shape`` is missing. Or an
             argument is not allowed for this kind of ``x``.
-        MeshError: ``rank`` is in neither mesh; ``mesh`` is given with a `Layout`; or a required
+        MeshError: ``rank`` is in neither mesh. Or ``mesh`` is given with a `Layout`. Or a required
             process group does not exist.
         NoPlanError: Every plan needs more than ``max_bytes``.
 

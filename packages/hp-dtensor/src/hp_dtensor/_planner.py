@@ -149,7 +149,7 @@ def make_plan(
 ) -> Plan:
     """Return the cheapest plan from ``src`` to ``dst``.
 
-    All ranks find the same steps. The bytes and the memory in the plan are those of ``rank``.
+    All ranks find the same steps. The bytes and the memory in the plan are for ``rank``.
 
     Args:
         src: Layout of the source.
