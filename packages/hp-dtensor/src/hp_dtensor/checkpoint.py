@@ -35,8 +35,8 @@ class LocalBoxes(NamedTuple):
             indices for each dim. The elements are a view of the local tensor with the lengths of
             the box. No box is empty.
         is_first_replica: Whether this rank is the first rank in the mesh of the tensor that holds
-            these elements. If only the first replicas write their boxes, each element is written
-            once. True for a plain tensor.
+            these elements. A checkpoint has each element once if only first replicas write. True
+            for a plain tensor.
 
     Examples:
         >>> local_boxes(torch.ones(2, 3)).is_first_replica
@@ -93,9 +93,9 @@ def local_boxes(tensor: Tensor) -> LocalBoxes:
 class ChecksumReader(FileSystemReader):
     """Reads a distributed checkpoint and verifies its checksums.
 
-    torch saves each tensor as a zip archive with one CRC-32 checksum per record, but torch's reader
-    does not check it: a flipped bit becomes a wrong weight without an error. `ChecksumReader`
-    verifies the items (saved tensors and other values) that this rank loads before reading them.
+    torch saves each tensor as a zip archive with one CRC-32 checksum per record. torch's reader
+    ignores the checksums: a flipped bit becomes a wrong weight without an error. `ChecksumReader`
+    verifies each item (a saved tensor or other value) that this rank loads, before reading it.
 
     Args:
         path: Folder of the checkpoint.

@@ -1,10 +1,12 @@
 """Describe a parameter by the tensors in a file: stacked, concatenated, transposed, reordered.
 
-The tensors of a published checkpoint often differ from the parameters of a model: the file stores
-one matrix for each expert and the model a stack of all experts, or the file stores a query, a key
-and a value projection and the model their concatenation. A `Source` describes such a parameter as
-an expression of stored tensors. Sources work on index ranges, so any box (rectangular region) of
-the parameter can be read or written without the rest. The module needs no torch.
+The tensors of a published checkpoint often differ from the parameters of a model. For example, the
+file has one matrix for each expert, and the model has one parameter that stacks all experts. A
+`Source` describes such a parameter as an expression of stored tensors:
+``Stack([Stored("experts.0.up"), Stored("experts.1.up")])``.
+
+Sources work on index ranges. So any box (rectangular region) of the parameter can be read or
+written without the rest. The module needs no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -210,7 +212,10 @@ class Stack(_Several):
     dim: int = 0
 
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape of the sources with the new dim inserted; see `Source.shape`."""
+        """Return the shape of the stack: the shape of one source, with the new dim inserted.
+
+        See `Source.shape`.
+        """
         shapes = [part.shape(stored) for part in self.parts]
         first = shapes[0]
         _check_dim(self, self.dim, len(first) + 1)
@@ -223,10 +228,7 @@ class Stack(_Several):
         return (*first[: self.dim], len(shapes), *first[self.dim :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of each source that ``box`` covers along ``dim``.
-
-        See `Source.pieces`.
-        """
+        """Yield the pieces of the stacked sources that ``box`` overlaps; see `Source.pieces`."""
         at = self.dim
         for index in range(*box[at]):
             for piece in self.parts[index].pieces((*box[:at], *box[at + 1 :]), stored):
@@ -317,11 +319,9 @@ class Slice(_OfOne):
         return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the source that make up ``box``; see `Source.pieces`.
-
-        Adds ``start`` to the range of ``box`` along ``dim`` to get indices of the source, and
-        subtracts it from the ``target`` boxes of the pieces.
-        """
+        """Yield the pieces of the source that make up ``box``; see `Source.pieces`."""
+        # Index 0 of the slice is index `start` of the source. So convert the box to indices of the
+        # source, and the target boxes of the pieces back to indices of the slice.
         low, high = box[self.dim]
         inner = _with_range(box, self.dim, (low + self.start, high + self.start))
         for piece in self.source.pieces(inner, stored):
@@ -407,9 +407,9 @@ class Reorder(_OfOne):
         return (*shape[: self.dim], len(self.indices), *shape[self.dim + 1 :])
 
     def pieces(self, box: Box, stored: Shapes) -> Iterator[Piece]:
-        """Yield the pieces of the source for each run of consecutive indices in ``indices``.
+        """Yield the pieces of the source that make up ``box``; see `Source.pieces`.
 
-        See `Source.pieces`.
+        Consecutive numbers in ``indices`` give one piece together.
         """
         start, stop = box[self.dim]
         while start < stop:
