@@ -37,17 +37,19 @@ def clip_grad_norm_(
 
     The total norm is the norm of all gradients as one vector, as in
     ``torch.nn.utils.clip_grad_norm_``. Parameters may be plain tensors, DTensors and `RaggedTensor`
-    on different meshes. Each element counts once, however many ranks replicate it. Rows marked by
-    `mark_repeated_rows` are scaled, but the norm ignores them. A NaN in any gradient makes the norm
-    NaN on all ranks.
+    on different meshes.
+
+    - The norm includes each element once, even if several ranks hold it.
+    - Rows marked by `mark_repeated_rows` are scaled, but the norm ignores them.
+    - A NaN in any gradient makes the norm NaN on all ranks.
+    - A parameter without a gradient contributes zero, so that all ranks make the same calls.
 
     Communicates one all-reduce of a scalar for each set of ranks over which a gradient is sharded.
     If such a set has no process group, there is one all-reduce per axis instead. One more
-    all-reduce runs over ``pp``. A parameter without a gradient contributes zero, so that all ranks
-    make the same calls.
+    all-reduce runs over ``pp``.
 
     Args:
-        parameters: Parameters with the gradients to scale. Duplicates count once.
+        parameters: Parameters with the gradients to scale. Duplicates are ignored.
         max_norm: Maximum norm: a number, or a tensor with one element. The value of a tensor is not
             read on the host, so it is not checked.
         norm_type: Order of the norm: a number above 0, or ``inf``.
@@ -64,8 +66,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is invalid.
         LayoutError: ``collectives`` does not implement `Collectives`. Or a gradient has partial
-            values, or the gradient of a `RaggedTensor` has repeated rows; then only ranks with this
-            gradient raise, and the other ranks wait in the all-reduce.
+            values. Or a `RaggedTensor` has rows marked by `mark_repeated_rows`. In the last two
+            cases, only ranks with this gradient raise, and the other ranks wait in the all-reduce.
         MeshError: ``pp`` is not one axis, or an axis has no process group.
         RuntimeError: The norm is infinite or NaN and ``error_if_nonfinite`` is True. Raised on all
             ranks before scaling.
@@ -88,7 +90,7 @@ def clip_grad_norm_(
     stages = None if pp is None else _stages(pp)
     limit = _limit(max_norm)
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    # `map` applies a function written in C to all parameters without one Python call for each.
+    # `map` with a function written in C is faster than one Python call for each parameter.
     unique = list(dict(zip(map(id, given), given, strict=True)).values())
     covering, by_ranks, repeated = _by_ranks(unique)
     gradients = [grad for grads in by_ranks.values() for grad in grads]
@@ -97,8 +99,8 @@ def clip_grad_norm_(
     device = next((x.device for x in (*gradients, *unique)), torch.device("cpu"))
     # Ranks may have gradients of different dtypes, or none, but must all-reduce the same dtype.
     total = torch.zeros((), dtype=torch.float64, device=device)
-    # All ranks need the same order of the sets: with different orders, two ranks that are both in
-    # two sets would wait for each other.
+    # Every rank all-reduces over the sets of ranks in the same order. With different orders, two
+    # ranks that are both in two sets would wait for each other.
     for ranks in sorted(by_ranks, key=sorted):
         part = _power_sum(by_ranks[ranks], order, dtype, total, foreach is not False)
         for axis in covering[ranks]:
@@ -182,16 +184,18 @@ _Ranks: TypeAlias = frozenset[int]
 def _by_ranks(
     parameters: Sequence[Tensor],
 ) -> tuple[dict[_Ranks, tuple[Axis, ...]], dict[_Ranks, list[Tensor]], list[Tensor]]:
-    """Group gradients by the global ranks over which they are sharded.
+    """Group gradients by the set of global ranks over which they are sharded.
 
-    If a parameter has no gradient, the set of ranks of the parameter is still returned, without a
-    gradient, so that all ranks find the same sets. For gradients that are not sharded, the set of
-    ranks is empty.
+    The set is empty for gradients that are not sharded. If a parameter has no gradient, the result
+    still has the set of the parameter. So all ranks find the same sets.
 
     Returns:
-        Three values: a dict from each set of ranks to the `Axis` objects over which to all-reduce,
-        one after the other; a dict from each set to the local tensors of the gradients; and a list
-        of views of all rows that `mark_repeated_rows` marked.
+        A tuple ``(axes, gradients, repeated)``:
+
+        - ``axes``: Dict from each set of ranks to the `Axis` objects over which to all-reduce, one
+          after the other.
+        - ``gradients``: Dict from each set of ranks to the local tensors of the gradients.
+        - ``repeated``: Views of all rows that `mark_repeated_rows` marked.
     """
     covering: dict[_Ranks, tuple[Axis, ...]] = {}
     gradients: dict[_Ranks, list[Tensor]] = {}
@@ -233,10 +237,10 @@ def _kind(x: Tensor) -> tuple[object, ...]:
 
 
 def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
-    """Return the global ranks that hold different shards of a tensor, and axes that span them.
+    """Return the global ranks over which a tensor is sharded, and `Axis` objects that span them.
 
-    Both are empty if the tensor is not sharded, or if this rank is not in its mesh. Raises
-    `LayoutError` if the tensor has partial values.
+    Both are empty if the tensor is not sharded, or if this rank is not in the mesh of the tensor.
+    Raises `LayoutError` if the tensor has partial values.
     """
     if (distributed := mesh_and_placements(x)) is None:
         return frozenset(), ()
@@ -258,10 +262,10 @@ def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
 
 
 def _preference(axes: tuple[Axis, ...]) -> tuple[object, ...]:
-    """Return the sort key with which all ranks choose the same axes among several candidates.
+    """Return a sort key for several tuples of axes that all span the same ranks.
 
-    All candidates span the same ranks, but two meshes may have different process groups of these
-    ranks. Ranks may have their parameters in different orders, so they cannot use the first one.
+    Two meshes may have different process groups of the same ranks. With this key, all ranks choose
+    the same groups, even if they have their parameters in different orders.
     """
     return len(axes), [(axis.name, group_name(axis.group)) for axis in axes]
 
@@ -269,10 +273,10 @@ def _preference(axes: tuple[Axis, ...]) -> tuple[object, ...]:
 def _merged(gradients: list[Tensor]) -> list[Tensor]:
     """Replace small gradients that are adjacent in one storage by one flat view.
 
-    hp-fsdp makes such gradients. For a small gradient, the call that computes a norm takes longer
-    than reading the elements. Other gradients are returned unchanged. Gradients without elements
-    are left out.
+    Other gradients are returned unchanged. Gradients without elements are left out.
     """
+    # hp-fsdp places small gradients next to each other. One call for all of them is faster, because
+    # the call itself takes longer than reading a small gradient.
     # For each view to return: its first gradient, and its number of elements.
     runs: list[tuple[Tensor, int]] = []
     # The number of elements by which the last view can still grow, and the address of its end.
@@ -314,10 +318,10 @@ def _stages(pp: AxisMesh | Axis) -> Axis:
 
 
 def _split_rows(grad: Tensor, marked: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of this rank's rows of a gradient: first the unmarked, then the marked rows.
+    """Return two lists of views of a gradient: the unmarked rows and the marked rows of this rank.
 
-    ``marked`` has indices along dim 0 of the global tensor. Raises `LayoutError` for a
-    `RaggedTensor`.
+    ``marked`` has the indices of the marked rows along dim 0 of the global tensor. Raises
+    `LayoutError` for a `RaggedTensor`.
     """
     if isinstance(grad, RaggedTensor):
         raise LayoutError(
@@ -339,10 +343,11 @@ def _split_rows(grad: Tensor, marked: Collection[int]) -> tuple[list[Tensor], li
 def _power_sum(
     gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor, foreach: bool
 ) -> Tensor:
-    """Return the sum of ``|x| ** order`` over all elements, or the maximum if ``order`` is inf.
+    """Return the sum of ``|x| ** order`` over all elements ``x`` of the gradients.
 
-    The norm of each gradient is computed in ``dtype``. The result is a scalar tensor with the dtype
-    and the device of ``like``. It is 0 if there are no elements.
+    If ``order`` is inf, return the maximum of ``|x|``. The norm of each gradient is computed in
+    ``dtype``. The result is a scalar tensor with the dtype and the device of ``like``. It is 0 if
+    there are no elements.
     """
     filled = [grad.abs() if grad.is_complex() else grad for grad in gradients if grad.numel()]
     if not filled:
@@ -356,7 +361,7 @@ def _power_sum(
 
 
 def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives) -> Tensor:
-    """All-reduce a scalar tensor over an axis: the maximum if ``order`` is inf, else the sum."""
+    """All-reduce a scalar tensor over an axis: maximum if ``order`` is inf, otherwise sum."""
     if order == math.inf:
         return largest_over(part, [axis], collectives)
     (result,) = collectives.all_reduce(axis, [part], op="sum").wait()
@@ -364,10 +369,9 @@ def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype of the norm: at least float32, and the same on all ranks.
+    """Return the dtype of the norm: the result of type promotion of float32 and all real dtypes.
 
-    torch promotes float32 and the real dtypes of all tensors to this dtype. ``tensors`` has all
-    parameters, so a rank without gradients gets the same result.
+    ``tensors`` includes all parameters, so that a rank without gradients gets the same dtype.
     """
     real = {dtype.to_real() for dtype in {tensor.dtype for tensor in tensors}}
     # torch cannot promote floats of one byte, which parameters of frozen layers can have.

@@ -25,30 +25,29 @@ _LOW = 2**32 - 1  # mask of the lower 32 bits
 def check_same(model: nn.Module, mesh: AxisMesh, *, collectives: Collectives | None = None) -> None:
     """Check that replicas of parameters and buffers have equal values, bit for bit.
 
-    Call it after the model is built or loaded. Different initial values, such as from a missing
-    seed, raise no error later: each rank trains another model.
+    Call it after the model is built or loaded. Different initial values, for example because of a
+    missing seed, raise no error later: each rank trains another model.
 
     - A plain tensor must be equal on all ranks of ``mesh``.
-    - A DTensor or a `RaggedTensor` must be equal on all ranks of ``mesh`` that hold the same shard.
-      So it is compared along the mesh dimensions on which it is replicated.
+    - A shard of a DTensor or `RaggedTensor` must be equal on all ranks of ``mesh`` that hold it.
 
-    Ranks compare fingerprints of 8 bytes. Communicates two all-gathers per axis: one of 8 bytes per
-    rank, and one of 16 bytes per tensor and rank. The host waits for them.
+    Ranks compare hashes of 8 bytes. Communicates two all-gathers per axis: one of 8 bytes per rank,
+    and one of 16 bytes per tensor and rank. The host waits for the results.
 
     Args:
         model: Module with the parameters and buffers, before or after it is parallelized.
-        mesh: All ranks that hold the same model. In hp-mesh this is ``mesh["loss", "tp"]``, or
-            ``mesh["loss"]`` without tensor parallelism. Pipeline stages hold other parameters, so
-            ``pp`` is not part of the mesh.
+        mesh: Mesh of all ranks that hold the same model. In hp-mesh this is ``mesh["loss", "tp"]``,
+            or ``mesh["loss"]`` without tensor parallelism. Pipeline stages hold different
+            parameters, so ``pp`` must not be part of the mesh.
         collectives: Object that carries out the collectives. Defaults to `TorchCollectives`.
 
     Raises:
         ValueError: A parameter or buffer has no values on any rank, as on the meta device. Raised
             on all ranks.
         LayoutError: ``collectives`` does not implement `Collectives`.
-        RankMismatchError: Values differ between replicas; names, shapes, dtypes or placements
-            differ between ranks; or a tensor has no values on some ranks only. Raised on all ranks.
-            The message names the tensors and the ranks.
+        RankMismatchError: Values differ between replicas. Or names, shapes, dtypes or placements
+            differ between ranks. Or a tensor has no values on some ranks only. Raised on all ranks.
+            The message names the ranks, and the tensors with different values.
 
     Examples:
         On 4 ranks:
@@ -109,9 +108,9 @@ def _is_empty(x: Tensor) -> bool:
 
 
 def _kind(x: Tensor) -> list[object]:
-    """Return shape, dtype and placements of a tensor, which must be equal on all ranks.
+    """Return a list ``[shape, dtype, placements]``, which must be equal on all ranks.
 
-    For a tensor without values, such as on the meta device, the list has only ``"no values"``.
+    For a tensor without values, such as on the meta device, return ``["no values"]``.
     """
     if _is_empty(x):
         return ["no values"]
@@ -185,13 +184,16 @@ def _gathered(own: Tensor, mesh: AxisMesh, collectives: Collectives) -> Tensor:
 def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
     """Group the ranks that hold the same shard of a tensor, but with different values.
 
+    Example: if ``ranks`` is ``[0, 1, 2]`` and ``found`` is ``[(7, 1), (7, 1), (7, 2)]``, the result
+    is ``[[0, 1], [2]]``.
+
     Args:
-        found: One pair for each rank: the hash of its shard key, and the fingerprint of its values.
+        found: One pair ``(hash of the shard key, hash of the values)`` for each rank.
         ranks: Global ranks, in the same order.
 
     Returns:
-        For each shard that has different values, one list of ranks for each value. Empty if all
-        ranks with the same shard hold equal values.
+        One list of ranks for each value of a shard that has several values. Empty if all ranks with
+        the same shard hold equal values.
     """
     holders: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (shard, value) in zip(ranks, found, strict=True):
