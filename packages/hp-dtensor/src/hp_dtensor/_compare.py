@@ -76,10 +76,10 @@ def compare_with_one_process(
 ) -> Comparison:
     """Compare the loss and all gradients of a parallelized model with one process.
 
-    Every rank runs two copies of the model: one without parallelism on the whole batch, and one
-    parallelized on its part of the batch. The function sums the losses of ``share`` over
-    ``loss_mesh``. It compares the unsharded gradient of each parameter. All ranks of the default
-    process group have to call it.
+    Every rank runs two copies of the model. One copy is not parallelized and gets the whole batch.
+    The other copy is parallelized and gets this rank's part of the batch. The losses that ``share``
+    returns are summed over ``loss_mesh``. The gradient of each parameter is compared unsharded. All
+    ranks of the default process group have to call this function.
 
     In float64, rounding errors are about 1e-15, so any larger difference is a mistake in the
     script. If ``dtype`` is float64, casts to float32 inside the model give float64 during the call;
@@ -89,10 +89,10 @@ def compare_with_one_process(
         model: Plain model with equal values on all ranks, without dropout. It is not changed.
         parallelize: Parallelizes a copy of the model, in place, or returns the parallel module.
         loss: Returns the loss of the whole batch, from a copy of the model in one process.
-        share: Returns this rank's share of the loss, from the parallelized model. ``loss`` and
-            ``share`` may call ``backward`` themselves, for example for each microbatch, and return
-            a detached sum. If their result requires gradients, `compare_with_one_process` calls
-            ``backward`` on it.
+        share: Returns this rank's share of the loss, from the parallelized model. If the result of
+            ``loss`` or ``share`` requires gradients, `compare_with_one_process` calls ``backward``
+            on it. Otherwise the function must have called ``backward`` itself, for example for each
+            microbatch.
         loss_mesh: Mesh of all ranks that hold different tokens. In hp-mesh this is
             ``mesh["loss"]``.
         dtype: Dtype of the copies. Defaults to float64.
@@ -103,11 +103,13 @@ def compare_with_one_process(
         The losses and the largest error.
 
     Raises:
-        AssertionError: The loss or gradients differ. Raised on all ranks. The message names the
-            parameters, the factor between the gradients, and the usual cause of this factor. Also
-            raised if ranks get different losses from ``loss``, if ``parallelize`` changes parameter
-            names, if a parameter has a gradient on some ranks only, or if ``parallelize`` fails on
-            another rank.
+        AssertionError: Raised on all ranks in these cases:
+
+            - The loss or a gradient differs. The message names the parameters, the factor between
+              the gradients, and the usual cause of this factor.
+            - Ranks get different losses from ``loss``.
+            - ``parallelize`` changes parameter names, or fails on another rank.
+            - A parameter has a gradient on some ranks only.
         TypeError: ``loss`` or ``share`` does not return a tensor of one element.
 
     Examples:
@@ -231,7 +233,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def _run(model: nn.Module, function: Callable[[nn.Module], Tensor]) -> Tensor:
-    """Call ``function(model)``, and return its result, the loss, as a detached scalar tensor.
+    """Call ``function(model)``, and return the loss as a detached scalar tensor.
 
     Runs backward if the loss requires gradients. Raises TypeError if the result is not a tensor of
     one element.
@@ -260,9 +262,10 @@ def _check_equal_references(expected: float) -> None:
 def _parallelized(
     model: nn.Module, parallelize: Callable[[nn.Module], object], references: Mapping[str, object]
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """Call ``parallelize``. Return the parallel model, and a dict of its parameters by name.
+    """Call ``parallelize``. Return the parallel model, and a dict from names to its parameters.
 
-    The names must be the keys of ``references``. If one rank fails, all ranks raise an error.
+    The names must be the keys of ``references``. If ``parallelize`` fails on one rank, all ranks
+    raise an error.
     """
     failure = None
     try:
@@ -318,7 +321,7 @@ def _difference(name: str, found: Tensor, wanted: Tensor, floor: float) -> _Diff
     """Compare the loss or gradient ``found`` of the parallel run with ``wanted`` of one process.
 
     The error is the norm of the difference, divided by the norm of ``wanted`` or by ``floor``,
-    whichever is larger. It is infinite if the shapes differ or a value is not finite.
+    whichever is larger. The error is infinite if the shapes differ or a value is not finite.
     """
     if found.shape != wanted.shape:
         details = f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
@@ -369,9 +372,10 @@ def _report(
 
 
 def _cause_of_loss(factor: float | None) -> str:
-    """Return the usual cause if a loss is about 2, 3, ... times too large, otherwise "".
+    """Return the usual cause if the loss is nearly, but not exactly, 2, 3, ... times too large.
 
-    Also returns "" if the factor is an integer up to a relative error of 1e-6.
+    ``factor`` is the loss divided by the expected loss, or None. Returns an empty string for other
+    factors, also for integers (up to a relative error of 1e-6).
     """
     whole = 0 if factor is None else round(factor)
     if factor is None or whole < 2 or not 1e-6 < abs(factor - whole) / whole < 0.05:
@@ -385,7 +389,8 @@ def _cause_of_loss(factor: float | None) -> str:
 def _cause(factor: float | None) -> str:
     """Return the usual cause if the parallel gradient is ``factor`` times the expected gradient.
 
-    ``factor`` is None if no factor fits. Returns "" if the factor is 1 up to a small error.
+    ``factor`` is None if the two gradients are not multiples of each other. Returns an empty string
+    if ``factor`` is 1 up to a relative error of 1e-3.
     """
     if factor is None:
         return (

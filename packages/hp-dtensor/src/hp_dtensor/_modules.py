@@ -63,8 +63,8 @@ def distribute_tensor(
         mesh: Device mesh of the result.
         placements: One placement for each mesh axis, of this package or of torch. Defaults to
             `Replicate` on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
-        src_data_rank: On each axis, the rank with this coordinate provides the values. If None,
-            each rank keeps its shard of its own ``tensor``, without communication.
+        src_data_rank: Coordinate, on each axis, of the rank that provides the values. If None, each
+            rank uses its own ``tensor`` and keeps its shard, without communication.
 
     Returns:
         A leaf `DTensor` or `RaggedTensor`.
@@ -165,7 +165,7 @@ def distribute_module(
 
     Raises:
         LayoutError: ``module`` is not a module; raised before communication. Or ``partition_fn``
-            gave different layouts to one shared parameter; raised after communication.
+            gave different layouts to a parameter that modules share; raised after communication.
         MeshError: ``mesh`` is not a device mesh.
 
     Examples:
@@ -273,12 +273,16 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
 
 
 def _groups_out_of_order(mesh: DeviceMesh) -> list[AxisGroup]:
-    """Return the process group of each axis if ranks do not ascend along every axis of the mesh.
+    """Return the process group of each axis, if the ranks of the mesh are not in ascending order.
 
-    Returns an empty list if the ranks ascend along every axis, or if this rank is not in the mesh.
-    Also returns an empty list if an axis has no group, for which torch raises an error. The result
-    does not depend on the rank order in the groups, so that all ranks make the same calls.
+    Returns an empty list in these cases:
+
+    - The ranks ascend along every axis.
+    - This rank is not in the mesh.
+    - An axis has no group. torch then raises an error.
     """
+    # The choice depends on the mesh, not on the rank order in the groups. So all ranks make the
+    # same calls.
     ascending = all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
     if ascending or mesh.get_coordinate() is None:
         return []
@@ -296,10 +300,9 @@ _Owner: TypeAlias = tuple[str, nn.Module, str]  # (module name, module, paramete
 
 
 def _shared_parameters(module: nn.Module) -> list[list[_Owner]]:
-    """Return the owners of each parameter that is registered more than once.
+    """Return one list of owners for each parameter that is registered more than once.
 
-    There is one list for each of these parameters. An owner is a tuple ``(module name, module,
-    parameter name)``.
+    An owner is a tuple ``(module name, module, parameter name)``.
     """
     owners: dict[nn.Parameter, list[_Owner]] = {}
     for name, submodule in module.named_modules():
@@ -309,10 +312,10 @@ def _shared_parameters(module: nn.Module) -> list[list[_Owner]]:
 
 
 def _share_first(owners: list[_Owner]) -> None:
-    """Register the parameter of the first owner with all other owners, so that they share it again.
+    """Register the parameter of the first owner with all other owners.
 
-    An owner is a tuple ``(module name, module, parameter name)``. Raises `LayoutError` if
-    ``partition_fn`` gave the parameter different layouts in these modules.
+    An owner is a tuple ``(module name, module, parameter name)``. Raises `LayoutError` if the
+    parameters of the owners have different layouts.
     """
     (first_name, first, first_key), *others = owners
     parameter = first.get_parameter(first_key)
