@@ -157,7 +157,7 @@ class Layout:
             shape: Global shape.
 
         Raises:
-            LayoutError: One of these is wrong:
+            LayoutError: Raised in these cases:
 
                 - A size is negative or not an integer.
                 - A sharded dim does not exist.
