@@ -1,7 +1,8 @@
-"""Turn the steps of a plan into functions that run on local tensors.
+"""Run the steps of a plan on local tensors.
 
-Such a function packs the local tensor into a buffer, runs one collective, and unpacks the result.
-`bind` makes the functions of a plan once, and `start` runs them on a local tensor.
+`bind` makes one function for each step of a plan, once. Each function packs the local tensor into a
+buffer, runs one collective and unpacks the result; a slice step only copies. `start` runs the
+functions on a local tensor.
 """
 
 import math
@@ -37,11 +38,15 @@ Pieces: TypeAlias = list[tuple[int, Box]]
 
 
 def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
-    """Return one function for each step of a plan in which the rank of the plan takes part.
+    """Return the functions that run a plan on the local tensor of ``plan.rank``, in order.
 
-    Everything that depends only on shapes is computed here, once. ``groups`` maps each step that
-    communicates to its process group. The returned functions keep no tensor and no process group
-    alive, because they look up process groups by name.
+    There is one function for each step. Steps in which the rank takes no part are left out.
+    Everything that depends only on shapes is computed here, once. The functions look up process
+    groups by name, so they keep no process group alive.
+
+    Args:
+        plan: The plan of one rank.
+        groups: Process group of each step that communicates.
     """
     rank = plan.rank
     steps = [
@@ -49,8 +54,9 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
         for step in plan.steps
         if step.source.holds(rank) or step.target.holds(rank)
     ]
-    # Plans treat a mesh axis with one rank as replicated. But a RaggedShard on this axis
-    # flattens leading dims of the local tensor, so the local tensor is reshaped before or after.
+    # Plans treat a mesh axis with one rank as replicated. But a RaggedShard on this axis flattens
+    # leading dims of the local tensor. So the local tensor is reshaped before the first step or
+    # after the last step.
     source, target = replicated(plan.source), replicated(plan.target)
     if plan.source.ragged != source.ragged and source.holds(rank):
         steps.insert(0, _viewed(source.local_shape(plan.shape, rank)))
@@ -62,9 +68,9 @@ def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
 def start(steps: Sequence[BoundStep], local: Tensor, collectives: Collectives) -> Finish:
     """Run steps until the first collective is started. Return a function that runs the rest.
 
-    The returned function waits for this collective, runs the other steps and returns the local
-    result. The result shares memory with ``local`` if no step copies it. Do not write to ``local``
-    before the returned function returns.
+    The returned function waits for the started collective, runs the other steps and returns the
+    local result. If no step copies data, the result shares memory with ``local``. Do not write to
+    ``local`` before the returned function returns.
     """
     # The bytes in memory are sent, so lazy conjugation and negation are carried out first.
     result = local.detach().resolve_conj().resolve_neg()
@@ -94,19 +100,19 @@ def _viewed(shape: tuple[int, ...]) -> BoundStep:
 
 
 def _empty(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
-    """Return the function that runs a step on a tensor without elements. It communicates nothing.
+    """Return the function that runs a step on a tensor without elements.
 
-    The function returns an empty tensor with the local shape after the step. On a rank outside the
-    target mesh, the shape is ``(0,)``.
+    The function communicates nothing. It returns an empty tensor with the local shape after the
+    step. If the rank is not in the target mesh, the shape is ``(0,)``.
     """
     result = step.target.local_shape(shape, rank) if step.target.holds(rank) else (0,)
     return lambda x, collectives: x.new_empty(result)
 
 
 def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
-    """Return the function that runs a slice step: it copies a part of the local tensor.
+    """Return the function that runs a slice step, which copies a part of the local tensor.
 
-    No communication is needed, because each rank holds all elements of its target shard already.
+    The function communicates nothing, because the rank already holds its target shard.
     """
     coordinate = step.source.coordinate(rank)
     held = LocalView(step.source, shape, coordinate)
@@ -145,9 +151,10 @@ def _all_gather(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundS
 
 
 def _all_to_all(step: Step, shape: Shape, rank: int, group: AxisGroup) -> BoundStep:
-    """Return the function that runs an all-to-all between equal shards of two tensor dims.
+    """Return the function that runs an all-to-all of equal blocks over one mesh axis.
 
-    The mesh axis of the step shards one tensor dim before the step, and another one after it.
+    The all-to-all moves the split from one tensor dim to another. For example, the mesh axis shards
+    dim 0 before the step, and dim 1 after it.
     """
     old, new = (_sharded_dim(layout, step.axes[0]) for layout in (step.source, step.target))
     held = step.source.local_shape(shape, rank)
@@ -232,11 +239,14 @@ def _sharded_dim(layout: Layout, axis: int) -> int:
 
 
 def _reduction(step: Step) -> tuple[ReduceOp, int]:
-    """Return ``(op, divisor)``: the op of a step's collective, and the divisor of its result.
+    """Return ``(op, divisor)`` for a step that reduces the `Partial` placements on its axes.
 
-    If all `Partial` placements on the axes of the step have the same op, the divisor is 1. If some
-    have ``"avg"`` and others ``"sum"``, the op is ``"sum"`` and the divisor is the number of ranks
-    on the ``"avg"`` axes.
+    ``op`` is the reduction of the collective. The result of the collective has to be divided by
+    ``divisor``:
+
+    - If all of the `Partial` placements have the same op, ``divisor`` is 1.
+    - If some have ``"avg"`` and others ``"sum"``, ``op`` is ``"sum"``, and ``divisor`` is the
+      number of ranks along the axes with ``"avg"``.
     """
     found: dict[ReduceOp, int] = {}
     for axis in step.axes:
@@ -255,16 +265,17 @@ def _averaged(total: Tensor, terms: int) -> Tensor:
 def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return the function that runs a direct step: one all-to-all with messages of any size.
 
-    The function packs the boxes to send into a flat buffer, starts the all-to-all, and copies the
-    received boxes into the result. The boxes that the rank keeps are copied while the all-to-all
-    runs. As an exception, the rank sends these boxes to itself if the received buffer then gives
-    the result by one view or one copy; see `_single_unpacker`.
+    The function packs the elements to send into a flat buffer, starts the all-to-all, and unpacks
+    the received elements into the result.
     """
     transfer, held, needed = _transfer_and_views(step, shape, rank)
     own_index = _group_index(step, group, rank)
     sends = sorted((_group_index(step, group, peer), box) for peer, box in transfer.sends)
     receives = sorted((_group_index(step, group, peer), box) for peer, box in transfer.recvs)
     kept = [(own_index, box) for box in transfer.local]
+    # The rank does not have to send the boxes that it keeps: they are copied while the all-to-all
+    # runs. But if the rank sends them to itself, one view or one copy of the received buffer can be
+    # the whole result. This is faster than separate copies.
     unpack_all = _single_unpacker([box for _, box in sorted(receives + kept)], needed)
     if unpack_all is not None:
         sends, receives = sorted(sends + kept), sorted(receives + kept)
@@ -293,9 +304,9 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
 def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return the function that runs a transfer step: point-to-point messages between two meshes.
 
-    The rank sends at most one message to each peer, and receives at most one message from each. The
-    local tensor of a rank outside the source mesh has no elements. The result of a rank outside the
-    target mesh has none either.
+    The rank sends at most one message to each peer, and receives at most one message from each
+    peer. If the rank is not in the source mesh, its input is an empty tensor. If the rank is not in
+    the target mesh, its result is an empty tensor.
     """
     transfer, held, needed = _transfer_and_views(step, shape, rank)
     outgoing = _messages([(_group_index(step, group, peer), box) for peer, box in transfer.sends])
@@ -336,11 +347,14 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
 
 
 def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") -> Change:
-    """Return a function that makes the local result of a step and copies ``boxes`` into it.
+    """Return a function that copies ``boxes`` from the local tensor to a new local result.
 
-    ``boxes`` are regions of the global tensor that the rank holds before and after the step.
-    ``held`` describes the local tensor before the step, and ``needed`` the result. Other elements
-    of the result are uninitialized.
+    The other elements of the result are uninitialized.
+
+    Args:
+        boxes: Regions of the global tensor that the rank holds before and after the step.
+        held: Describes the local tensor before the step.
+        needed: Describes the local tensor after the step.
     """
     views = [(held.view(box), needed.view(box)) for box in boxes]
 
@@ -356,7 +370,11 @@ def _own_copier(boxes: Sequence[Box], held: "LocalView", needed: "LocalView") ->
 def _transfer_and_views(
     step: Step, shape: tuple[int, ...], rank: int
 ) -> "tuple[Transfer, LocalView, LocalView]":
-    """Return a rank's messages in a step, and its `LocalView` before and after the step."""
+    """Return ``(transfer, held, needed)`` for one rank and one step.
+
+    ``transfer`` has the messages of the rank. ``held`` describes its local tensor before the step,
+    and ``needed`` its local tensor after the step.
+    """
     held, needed = (
         LocalView(layout, shape, layout.coordinate(rank) if layout.holds(rank) else None)
         for layout in (step.source, step.target)
@@ -367,8 +385,8 @@ def _transfer_and_views(
 def _group_index(step: Step, group: AxisGroup, rank: int) -> int:
     """Return the index of a rank in the process group of a step.
 
-    In a plan on one mesh, ``rank`` is the row-major position of the rank in the mesh. In a plan
-    between two meshes, it is the global rank.
+    ``rank`` is the number of the rank in the plan. In a plan on one mesh, this is the row-major
+    position of the rank in the mesh. In a plan between two meshes, it is the global rank.
     """
     if step.kind == "transfer":
         return group.members[rank]
@@ -378,10 +396,13 @@ def _group_index(step: Step, group: AxisGroup, rank: int) -> int:
 
 
 def _single_unpacker(received: Sequence[Box], needed: "LocalView") -> Change | None:
-    """Return a function that makes the local result from the received buffer by one view or copy.
+    """Return a function that turns the received buffer into the local result.
 
-    ``received`` lists the boxes in the flat buffer, in order. Returns None if one view or copy is
-    not enough.
+    The function makes one view or one copy of the buffer. Returns None if this is not enough.
+
+    Args:
+        received: Boxes whose elements lie one after another in the flat buffer.
+        needed: Describes the local result.
     """
     if needed.box is None:
         return None
@@ -399,9 +420,10 @@ def _split_sizes(pieces: Pieces, size: int) -> list[int]:
 
 
 def _messages(pieces: Pieces) -> dict[int, tuple[Box, ...]]:
-    """Group pairs ``(peer, box)`` by peer. Return the boxes of each peer, in order of peers.
+    """Group ``(peer, box)`` pairs by peer.
 
-    ``peer`` is the index of a rank in the process group.
+    ``peer`` is the index of a rank in the process group. Returns a dict from each peer to its
+    boxes, in ascending order of peers.
     """
     return {
         peer: tuple(box for _, box in group)
@@ -424,16 +446,22 @@ _BINDERS = {
 
 
 class LocalView:
-    """Describes the local tensor at one mesh coordinate, and makes views of boxes in it.
+    """Finds the elements of the local tensor of one rank by their global indices.
 
     A box is a rectangular region of the global tensor: one half-open range of global indices per
-    dim. If the coordinate is None, the rank is outside the mesh and its local tensor is empty.
+    dim. The method `view` finds the elements of a box.
+
+    Args:
+        layout: Layout of the tensor.
+        shape: Global shape.
+        coordinate: Coordinate of the rank in the mesh. None for a rank outside the mesh, whose
+            local tensor is empty.
 
     Attributes:
         shape: Shape of the local tensor.
-        box: The box that the local tensor covers. It can be empty. None if the coordinate is None,
-            or if the layout has a `StridedShard` or a `RaggedShard`, with which one rank can hold
-            several boxes.
+        box: The box that the local tensor covers. It can be empty. It is None if ``coordinate`` is
+            None. It is also None if the layout has a `StridedShard` or a `RaggedShard`, because the
+            rank can then hold several boxes.
     """
 
     def __init__(
@@ -477,10 +505,10 @@ class LocalView:
             place += volume(box)
 
     def view(self, box: Box) -> Change:
-        """Return a function that takes the local tensor and returns its view of ``box``.
+        """Return a function from the local tensor to a view of the elements of ``box``.
 
-        ``box`` has global indices and has to lie within one of the boxes that this rank holds.
-        The view has the shape of ``box``.
+        ``box`` has one range of global indices per dim. It has to lie within one of the boxes that
+        the rank holds. The view has the shape of ``box``.
         """
         if self.box is not None:
             part = within(box, self.box)
@@ -512,18 +540,18 @@ def _inside(box: Box, frame: Box) -> bool:
     )
 
 
-# Splits a tensor into equal parts. Each entry (dim, number of parts, level) splits one dim. Parts
-# are numbered in row-major order of the entries. If a dim has several entries, the entry with
-# level 0 splits it first.
+# Describes how to split a tensor into equal parts. Each entry (dim, number of parts, level) splits
+# one dim. Parts are numbered in row-major order of the entries. If a dim has several entries, the
+# entry with level 0 splits the dim first. Example: [(1, 2, 0)] splits a [6, 4] tensor into part 0,
+# its columns 0 and 1, and part 1, its columns 2 and 3.
 Grid: TypeAlias = Sequence[tuple[int, int, int]]
 
 
 def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
     """Return a function that splits a tensor into equal parts, one after another in memory.
 
-    The result is contiguous. If ``order`` is given, its shape is ``[parts, *shape of a part]``.
-    Otherwise it has one leading dim for each grid entry. As an exception, if ``order`` is None and
-    the only entry is for dim 0, the result has the shape of the tensor.
+    For example, the grid ``[(1, 2, 0)]`` splits a ``[6, 4]`` tensor into a contiguous
+    ``[2, 6, 2]`` tensor: first columns 0 and 1, then columns 2 and 3.
 
     Args:
         shape: Shape of the tensor.
@@ -531,6 +559,13 @@ def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Ch
             order of the entries.
         order: ``order[i]`` is the number of the part at position ``i`` of the result. None means
             ascending order.
+
+    Returns:
+        The function. Its result is contiguous and has one of these shapes:
+
+        - If ``order`` is given: ``[number of parts, *shape of a part]``.
+        - If ``order`` is None: one leading dim for each grid entry, then the dims of a part.
+        - If ``order`` is None and dim 0 has the only grid entry: the shape of the tensor.
     """
     if _is_dim_0(grid, order):
         return Tensor.contiguous
@@ -550,10 +585,10 @@ def splitter(shape: Shape, grid: Grid, order: Sequence[int] | None = None) -> Ch
 
 
 def concatenator(part: Shape, grid: Grid, order: Sequence[int] | None = None) -> Change:
-    """Return the inverse of `splitter`: a function that joins equal parts to one tensor.
+    """Return the inverse of `splitter`: a function that joins equal parts into one tensor.
 
-    The input of the returned function is contiguous and has any shape. It holds the parts one after
-    another.
+    The input of the returned function is a contiguous tensor of any shape. It holds the parts one
+    after another.
 
     Args:
         part: Shape of one part.
@@ -589,14 +624,19 @@ def _is_dim_0(grid: Grid, order: Sequence[int] | None) -> bool:
 def _grid_dims(part: Sequence[int], grid: Grid) -> tuple[list[int], list[int], list[int]]:
     """Return the permutations between two views of a tensor that a grid splits into parts.
 
-    The stacked view has one dim for each entry of ``grid``, followed by the dims of a part. In the
-    split view, the dims of the entries that split a tensor dim come directly before this dim, in
-    order of their levels. Example: if the grid ``[(1, 2, 0)]`` splits a tensor of shape
-    ``[6, 4]``, the stacked view has shape ``[2, 6, 2]``, and the split view ``[6, 2, 2]``.
+    Example: the grid ``[(1, 2, 0)]`` splits a ``[6, 4]`` tensor into 2 parts of shape ``[6, 2]``.
+
+    - The stacked view has the shape ``[2, 6, 2]``. The dims of the grid entries come first.
+    - The split view has the shape ``[6, 2, 2]``. The dim of a grid entry comes directly before the
+      dim that the entry splits. This shape needs no copy of a contiguous tensor.
+
+    Args:
+        part: Shape of one part.
+        grid: Entries ``(dim, number of parts, level)``; see `Grid`.
 
     Returns:
-        The permutation of dims from the stacked view to the split view, its inverse, and the shape
-        of the split view.
+        The permutation of dims from the stacked view to the split view, the inverse permutation,
+        and the shape of the split view.
     """
     apart: list[int] = []
     for dim in range(len(part)):
@@ -608,12 +648,16 @@ def _grid_dims(part: Sequence[int], grid: Grid) -> tuple[list[int], list[int], l
 
 
 def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change]) -> Change:
-    """Return a function that packs boxes of a local tensor into one flat buffer, in order.
+    """Return a function that packs boxes of a local tensor into one flat buffer.
 
-    The buffer can share memory with the tensor. A box has one range ``(start, stop)`` of global
-    indices per dim. ``frame`` is the box that the tensor covers. It is None if the tensor covers
-    several boxes. ``view(box)`` returns a function that takes the tensor and returns its view of
-    the box; see `LocalView.view`.
+    The buffer can share memory with the tensor.
+
+    Args:
+        boxes: Boxes to pack, in order. A box has one range ``(start, stop)`` of global indices per
+            dim.
+        frame: The box that the tensor covers. None if the tensor covers several boxes.
+        view: ``view(box)`` returns a function from the tensor to a view of the elements of ``box``;
+            see `LocalView.view`.
     """
     if frame is not None and fills(boxes, frame):
         return lambda x: x.reshape(-1)
@@ -644,9 +688,13 @@ def unpacker(
 ) -> Callable[[Tensor, Tensor], None]:
     """Return a function ``unpack(buffer, out)`` that copies boxes from a flat buffer into ``out``.
 
-    ``buffer`` holds the elements of ``boxes`` one after another, and ``out`` is a local tensor.
-    ``view(box)`` returns a function that takes ``out`` and returns its view of the box; see
-    `LocalView.view`.
+    ``buffer`` holds the elements of ``boxes`` one after another. ``out`` is a local tensor.
+
+    Args:
+        boxes: Boxes in the buffer, in order. A box has one range ``(start, stop)`` of global
+            indices per dim.
+        view: ``view(box)`` returns a function from ``out`` to a view of the elements of ``box``;
+            see `LocalView.view`.
     """
     views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
@@ -669,8 +717,9 @@ def narrowed(x: Tensor, arguments: Narrow) -> Tensor:
 def within(box: Box, frame: Box) -> Narrow:
     """Return the arguments for `narrowed` that select ``box`` from a tensor that covers ``frame``.
 
-    There is one tuple ``(dim, start, length)`` for each dim in which ``box`` is smaller than
-    ``frame``. ``start`` is relative to the start of ``frame``.
+    Both have one range ``(start, stop)`` of global indices per dim. The result has one tuple
+    ``(dim, start, length)`` for each dim in which ``box`` is smaller than ``frame``. Its ``start``
+    is relative to the start of ``frame``.
     """
     return tuple(
         (dim, lo - start, hi - lo)
@@ -680,10 +729,11 @@ def within(box: Box, frame: Box) -> Narrow:
 
 
 def fills(boxes: Sequence[Box], frame: Box) -> bool:
-    """Return whether ``boxes``, in order, are the elements of ``frame`` in row-major order.
+    """Return whether a flat buffer of ``boxes`` is a contiguous tensor that covers ``frame``.
 
-    If so, a flat buffer of the boxes is a contiguous tensor that covers the box ``frame``. A box
-    has one range ``(start, stop)`` of global indices per dim.
+    The flat buffer has the elements of ``boxes`` one after another. ``frame`` and each box have one
+    range ``(start, stop)`` of global indices per dim. For example, rows 0 and 1 followed by row 2
+    fill a frame of rows 0 to 2.
     """
     offset = 0
     for box in boxes:
@@ -694,10 +744,10 @@ def fills(boxes: Sequence[Box], frame: Box) -> bool:
 
 
 def equal_grid(boxes: Sequence[Box], frame: Box) -> Grid | None:
-    """Return the `Grid` that splits the box ``frame`` into exactly ``boxes``, in this order.
+    """Return the `Grid` that splits the box ``frame`` into ``boxes``, in the same order.
 
-    A box has one range ``(start, stop)`` of global indices per dim. Returns None if there is no
-    such grid.
+    A box has one range ``(start, stop)`` of global indices per dim. Returns None if no grid splits
+    ``frame`` into these boxes.
     """
     if not boxes or not volume(frame):
         return None
@@ -721,10 +771,13 @@ def equal_grid(boxes: Sequence[Box], frame: Box) -> Grid | None:
 
 
 def _part_at(frame: Box, part: Shape, dims: Sequence[int], index: Sequence[int]) -> Box:
-    """Return the box of one part of a grid that splits the box ``frame``.
+    """Return the box of one part of a grid that splits the box ``frame`` into equal parts.
 
-    ``part`` is the shape of each part. ``index`` is the position of the part on each of the split
-    dims ``dims``.
+    Args:
+        frame: One range ``(start, stop)`` of global indices per dim.
+        part: Shape of each part.
+        dims: Dims that the grid splits.
+        index: Position of the part on each dim of ``dims``, from 0.
     """
     box = list(frame)
     for dim, number in zip(dims, index, strict=True):
