@@ -1,7 +1,7 @@
-"""Prepare redistributions: everything that does not depend on the values of the tensor.
+"""Prepare redistributions: make the plan, find the process groups and bind the steps.
 
-`prepare` makes the plan, finds the process groups and binds the steps. The result is memoized for
-later calls with equal arguments.
+The function `prepare` does this once for equal arguments, because the result does not depend on the
+values of the tensor. Later calls with equal arguments return the memoized result.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 class RunOptions(PlanOptions, total=False):
     """Keyword arguments of `redistribute` except ``placements``, ``mesh`` and ``async_op``.
 
-    These are the fields of `PlanOptions` and ``collectives``.
+    These are ``collectives`` and the keys of `PlanOptions`.
     """
 
     collectives: Collectives | None
@@ -109,17 +109,19 @@ class Prepared:
         steps: Functions that run the steps of the plan, from `bind`. None if this rank takes no
             part, because neither the source mesh nor the target mesh contains it.
         local_shape: Shape that the local input must have. None if this rank has no local input.
-        wrap: Called as ``wrap(local, x, mesh)``. Makes the result from the local result, the input
-            and the target mesh. ``mesh`` is None if the mesh does not change.
+        wrap: Called as ``wrap(local, x, mesh)`` with the local result, the input and the target
+            mesh. Returns the result of the redistribution. ``mesh`` is None if the mesh does not
+            change.
         device: Device type such as ``"cuda"``. A rank without a local input starts with an empty
             tensor on this device.
         unchanged: Whether the result has the layout and the mesh of the input.
         backward_plan: Returns the plan of the gradient, from the target layout to the source
-            layout. Axes with a `Partial` count as replicated.
-        first_group: Group of the first step that communicates. None if there is no such step.
+            layout. The gradient has `Replicate` instead of each `Partial`.
+        first_group: Process group of the first step that communicates. None if no step
+            communicates.
         crosses: Whether the target is on another mesh.
-        check: Compares the calls of all ranks of both meshes. None if the mesh does not change, or
-            if this rank takes no part.
+        check: Checks that all ranks of both meshes make the same call. None if the mesh does not
+            change, or if this rank takes no part.
     """
 
     dtype: torch.dtype
@@ -146,10 +148,10 @@ class Prepared:
             ) from None
 
     def fault(self, local: Tensor | None) -> str:
-        """Return an error message if the local input has a wrong shape, otherwise "".
+        """Return an error message if the local input has a wrong shape, otherwise an empty string.
 
-        ``local`` is the local input, or None for a `NonMember`. Other ranks cannot detect the wrong
-        shape.
+        ``local`` is the local tensor of the input. It is None if the input is a `NonMember`. That
+        is an error if this rank is in the source mesh.
         """
         if self.local_shape is None or (local is not None and local.shape == self.local_shape):
             return ""
@@ -171,23 +173,32 @@ class Prepared:
 def prepare(x: object, placements: object, mesh: object, options: Options) -> Prepared:
     """Return the memoized `Prepared` of a redistribution of ``x`` to ``placements`` on ``mesh``.
 
-    ``x`` is a DTensor, a `RaggedTensor`, a `NonMember` or a `TensorSpec`. ``mesh`` is None to keep
-    the mesh of ``x``. Communicates nothing. Raises all errors about the target, as documented for
-    `redistribute`, and `TorchPartial` if only torch can reduce the partial values of ``x``.
+    Communicates nothing.
+
+    Args:
+        x: A DTensor, a `RaggedTensor`, a `NonMember` or a `TensorSpec`.
+        placements: Target placements, as in `redistribute`.
+        mesh: Target mesh. None means the mesh of ``x``.
+        options: Validated options.
+
+    Raises:
+        LayoutError: The target is invalid; see `redistribute` for this error and its subclasses.
+        TorchPartial: Only torch can reduce the partial values of ``x``.
     """
     own: DeviceMesh | None
     start: tuple[Any, ...]
     if type(x) is not DTensor and isinstance(x, _OTHER_INPUTS):
         found = tensor_spec(x)
         own, start = found.mesh, (found.layout, found.shape, found.dtype)
-        # The key has the number of groups: if a mesh is flattened later, it gains a process group
-        # that a cheaper plan may use.
+        # The number of groups is a part of the key. If a mesh is flattened later, it gains a
+        # process group, and a cheaper plan may use this group.
         number_of_groups = 0 if own is None else group_count(own)
         input_hash = hash(start)
     else:
         spec, own, order, number_of_groups = spec_parts(x)
         start = spec.placements, spec.tensor_meta, order
-        # torch's spec memoizes its hash. To hash the placements would take a fifth of a call.
+        # torch's spec memoizes its hash. Hashing the placements would take a fifth of the host time
+        # of a call.
         input_hash = hash(spec)
     if mesh is not None:
         if mesh is own or (own is not None and mesh == own):
@@ -201,12 +212,12 @@ def prepare(x: object, placements: object, mesh: object, options: Options) -> Pr
             )
     if placements is not None and type(placements) is not tuple:
         placements = in_tuple(placements)
-    # Equal meshes can have different groups, so the key has the number of the mesh object.
+    # Equal meshes can have different process groups, so the key has a number for each mesh object.
     number = 0 if own is None else mesh_numbers.get(id(own)) or number_of(own)
     there = None if mesh is None else number_of(mesh)
     chosen = None if options is NO_OPTIONS else options.plan_key()
-    # A placement of torch and one of this package can be equal, but give different layouts. So the
-    # key also has the types of the placements.
+    # A placement of torch can be equal to a placement of this package, but give another layout. So
+    # the key also has the types of the placements.
     kinds = None if placements is None else tuple(map(type, cast(Any, placements)))
     key = (input_hash, number, number_of_groups, there, placements, kinds, chosen)
     try:
@@ -224,7 +235,8 @@ def prepare(x: object, placements: object, mesh: object, options: Options) -> Pr
 
 
 _OTHER_INPUTS = (RaggedTensor, NonMember, TensorSpec)
-# Keys have the hash of an input's spec. The spec itself is stored with the value and compared.
+# Keys contain only the hash of the input's spec. The spec itself is stored with the value, and
+# `prepare` compares it.
 _prepared: dict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = clearable({})
 _MOST_PREPARED = 2048
 
@@ -252,9 +264,9 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def local_of(x: Any) -> Tensor | None:
-    """Return the local tensor of a DTensor or `RaggedTensor`. Returns None for other objects.
+    """Return the local tensor of a DTensor or `RaggedTensor`, without autograd history.
 
-    For a DTensor, autograd records nothing.
+    Returns None for other objects.
     """
     if isinstance(x, DTensor):
         return local_part(x)
@@ -264,7 +276,7 @@ def local_of(x: Any) -> Tensor | None:
 def plan_for(x: Any, placements: Any, mesh: Any, options: Options) -> Plan:
     """Return the plan that `redistribute` would run on this rank. Communicates nothing.
 
-    ``placements`` can be a `Layout` on the mesh of ``x``. Raises `MeshError` on a rank that is
+    ``placements`` can also be a `Layout` on the mesh of ``x``. Raises `MeshError` if this rank is
     neither in the source mesh nor in the target mesh.
     """
     if isinstance(placements, Layout):
@@ -288,9 +300,10 @@ def plan_for(x: Any, placements: Any, mesh: Any, options: Options) -> Plan:
 
 
 def _on_own_mesh(x: Distributed, target: Layout) -> Any:
-    """Return the placements of the layout ``target``.
+    """Return the placements of the layout ``target``, after a check of its mesh.
 
-    Raises `MeshError` if ``x`` is on a mesh with another shape or with other ranks.
+    Raises `MeshError` if the mesh of ``x`` has another shape or other ranks than the mesh of
+    ``target``.
     """
     spec = tensor_spec(x)
     held = spec.layout
@@ -315,11 +328,15 @@ def _make(
     options: Options,
     names: tuple[theirs.Placement, ...] | None,
 ) -> Prepared:
-    """Plan a redistribution of a tensor with ``spec``, and bind its steps.
+    """Plan a redistribution and bind its steps, without memoization.
 
-    ``mesh`` is None to stay on the mesh of ``spec``. ``names`` are the torch placements of the
-    input, or None if the input is not a DTensor. If the target keeps a `Partial` of the input, the
-    result gets the torch placement from ``names``.
+    Args:
+        spec: Layout, mesh, shape and dtype of the input.
+        placements: Target placements, as in `redistribute`.
+        mesh: Target mesh. None means the mesh of ``spec``.
+        options: Validated options.
+        names: torch's placements of the input. None if the input is not a DTensor. If the target
+            keeps a `Partial` of the input, the result gets the torch placement from ``names``.
     """
     src, own, crosses = spec.layout, spec.mesh, mesh is not None
     if mesh is None:
@@ -336,8 +353,8 @@ def _make(
         degrees, ranks, rank = tuple(mesh.shape), ranks_of(mesh), dist.get_rank()
         if own is not None:
             src = replace(src, ranks=ranks_of(own))
-        # A rank outside a mesh does not know the process groups of this mesh. So that all ranks
-        # choose the same plan, steps on one mesh use one axis at a time.
+        # A rank outside a mesh does not know the process groups of this mesh. All ranks must choose
+        # the same plan, so each step on one mesh uses a single axis.
         groups = frozenset[tuple[int, ...]]()
     target = in_tuple(placements, len(degrees))
     dst = to_layout(target, degrees, len(spec.shape), options.shard_order, ranks)
@@ -385,15 +402,15 @@ def step_groups(
     *,
     create: bool = True,
 ) -> dict[Step, AxisGroup]:
-    """Return the process group of each step in which this rank communicates.
+    """Return a dict from each step in which this rank communicates to its process group.
 
     Args:
         plan: Plan of this rank.
         source: Mesh of the input, or None on a rank that has a `NonMember`.
         target: Mesh of the result, or None if the mesh does not change.
         given: Names of the process groups that were passed as ``groups=``.
-        create: If True, and no process group has the ranks of both meshes, the first use of the
-            result creates this group. If False, only existing groups are used.
+        create: What to do if a transfer between two meshes has no process group. If True, the first
+            call of `AxisGroup.find` creates the group. If False, `MeshError` is raised.
 
     Raises:
         MeshError: A required process group does not exist.
@@ -421,8 +438,12 @@ def _wrap(
 ) -> Callable[[Tensor, Any, DeviceMesh | None], Distributed]:
     """Return the function for `Prepared.wrap`, which makes the result from the local result.
 
-    ``mesh`` is the target mesh. It is None on a rank without a result, where the function returns a
-    `NonMember`. ``names`` are the torch placements of the input, or None; see `_make`.
+    Args:
+        spec: Layout, mesh, shape and dtype of the input.
+        dst: Target layout.
+        mesh: Target mesh. None if this rank is not in the target mesh. The function then returns a
+            `NonMember`.
+        names: torch's placements of the input, or None; see `_make`.
     """
     if mesh is None:
         absent = NonMember(dst, spec.shape, spec.dtype)
@@ -439,7 +460,10 @@ def _wrap(
 
 
 def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
-    """Raise `LayoutError` if partial values need a reduction that their dtype does not support."""
+    """Raise `LayoutError` if partial values need a reduction that ``dtype`` does not support.
+
+    Examples are an average of integers and a maximum of complex numbers.
+    """
     one_mesh = same_mesh(src, dst)
     for axis, placement in enumerate(src.placements):
         if not isinstance(placement, Partial) or src.mesh_shape[axis] == 1:

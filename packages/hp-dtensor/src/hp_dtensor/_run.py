@@ -22,13 +22,16 @@ Finish = Callable[[], Tensor]
 
 
 class Prepare(Protocol):
-    """Protocol of `prepare`, and of `prepare_in_graph`, which replaces it under torch.compile."""
+    """Protocol of the functions `prepare` and `prepare_in_graph`.
+
+    `prepare_in_graph` is used under torch.compile, and `prepare` otherwise.
+    """
 
     def __call__(self, x: Any, placements: Any, mesh: Any, options: Options, /) -> Prepared: ...
 
 
 class Pending(Generic[Result]):
-    """Handle of a redistribution in flight, as ``redistribute(..., async_op=True)`` returns it."""
+    """Handle of a redistribution in flight. ``redistribute(..., async_op=True)`` returns it."""
 
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish = finish
@@ -39,7 +42,7 @@ class Pending(Generic[Result]):
         """Finish the redistribution and return the result, ready for use on the current stream.
 
         Do not write to the input before this method returns. If a collective fails, the later steps
-        are not started, and every call of this method raises the first error.
+        are not started. This call and all later calls then raise the same error.
 
         Returns:
             The redistributed tensor. Later calls return the same object.
@@ -69,9 +72,10 @@ def run(
     async_op: bool = False,
     prepare: Prepare = prepare,
 ) -> Distributed | Pending[Any]:
-    """Redistribute ``x``, with the arguments, the result and the errors of `redistribute`.
+    """Redistribute ``x`` with validated options.
 
-    ``options`` are already validated. ``prepare`` makes the plan and binds the steps.
+    The other arguments, the result and the errors are as in `redistribute`. ``prepare`` is called
+    to make the plan and to bind the steps.
     """
     try:
         prepared = prepare(x, placements, mesh, options)
@@ -101,11 +105,11 @@ def _run_after_torch(
 ) -> Distributed | Pending[Any]:
     """Redistribute a tensor with partial values that only torch can reduce.
 
-    ``DTensor.redistribute`` first reduces these values, and then `run` does the rest. If the target
-    keeps these values, ``DTensor.redistribute`` does everything.
+    First ``DTensor.redistribute`` reduces the partial values. Then `run` does the rest. If the
+    target keeps some of these partial values, ``DTensor.redistribute`` does everything.
     """
     step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
-    # This raises errors about the remaining steps before torch communicates.
+    # If the remaining steps are impossible, this call raises the error before torch communicates.
     prepare(step.spec, step.then, mesh, options)
     y = step.run(cast(DTensor, x))
     if step.whole:
@@ -121,10 +125,10 @@ def _pending(
     recorded: bool,
     prepare: Prepare,
 ) -> Pending[Distributed]:
-    """Start the first step of a redistribution, and return a handle for the result.
+    """Start the first collective of a redistribution, and return a handle for the result.
 
-    The handle's ``wait()`` runs the other steps. If ``recorded`` is True, it also records the
-    redistribution for autograd.
+    ``wait()`` of the handle runs the other steps. If ``recorded`` is True, ``wait()`` also records
+    the redistribution for autograd.
     """
     local = local_of(x)
     sent = (cast(Tensor, x), local) if local is not None and prepared.steps else ()
@@ -151,10 +155,14 @@ def _pending(
 
 
 def _start(x: Distributed, prepared: Prepared, options: Options) -> Finish:
-    """Start the first collective. Return a function that finishes all steps.
+    """Start the first collective. Return a function that runs the rest and returns the result.
 
-    The returned function returns the local result. Raises `LayoutError` if the local tensor of
-    ``x`` has a wrong shape. With `CheckedCollectives`, all ranks raise `RankMismatchError` instead.
+    The result is a local tensor.
+
+    Raises:
+        LayoutError: The local tensor of ``x`` has a wrong shape.
+        RankMismatchError: The options have `CheckedCollectives`, and the ranks make different
+            calls or the local tensor of a rank has a wrong shape. Raised on all ranks.
     """
     local = local_part(x) if type(x) is DTensor else local_of(x)
     collectives, plan = options.collectives, prepared.plan
