@@ -71,22 +71,25 @@ def redistribute(
     sequence. The call can be written as ``redistribute(x, placements, mesh=mesh)``, or in the order
     of torch as ``redistribute(x, mesh, placements)``.
 
-    - **Groups.** A collective over some mesh axes runs in a process group with exactly the ranks
-      along these axes. It uses an existing group: one of ``groups``, or the group of a single axis,
-      of the world, of a flattened mesh or of an hp-mesh alias.
     - **Gradients.** Backward redistributes the gradient to the layout of ``x``. If an axis of ``x``
-      is `Partial`, the gradient is replicated on this axis. The plan of backward respects ``cost``
-      and ``max_bytes``.
-    - **Other meshes.** Data is sent point to point, over a group with the ranks of both meshes: one
-      of ``groups``, the world's, or one that the first call creates. Every rank of both meshes has
-      to make the call. On a rank outside the mesh of a tensor, a `NonMember` represents the tensor.
-      The ranks first compare their calls with one all-reduce of 32 bytes, which does not go through
-      ``collectives``. The call waits for this all-reduce, also with ``async_op=True``. Gradients do
-      not pass between meshes: use ``x.detach()`` or ``torch.no_grad()``.
-    - **Compilation.** Under ``torch.compile`` the plan is made during tracing, for the traced
-      sizes, and carried out by one opaque op. ``async_op`` then changes only the type of the
-      result. Ragged tensors, `NonMember`, ``collectives``, ``groups`` and meshes with other ranks
-      raise an error.
+      is `Partial`, the gradient is replicated on this axis. All options except ``shard_order`` also
+      apply to backward.
+    - **Process groups.** A collective over several mesh axes needs an existing process group with
+      exactly the ranks along these axes. This can be one of ``groups``, the world, the group of a
+      flattened mesh, or the group of an alias in hp-mesh. Without such a group, each collective
+      runs over a single axis.
+    - **Two meshes.** If ``mesh`` is another mesh, data is sent point to point. Every rank of both
+      meshes has to make the call. A rank that is not in the mesh of ``x`` passes a `NonMember`. A
+      rank that is not in the target mesh gets a `NonMember` as result. The messages use a process
+      group with the ranks of both meshes: one of ``groups``, the world, or a group that the first
+      call creates. Before data is sent, the ranks compare their calls with one all-reduce of 32
+      bytes. This all-reduce does not use ``collectives``, and the call waits for it even if
+      ``async_op`` is True. Gradients do not pass between meshes: use ``x.detach()`` or
+      ``torch.no_grad()``.
+    - **Compilation.** Under ``torch.compile``, the plan is made during tracing for the traced
+      sizes. One opaque operator runs it. ``async_op`` then changes only the type of the result.
+      Ragged tensors, `NonMember`, ``collectives``, ``groups`` and meshes with other ranks raise an
+      error.
 
     Args:
         x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`.
@@ -94,40 +97,44 @@ def redistribute(
         placements: One placement for each mesh axis, of this package or of torch. None means
             `Replicate` on all axes. With a `RaggedShard` the result is a `RaggedTensor`.
         mesh: Mesh of the result. Defaults to the mesh of ``x``.
-        async_op: If True, start the first collective and return a handle. Its ``wait()`` carries
-            out the other steps and returns the tensor. Do not write to ``x`` before ``wait()``
+        async_op: If True, start the first collective and return a handle. ``wait()`` of the handle
+            runs the other steps and returns the tensor. Do not write to ``x`` before ``wait()``
             returns; otherwise ``wait()`` raises RuntimeError.
         **options: Further keyword arguments, which all default to None:
 
             - ``shard_order``: Order in which mesh axes split the same tensor dim, as in `Layout`.
               With ``{0: (1, 0)}``, axis 1 splits dim 0 first, and then axis 0. The result then has
               torch's strided shards.
-            - ``max_bytes``: Upper bound on the memory of each step on any rank, in bytes. ``x``,
-              and the input, the output and the buffers of the step count.
+            - ``max_bytes``: Upper bound on the memory of each step on any rank, in bytes. This
+              memory is the input, the output and the buffers of the step. From the second step on,
+              it includes ``x``.
             - ``cost``: Cost model by which plans are compared. None means ``AlphaBeta()``.
             - ``groups``: Additional process groups, or meshes of one axis, for steps over several
-              axes. They have to be the same on all ranks, in the same order.
-            - ``collectives``: `Collectives` that carry out the steps. None means
-              `TorchCollectives`.
+              axes. Pass the same groups on all ranks, in the same order.
+            - ``collectives``: `Collectives` that communicate. None means `TorchCollectives`.
 
     Returns:
-        The tensor in the target layout. Its placements are torch's if torch has an equivalent. If
-        the layout does not change, the result shares memory with ``x``. If in addition autograd
-        records nothing, the result is ``x`` itself.
+        The tensor in the target layout. Its placements have torch's classes if torch has an
+        equivalent. If the layout and the mesh do not change, the result shares memory with ``x``,
+        and is ``x`` itself if autograd records nothing.
 
     Raises:
-        LayoutError: The placements or the shard order are invalid for the mesh or the shape. Or the
-            target has a `Partial` on an axis where ``x`` does not have the same `Partial`. Or two
-            axes have reductions whose order matters, such as sum and max. Or a reduction does not
-            support the dtype. Raised on all ranks before communication. If only the local tensor of
-            this rank has a wrong shape, only this rank raises and the other ranks wait; with
-            `CheckedCollectives` all ranks raise `RankMismatchError`.
+        LayoutError: Raised on all ranks before communication, in these cases:
+
+            - The placements or the shard order are invalid for the mesh or the shape.
+            - The target has a `Partial` on an axis where ``x`` does not have the same `Partial`.
+            - Two axes have reductions whose order matters, such as sum and max.
+            - A reduction does not support the dtype.
+
+            Also raised if the local tensor of this rank has a wrong shape. Then only this rank
+            raises, and the other ranks wait. With `CheckedCollectives`, all ranks raise
+            `RankMismatchError` instead.
         MeshError: ``mesh`` is not a device mesh, or a required process group does not exist.
         UnsupportedError: The target is on another mesh, gradients are enabled and ``x`` requires
             grad. Raised on all ranks of both meshes before data is sent.
         NoPlanError: Every plan, or every plan of backward, needs more than ``max_bytes``.
-        RankMismatchError: The ranks of two meshes make different calls, or a rank has a local
-            tensor of the wrong shape. Raised on all ranks before data is sent.
+        RankMismatchError: The target is on another mesh, and the ranks make different calls or a
+            local tensor has a wrong shape. Raised on all ranks before data is sent.
 
     Examples:
         On 4 ranks:
@@ -158,7 +165,7 @@ def _mesh_and_placements(
 ) -> tuple[DeviceMesh | None, Sequence[AnyPlacement] | None]:
     """Return the mesh and the placements of a `redistribute` call with positional arguments.
 
-    ``where`` has one or two positional arguments, ``mesh`` and ``placements`` are the keyword
+    ``where`` has the positional arguments after ``x``. ``mesh`` and ``placements`` are the keyword
     arguments. Raises `LayoutError` if the mesh or the placements are given twice.
     """
     first, *more = where
