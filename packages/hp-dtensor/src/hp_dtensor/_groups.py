@@ -1,6 +1,7 @@
-"""Find or create the process group of a step.
+"""Find or create the process groups in which the steps of a plan communicate.
 
-The group has exactly the ranks along some mesh axes, or exactly the ranks of two meshes.
+A step on one mesh needs a group with exactly the ranks along some mesh axes. A transfer between two
+meshes needs a group with exactly the ranks of both meshes.
 """
 
 import math
@@ -33,11 +34,11 @@ class AxisGroup(NamedTuple):
     """A process group in which a step communicates.
 
     Attributes:
-        find: Returns the group as an `Axis`. It looks the group up by name at each call, so that a
+        find: Returns the group as an `Axis`. It looks up the group by name at each call, so a
             memoized `AxisGroup` keeps no group alive.
-        members: Maps each rank to its index in the group. For a group along mesh axes, this is a
-            sequence: position ``i`` is the rank with row-major position ``i`` on these axes. For a
-            group with the ranks of two meshes, it is a dict whose keys are global ranks.
+        members: Index of each rank in the group. For a group along mesh axes, this is a sequence:
+            ``members[i]`` is the index of the rank with row-major position ``i`` on these axes. For
+            a group with the ranks of two meshes, it is a dict from global ranks to indices.
         size: Number of ranks in the group.
     """
 
@@ -47,27 +48,27 @@ class AxisGroup(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The inverse of ``members``, for a group along mesh axes.
+        """Positions of the ranks on the mesh axes, in the order of their indices in the group.
 
-        ``order[i]`` is the row-major position, on these axes, of the rank with index ``i`` in the
-        group. None if all positions equal the indices.
+        ``order[i]`` is the row-major position of the rank with index ``i``. None if every position
+        is equal to the index. Only for a group along mesh axes.
         """
         if tuple(self.members) == tuple(range(self.size)):
             return None
         return tuple(sorted(range(self.size), key=self.members.__getitem__))
 
 
-# From the `id` of each mesh object that is alive to its number from `number_of`.
+# The number from `number_of` of each mesh object that is alive. Keys: ``id`` of the mesh object.
 mesh_numbers: dict[int, int] = {}
 _meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 _next = count(1)
 
 
 def number_of(mesh: DeviceMesh) -> int:
-    """Return a number that identifies a mesh object. It is never used for another mesh object.
+    """Return a number that identifies a mesh object.
 
-    Equal meshes can have different process groups, so cache keys have this number instead of the
-    mesh. The ``id`` of a mesh can be used again after the mesh is freed.
+    Unlike ``id(mesh)``, the number is not used again after the mesh is freed. It replaces the mesh
+    in cache keys, because equal meshes can have different process groups.
     """
     number = mesh_numbers.get(id(mesh))
     if number is None:
@@ -80,7 +81,8 @@ def number_of(mesh: DeviceMesh) -> int:
 def group_names(groups: object) -> tuple[str, ...]:
     """Return torch's names of the given process groups that contain this rank.
 
-    Raises `LayoutError` unless ``groups`` is a sequence of process groups and meshes of one axis.
+    Raises `LayoutError` if ``groups`` is not a list or tuple of process groups and meshes of one
+    axis.
     """
     if not isinstance(groups, list | tuple):
         _refuse_groups(f"groups= is a {type(groups).__name__} alone")
@@ -108,14 +110,16 @@ def _refuse_groups(problem: str) -> NoReturn:
 def find_group(
     mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()
 ) -> AxisGroup | None:
-    """Return an existing process group with exactly the ranks of `ranks_along`, or None.
+    """Return an existing process group with exactly the ranks along some mesh axes.
 
-    The order of the ranks in the group may differ; see `AxisGroup.members`. Communicates nothing.
-    The first group with these ranks is returned. Groups are tried in this order:
+    Returns None if there is no such group. Communicates nothing. The ranks along the axes are the
+    result of `ranks_along`. Their order in the group may differ; see `AxisGroup.members`.
 
-    - The groups named in ``given``.
-    - If ``axes`` has one axis and the mesh was built with groups: the group of this axis.
-    - Otherwise: the groups of flattened meshes, then of hp-mesh aliases, then of the world.
+    Groups are tried in this order, and the first suitable one is returned:
+
+    1. The groups whose names are in ``given``.
+    2. If ``axes`` has one axis, and the mesh was built with groups: the group of this axis.
+    3. Otherwise: the groups of flattened meshes, the groups of aliases in hp-mesh, the world.
     """
     names = mesh.mesh_dim_names or tuple([f"dim{axis}" for axis in range(mesh.ndim)])
     name = "_".join([names[axis] for axis in axes])
@@ -134,7 +138,9 @@ def find_group(
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the global ranks along some mesh axes, including this rank.
 
-    Their coordinates differ only on ``axes``. They are in row-major order of ``axes``.
+    These are the ranks that have the coordinates of this rank on all other axes. They are in
+    row-major order of ``axes``. For example, on a mesh ``[[0, 1], [2, 3]]``, the ranks along axis 1
+    are ``(0, 1)`` on ranks 0 and 1, and ``(2, 3)`` on ranks 2 and 3.
     """
     return _ranks_along(number_of(mesh), axes, tuple(mesh.get_coordinate() or ()))
 
@@ -149,11 +155,18 @@ def _ranks_along(
 
 
 def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Return the `Axis` objects over which to all-reduce, one after the other, to reduce ``axes``.
+    """Return the `Axis` objects for an all-reduce over several mesh axes.
 
-    This is a single `Axis` if one process group spans all mesh axes in ``axes``. Otherwise it is
-    one `Axis` for each mesh axis with several ranks. The result is empty if no axis has several
-    ranks, or if this rank is not in the mesh. Raises `MeshError` if an axis has no process group.
+    An all-reduce over each returned `Axis`, one after the other, reduces over all ``axes``. Mesh
+    axes with one rank are ignored.
+
+    Returns:
+        - One `Axis`, if a single process group spans all of the mesh axes.
+        - Otherwise one `Axis` for each mesh axis.
+        - An empty tuple, if no mesh axis has several ranks, or if this rank is not in the mesh.
+
+    Raises:
+        MeshError: A mesh axis has no process group.
     """
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
@@ -173,10 +186,11 @@ def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
 def spanned_axes(
     mesh: DeviceMesh, given: tuple[str, ...] = ()
 ) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of two or more mesh axes for which `find_group` finds a process group.
+    """Return the sets of two or more mesh axes that have a common process group.
 
-    Each set is a tuple of axes in ascending order. Returns None if the mesh has one axis. Also
-    returns None on a rank outside the mesh, which does not know the groups of the mesh.
+    `find_group` finds these groups. Each set is a tuple of axes in ascending order, such as
+    ``(0, 2)``. Returns None if the mesh has one axis, or if this rank is not in the mesh and so
+    does not know its groups.
     """
     if mesh.ndim == 1 or mesh.get_coordinate() is None:
         return None
@@ -206,20 +220,20 @@ def transfer_group(
 ) -> AxisGroup:
     """Return the process group with exactly the ranks of the two meshes of a plan.
 
-    This is a group named in ``given``, the group of the world, or a group that the first call of
-    ``find`` creates. All ranks of both meshes choose the same group. Ranks outside both meshes take
-    no part in creating it.
+    This can be one of the groups in ``given``, the world, or a group that an earlier call has
+    created. If there is no such group, ``find`` of the result creates it when it is first called.
+    Only the ranks of both meshes take part in the creation. All ranks choose the same group.
 
     Args:
         plan: Plan between two meshes.
         given: Names of process groups to try first.
-        existing: Mesh of the source. If given, no group is created. Only existing groups are used,
-            including a group with all ranks of this mesh.
+        existing: Source mesh, or None. If it is given, no group is created. Instead, a group with
+            all ranks of this mesh is also tried.
 
     Raises:
-        MeshError: ``existing`` is given and no group has these ranks. The result's ``find`` raises
-            it if a group is missing and the backend can create groups only with all ranks of the
-            world.
+        MeshError: ``existing`` is given, and there is no suitable group. Also raised by ``find`` of
+            the result, if a group has to be created and the backend can create groups only with all
+            ranks of the world.
     """
     ranks = ranks_of_both(plan)
     world = dist.get_world_size() == len(ranks)
@@ -255,7 +269,7 @@ def transfer_group(
 
 
 def ranks_of_both(plan: Plan) -> tuple[int, ...]:
-    """Return the global ranks of the source mesh and of the target mesh, in ascending order."""
+    """Return the global ranks of both meshes of a plan, without duplicates, in ascending order."""
     return tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
 
 
@@ -268,11 +282,11 @@ _Named: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 def _axis_group(mesh: DeviceMesh, axis: int) -> list[_Named]:
-    """Return the name and the ranks of each process group that may belong to one mesh axis.
+    """Return ``(name, ranks)`` of each process group that may have the ranks along one mesh axis.
 
-    This is the group of the axis. If the mesh was built without groups, these are the groups of
-    `_groups_over_axes`. Ranks are in group order, which can differ from the order in the mesh,
-    because ``torch.distributed.new_group`` sorts ranks.
+    If the mesh was built with groups, there is one entry, the group of the axis. Otherwise, there
+    is one entry for each group that `_groups_over_axes` returns. The ranks are in group order. The
+    order in the mesh can differ, because ``torch.distributed.new_group`` sorts ranks.
     """
     try:
         return [_named(mesh.get_group(axis))]
@@ -281,10 +295,10 @@ def _axis_group(mesh: DeviceMesh, axis: int) -> list[_Named]:
 
 
 def _groups_over_axes(mesh: DeviceMesh) -> list[_Named]:
-    """Return the name and the ranks of each process group that may span several axes of a mesh.
+    """Return ``(name, ranks)`` of each process group that may span several axes of a mesh.
 
-    These are the groups of flattened meshes and of hp-mesh aliases, and the group of the world if
-    the mesh has all ranks.
+    These are the groups of flattened meshes and the groups of aliases in hp-mesh. If the mesh has
+    all ranks, the world is included.
     """
     found = [_named(flattened.get_group()) for flattened in flattened_meshes(mesh)]
     # An alias can name a group that has been destroyed since.
