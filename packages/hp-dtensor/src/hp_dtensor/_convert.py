@@ -1,7 +1,7 @@
 """Convert between layouts and torch's placements.
 
-Some `Partial` placements of torch can be reduced only by torch. `torch_step` determines which part
-of a redistribution torch then has to do.
+Some `Partial` placements of torch can be reduced only by torch. If a tensor has one of them, torch
+does a part of the redistribution. `torch_step` describes this part.
 """
 
 import math
@@ -35,8 +35,8 @@ class TorchPartial(LayoutError):
 class TensorSpec:
     """The layout, mesh, global shape and dtype of a distributed tensor.
 
-    ``layout`` numbers ranks by their row-major position in ``mesh``. For a `NonMember`, ``mesh`` is
-    None, and ``layout`` has global ranks.
+    In ``layout``, a rank is its row-major position in ``mesh``. For a `NonMember`, ``mesh`` is None
+    and ``layout`` has global ranks.
     """
 
     layout: Layout
@@ -48,8 +48,8 @@ class TensorSpec:
 def is_torch_partial(placement: object) -> bool:
     """Return whether ``placement`` is a `Partial` of torch that only torch can reduce.
 
-    These are subclasses of ``Partial``, and reduce ops that this package does not have. An example
-    is the placement of the output of an embedding with a sharded vocabulary.
+    It is True for subclasses of torch's ``Partial``, and for reduce ops that this package does not
+    have. An example is the placement of the output of an embedding with a sharded vocabulary.
     """
     if not isinstance(placement, theirs.Partial):
         return False
@@ -67,9 +67,9 @@ def to_layout(
     """Return the layout of a tensor with ``ndim`` dims.
 
     Args:
-        placements: One placement for each mesh axis, of this package or of torch. Negative dims
-            count from the end. torch's strided shards become a shard order if an equivalent one
-            exists; see `StridedShard`.
+        placements: One placement for each mesh axis, of this package or of torch. Negative dims are
+            relative to the last dim. If torch's strided shards are equivalent to a shard order, the
+            layout has this shard order; otherwise it has a `StridedShard`.
         mesh_shape: Number of ranks on each mesh axis.
         ndim: Number of dims of the tensor.
         shard_order: Order in which mesh axes split the same tensor dim, as in `Layout`. If given
@@ -95,11 +95,14 @@ def to_layout(
 
 
 def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
-    """Return the torch placements of a layout, one for each mesh axis.
+    """Return torch's placements for a layout, one for each mesh axis.
 
-    A shard order becomes strided shards. Raises `LayoutError` if torch has no equivalent. This is
-    the case for a `RaggedShard`, and for a tensor dim that has a `StridedShard` and is not split in
-    mesh order.
+    A shard order becomes strided shards.
+
+    Raises:
+        LayoutError: torch has no equivalent placements. There are two cases: the layout has a
+            `RaggedShard`; or a tensor dim has a `StridedShard` and its mesh axes do not split it in
+            ascending order.
     """
     result: list[theirs.Placement] = []
     for axis, placement in enumerate(layout.placements):
@@ -133,8 +136,8 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
 def dense_spec(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> TensorSpec:
     """Return the `TensorSpec` of a DTensor.
 
-    The arguments are the mesh, the placements, the ``tensor_meta`` and the shard order of torch's
-    ``DTensorSpec``. ``order`` is None if the spec has no shard order.
+    The arguments are the attributes ``mesh``, ``placements``, ``tensor_meta`` and ``shard_order``
+    of torch's ``DTensorSpec``. ``order`` is None if the spec has no shard order.
     """
     shape = tuple(meta.shape)
     layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
@@ -174,15 +177,14 @@ def _dim(dim: int, ndim: int) -> int:
 
 
 class TorchStep(NamedTuple):
-    """torch's part of a redistribution of a tensor with a `Partial` that only torch can reduce.
+    """The first part of a redistribution, if only torch can reduce a `Partial` of the tensor.
 
-    This package does the rest of the redistribution.
+    torch does this first part. This package does the second part.
 
     Attributes:
-        placements: Placements to which torch redistributes.
-        spec: Layout, mesh, shape and dtype of the tensor after torch's part. The rest starts from
-            it.
-        then: Target placements of the rest.
+        placements: Placements after the first part.
+        spec: Layout, mesh, shape and dtype of the tensor after the first part.
+        then: Placements after the second part.
         axes: Mesh axes with a `Partial` that only torch can reduce.
         whole: Whether torch does the whole redistribution, because the target keeps such a
             `Partial`. ``spec`` and ``then`` are then used only for checks and for `Plan`.
@@ -206,15 +208,20 @@ class TorchStep(NamedTuple):
 
 
 def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bool) -> TorchStep:
-    """Return torch's part of a redistribution of a DTensor. Communicates nothing.
+    """Return the part of a redistribution that torch does. Communicates nothing.
 
-    ``x`` has a `Partial` that only torch can reduce. torch reduces it to the target's `Shard` if no
-    other axis shards the same tensor dim, and otherwise to `Replicate`. If ``other_mesh`` is True,
-    the target is on another mesh, and torch always reduces to `Replicate`.
+    torch reduces each `Partial` that this package cannot reduce. The result has `Shard` or
+    `Replicate` on this axis; see `_onto`.
 
-    Raises `LayoutError` if the target has such a `Partial` on an axis where ``x`` does not have it.
-    Also raises if the target keeps a `Partial` with a mask, such as from an embedding, and another
-    axis changes.
+    Args:
+        x: DTensor with a `Partial` that only torch can reduce.
+        placements: Target placements, as in `redistribute`.
+        other_mesh: Whether the target is on another mesh. If True, torch reduces to `Replicate`.
+
+    Raises:
+        LayoutError: The target has such a `Partial` on an axis where ``x`` does not have it. Or the
+            target keeps a `Partial` with a mask, which the output of an embedding has, and the
+            placement of another axis changes.
     """
     mesh = x.device_mesh
     held = tuple(x.placements)
@@ -241,7 +248,7 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     ]
     if other_mesh:
         steps = [theirs.Replicate() if axis in axes else p for axis, p in enumerate(held)]
-    # Plans and checks treat kept values as replicated on both sides.
+    # For plans and checks, kept partial values are replicated before and after the redistribution.
     plain = [theirs.Replicate() if axis in kept else p for axis, p in enumerate(steps)]
     then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(target))
     spec = dense_spec(mesh, tuple(plain), spec_of(x).tensor_meta, None)
@@ -255,9 +262,17 @@ def _onto(
 ) -> theirs.Placement:
     """Return the placement to which torch reduces the `Partial` on mesh axis ``axis``.
 
-    The result is a `Shard` of the target's dim if the target placement of this axis is a `Shard` of
-    an existing dim, and no other axis splits this dim or has a `RaggedShard`, in ``held`` or in
-    ``target``. Otherwise it is `Replicate`.
+    Usually this is `Replicate`. It is ``Shard(dim)`` if all of these conditions hold:
+
+    - The target placement of this axis is ``Shard(dim)``, and the tensor has this dim.
+    - No other axis splits this dim, neither in ``held`` nor in ``target``.
+    - No other axis has a `RaggedShard` in ``target``.
+
+    Args:
+        held: Placements before the redistribution.
+        target: Placements after the redistribution.
+        axis: Mesh axis of the `Partial`.
+        ndim: Number of dims of the tensor.
     """
     new = target[axis]
     if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:
