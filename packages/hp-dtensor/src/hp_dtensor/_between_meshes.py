@@ -1,4 +1,4 @@
-"""Transfers between two meshes: `NonMember`, and the check that all ranks make the same call."""
+"""Redistribution between meshes: `NonMember`, and a check that all ranks make the same call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class NonMember:
     tensors only.
 
     Args:
-        layout: Layout of the tensor. Its ``ranks`` are the ranks that hold the tensor.
+        layout: Layout of the tensor. ``layout.ranks`` are the global ranks of the tensor's mesh.
         shape: Global shape.
         dtype: Dtype of the tensor.
 
     Raises:
-        LayoutError: ``layout`` is not a `Layout`, or ``shape`` does not fit it.
+        LayoutError: ``layout`` is not a `Layout`, or a tensor of this shape cannot have the layout.
 
     Examples:
         >>> NonMember(Layout((2,), (Shard(0),), ranks=(4, 5)), (8, 8), torch.float32).shape
@@ -109,12 +109,14 @@ class NonMember:
 
 
 class _Fingerprint(NamedTuple):
-    """Describes the transfer that one rank is about to make. Ranks exchange it to find differences.
+    """Describes the transfer that one rank is about to make.
+
+    If the transfers differ, the ranks exchange these objects and raise the same error.
 
     Attributes:
         rank: Global rank.
         digest: Hash of the transfer. It is equal on all ranks that make the same transfer.
-        description: Description of the transfer, or of the fault on this rank, for the error.
+        description: Text for the error message: the transfer, or the fault on this rank.
         needs_gradient: Whether autograd on this rank would record the transfer.
     """
 
@@ -131,9 +133,11 @@ class ConsistencyCheck:
     """Checks that all ranks of both meshes are about to make the same transfer.
 
     Each rank hashes the two layouts, the global shape, the dtype and the steps. One all-reduce of
-    32 bytes compares the hashes. If they differ, the ranks gather the descriptions of all calls,
-    and all ranks raise the same error. If two ranks plan for different sets of ranks, they use
-    different process groups. They then wait until the process groups time out.
+    32 bytes compares the hashes. If the hashes differ, the ranks gather the descriptions of all
+    transfers, and all ranks raise the same error.
+
+    The check cannot compare transfers between different sets of ranks, because these use different
+    process groups. The ranks then raise an error when their process group times out.
     """
 
     def __init__(

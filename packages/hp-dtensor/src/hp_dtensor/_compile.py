@@ -1,9 +1,9 @@
 """`redistribute` under ``torch.compile``: planned during tracing, and run by one operator.
 
-Dynamo traces `trace` and puts a call of `redistribute_in_graph` into its graph. AOTAutograd then
-runs this function on tensors without data. This records one call of the operator `execute_plan` in
-the forward graph, and one in the backward graph. The operator takes the local tensor and the plan,
-which is written as JSON.
+1. Dynamo traces `trace`, and puts a call of `redistribute_in_graph` into its graph.
+2. AOTAutograd runs `redistribute_in_graph` on fake tensors. It records one call of the operator
+   `execute_plan` in the forward graph, and one in the backward graph.
+3. At run time, `execute_plan` gets the local tensor and the plan as JSON text, and runs the plan.
 """
 
 import json
@@ -36,9 +36,12 @@ def trace(
 ) -> DTensor | Pending[DTensor]:
     """Redistribute ``x`` inside a compiled function.
 
-    Arguments and errors are as in `redistribute`. In addition, `LayoutError` is raised if ``x`` is
-    not a DTensor, if the target has a `RaggedShard`, or if ``options`` has ``collectives`` or
-    ``groups``.
+    Arguments and errors are as in `redistribute`. In addition, `LayoutError` is raised in these
+    cases:
+
+    - ``x`` is not a DTensor.
+    - The target has a `RaggedShard`.
+    - ``options`` has ``collectives`` or ``groups``.
     """
     if not isinstance(x, DTensor):
         raise LayoutError(
@@ -72,10 +75,10 @@ redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 
 
 def prepare_in_graph(x: Any, placements: Any, mesh: Any, options: Options) -> Prepared:
-    """Replace `prepare` during tracing. Return a `Prepared` with one step, which runs the plan.
+    """Return a `Prepared` with a single step that runs the whole plan. Used during tracing.
 
-    The step calls the operator `execute_plan`, so the graph gets one node. Raises `MeshError` if
-    the source mesh and the target mesh have different ranks.
+    The arguments are the same as for `prepare`. The step calls the operator `execute_plan`, so the
+    graph gets one node. Raises `MeshError` if the two meshes have different ranks.
     """
     found = tensor_spec(x)
     # Reading a dynamic size adds a guard, so that another size is traced again with its own plan.
@@ -121,9 +124,9 @@ execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
     """Read a plan from the text of `write_plan`, and make the functions that run its steps.
 
-    Returns the shape of the local result on this rank, and one function for each step that this
-    rank runs; see `bind`. Results are cached by ``text``. The functions look up process groups by
-    name at each call, so the cache keeps no process group alive.
+    Returns the shape of this rank's local result, and the functions from `bind`. Results are cached
+    by ``text``. The functions look up process groups by name at each call, so the cache keeps no
+    process group alive.
     """
     plan, groups = read_plan(text)
     return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)
@@ -141,7 +144,10 @@ def write_plan(plan: Plan, groups: Mapping[Step, AxisGroup]) -> str:
 
 
 def read_plan(text: str) -> tuple[Plan, dict[Step, AxisGroup]]:
-    """Read the text of `write_plan`. Return the plan, and the group of each step that has one."""
+    """Read the text of `write_plan`.
+
+    Returns the plan, and a dict from each step that communicates to its process group.
+    """
     plan, named = _rebuilt(json.loads(text))
     return plan, {
         step: _group(step, *found)
