@@ -1,8 +1,8 @@
 """Typed functions that wrap private names of torch.
 
-The private names exist in torch 2.11 to 2.13, unless a docstring says otherwise. Private names for
-collectives are used in ``collectives/_c10d.py``. `torch_compat` exports some of these functions to
-other packages.
+The private names exist in torch 2.11 to 2.13, unless a docstring says otherwise. `torch_compat`
+exports some of these functions to other packages. The private names for collectives are not here,
+but in ``collectives/_c10d.py``.
 """
 
 import re
@@ -87,11 +87,10 @@ def writes_into(*tensors: Tensor | None) -> int:
 def spec_of(x: object) -> Spec:
     """Return torch's ``DTensorSpec`` of a DTensor.
 
-    It has the mesh, the placements, the global shape, the strides and the dtype. Raises
-    `LayoutError` if ``x`` is not a DTensor. A ``try`` block detects this, because it takes no time
-    if ``x`` is a DTensor.
+    The spec has the mesh, the placements, the global shape, the strides and the dtype. Raises
+    `LayoutError` if ``x`` is not a DTensor.
     """
-    try:
+    try:  # Unlike isinstance, this takes no time if x is a DTensor.
         return cast(DTensor, x)._spec
     except AttributeError:
         raise LayoutError(
@@ -104,9 +103,8 @@ def spec_of(x: object) -> Spec:
 def spec_parts(x: object) -> tuple[Spec, DeviceMesh, Any, int]:
     """Return ``(spec, mesh, shard_order, count)`` of a DTensor.
 
-    ``spec`` is torch's ``DTensorSpec``, and ``shard_order`` the result of `shard_order_of` for it.
-    ``count`` is the result of `group_count` for the mesh. Raises `LayoutError` if ``x`` is not a
-    DTensor.
+    ``spec`` is torch's ``DTensorSpec``. ``shard_order`` is the result of `shard_order_of`, and
+    ``count`` the result of `group_count`. Raises `LayoutError` if ``x`` is not a DTensor.
     """
     spec = spec_of(x)
     mesh = spec.mesh
@@ -127,14 +125,16 @@ def shard_order_of(spec: Spec) -> Any:
 
 
 def order_of(order: Any) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Convert ``DTensorSpec.shard_order`` to a tuple of ``(tensor_dim, mesh_dims)`` tuples.
+    """Convert torch's shard order to tuples, or to None if it is the default order.
 
-    Each entry gives the mesh dims over which a tensor dim is split, in the order of the splits.
+    In the default order, every tensor dim is split over its mesh dims in ascending order.
+
+    Args:
+        order: ``DTensorSpec.shard_order``, or None for the default order. See `shard_order_of`.
 
     Returns:
-        The tuple. Or None if ``order`` is None or is the default order, in which every tensor dim
-        is split over its mesh dims in ascending order. Placements without a shard order mean this
-        default.
+        A tuple of ``(tensor_dim, mesh_dims)`` tuples, one for each sharded tensor dim. None if
+        ``order`` is None or is the default order.
     """
     if order is None or all(list(axes) == sorted(axes) for _, axes in order):
         return None
@@ -156,14 +156,13 @@ def dtensor_maker(spec: Spec) -> Callable[[Tensor, Any, DeviceMesh | None], DTen
     """Return a function ``make(local, x, mesh)`` that returns ``local`` wrapped as a DTensor.
 
     The DTensor has the placements, shape, strides and dtype of ``spec``. Its mesh is ``mesh``, or
-    the mesh of the DTensor ``x`` if ``mesh`` is None. This mesh has to be equal to ``spec.mesh``.
-    The function keeps no reference to ``spec.mesh``, so the mesh can be garbage-collected. Autograd
-    does not record the call.
-
-    The public ``DTensor.from_local`` goes through autograd, which takes 5 times the host time. The
-    constructor of ``DTensorSpec`` computes a shard order and a hash (2.11 to 2.13). Copying the
-    fields of a finished spec takes a fiftieth of the constructor's time.
+    ``x.device_mesh`` if ``mesh`` is None. This mesh has to be equal to ``spec.mesh``. The function
+    keeps no reference to ``spec.mesh``, so the mesh can be garbage-collected. Autograd does not
+    record the call. The public ``DTensor.from_local`` goes through autograd, which takes 5 times
+    the host time.
     """
+    # The constructor of DTensorSpec computes a shard order and a hash (2.11 to 2.13). Copying the
+    # fields of a finished spec takes a fiftieth of the constructor's time.
     hash(spec)
     fields = {name: value for name, value in vars(spec).items() if name != "mesh"}
 
@@ -181,8 +180,9 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return torch's ``_StridedShard`` placement, which has no public name.
 
     DTensor uses this placement on a mesh dim if later mesh dims split the same tensor dim first.
-    For example, FSDP after tensor parallelism uses ``[_StridedShard(0, split_factor=2), Shard(0)]``
-    if the second mesh dim, with 2 ranks, splits tensor dim 0 first.
+    For example, tensor parallelism on the second mesh dim, with 2 ranks, first splits tensor dim 0.
+    FSDP on the first mesh dim then splits the same dim. The placements are
+    ``[_StridedShard(0, split_factor=2), Shard(0)]``.
 
     Args:
         dim: Tensor dim that is split.
@@ -214,9 +214,10 @@ def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
 def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of process groups that other packages registered with the root of ``mesh``.
 
-    Each group spans several dims of the root mesh. The names are the values of the dict
-    ``_alias_groups`` of the root mesh; the keys are names of flattened dims. hp-mesh sets this
-    attribute, which torch does not have. Returns an empty tuple if the attribute does not exist.
+    Each group spans several dims of the root mesh. The names come from the attribute
+    ``_alias_groups`` of the root mesh: a dict from the name of a flattened dim to the name of its
+    process group. hp-mesh sets this attribute; torch does not have it. If the attribute does not
+    exist, the result is empty.
     """
     names: dict[str, str] = vars(mesh._get_root_mesh()).get("_alias_groups", {})
     return tuple(names.values())
@@ -225,7 +226,8 @@ def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
 def group_count(mesh: DeviceMesh) -> int:
     """Return the number of `flattened_meshes` plus the number of `alias_groups` of a mesh.
 
-    If this number has changed, a new process group may allow a cheaper plan.
+    The number is a part of cache keys of plans. If it has changed, the mesh has a new process
+    group, and a plan that uses this group may be cheaper.
     """
     return len(flattened_meshes(mesh)) + len(alias_groups(mesh))
 
@@ -249,8 +251,8 @@ def foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
 def disabled_torch_function() -> Any:
     """Return a value for the class attribute ``__torch_function__`` of a tensor subclass.
 
-    It disables ``__torch_function__``, so that only ``__torch_dispatch__`` handles operators.
-    ``DTensor`` uses the same value.
+    The value disables ``__torch_function__``, so that only ``__torch_dispatch__`` handles
+    operators. ``DTensor`` uses the same value.
     """
     return torch._C._disabled_torch_function_impl
 
@@ -339,9 +341,9 @@ def registered_group(name: str) -> ProcessGroup | None:
 def group_identity(group: object) -> str:
     """Return a text that identifies a process group and is equal on all of its ranks.
 
-    The text is the name of the group. For a group from ``split_group`` it is the description of the
-    group instead, because the name is a hash that can differ between ranks. The description has the
-    number of the split of the parent group.
+    The text is the name of the group. For a group from ``split_group``, it is the description of
+    the group instead, because the name is a hash that can differ between ranks. The description
+    contains a counter of the splits of the parent group.
 
     Args:
         group: Process group, or any other object.
@@ -418,8 +420,9 @@ def backend_of(group: object, device: torch.device) -> str:
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return the timeout of a process group.
 
-    This is the timeout of the first backend of the group that has one, or else torch's default
-    timeout for the backend. ``ProcessGroup`` has a public ``set_timeout``, but no public getter.
+    A group can have several backends. This is the timeout of the first backend that has a timeout.
+    If there is none, it is torch's default timeout. ``ProcessGroup`` has a public ``set_timeout``,
+    but no public getter.
     """
     c10d: Any = distributed_c10d
     for device in cast(Any, group)._device_types:
@@ -433,10 +436,10 @@ def counts_messages(group: object, device: torch.device) -> bool:
     """Return whether all ranks of a group have to send and receive the same number of messages.
 
     This is True for gloo groups that were created with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. If the
-    ranks of such a group have sent or received different numbers of point to point messages, the
-    next collective raises an error. The result is the same on all ranks, because torch wraps the
-    backend in ``_ProcessGroupWrapper`` on all ranks.
+    ranks of such a group have made different numbers of point to point calls, the next collective
+    raises an error. The result is the same on all ranks.
     """
+    # With DETAIL, torch wraps the backend in _ProcessGroupWrapper on all ranks.
     wrapper = getattr(distributed_c10d, "_ProcessGroupWrapper", None)
     return wrapper is not None and isinstance(backend_object(group, device), wrapper)
 
@@ -444,10 +447,12 @@ def counts_messages(group: object, device: torch.device) -> bool:
 def makes_groups_alone() -> bool:
     """Return whether the ranks of a new process group can create it without the other ranks.
 
-    The result is False if there is no default group, or if new groups are split from the
-    communicator of the default group, which requires all ranks. That is the case if
-    ``init_process_group`` was called with ``device_id``, or if
-    ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True.
+    The result is False in these cases:
+
+    - There is no default group.
+    - ``init_process_group`` was called with ``device_id``. New groups are then split from the
+      communicator of the default group, which requires all ranks.
+    - ``torch.distributed.config.use_torchcomms`` (torch 2.13) is True, for the same reason.
     """
     world = dist.group.WORLD
     config = getattr(dist, "config", None)
@@ -459,12 +464,7 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
     """Create a process group with a given name. Only the ranks of the group call this function.
 
     The group has the timeout of the default group. Its ranks wait for each other for at most this
-    time. A failed attempt leaves the addresses of the ranks in the store, so the next attempt uses
-    another key prefix.
-
-    The public ``new_group(use_local_synchronization=True)`` is not used. It computes the name of
-    the group from the number of groups that the rank has created before. Ranks with different
-    numbers of groups would wait for each other forever.
+    time. After an error, the ranks can call the function again with the same name.
 
     Args:
         ranks: Global ranks of the group, in ascending order.
@@ -474,8 +474,13 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
         RuntimeError: The group could not be created, for example because another rank of the group
             did not call this function before the timeout.
     """
+    # The public ``new_group(use_local_synchronization=True)`` computes the name of the group from
+    # the number of groups that the rank has created before. Ranks with different numbers of groups
+    # would wait for each other forever.
     c10d: Any = distributed_c10d
     backend, store = c10d._world.pg_map[dist.group.WORLD]
+    # A failed attempt leaves the addresses of the ranks in the store, so the next attempt uses
+    # another key prefix.
     attempt = _next_attempt(store, name)
     try:
         group, _ = c10d._new_process_group_helper(
@@ -496,9 +501,9 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
 
 
 def _next_attempt(store: Any, name: str) -> int:
-    """Return the number of the next attempt to create the group ``name``, from 0.
+    """Return the number of attempts to create the group ``name`` that have failed.
 
-    It is the number of failed attempts, each of which has a key in the store.
+    The store has one key for each failed attempt.
     """
     try:
         return next(n for n in count() if not store.check([f"{name}/failed/{n}"]))
@@ -541,9 +546,9 @@ def first_order(backward: F, error: type[Exception], message: str) -> F:
     """Make the backward of an autograd function raise an error if ``create_graph`` is True.
 
     Use this function if the backward does not support second derivatives. torch's
-    ``once_differentiable`` raises only when the gradients are differentiated. It raises nothing if
-    the second backward differentiates with respect to some of the inputs only, or if the incoming
-    gradient does not require grad. The second derivatives then lack terms.
+    ``once_differentiable`` is not enough: in some cases it raises no error, and the second
+    derivatives lack terms. One case is an incoming gradient that does not require grad. Another one
+    is a second backward with respect to some of the inputs only.
 
     Args:
         backward: The static method ``backward`` of a ``torch.autograd.Function``.
@@ -674,9 +679,8 @@ def opaque_op(
 ) -> Callable[[Tensor, str], Tensor]:
     """Register ``run`` as a custom operator, which compiled graphs neither trace nor reorder.
 
-    Operators from this function keep their order in a graph, because all ranks have to communicate
-    in the same order. ``EffectType`` has no public name. It is imported inside this function,
-    because only compiled code needs it.
+    These operators keep their order in a graph, because all ranks have to communicate in the same
+    order.
 
     Args:
         name: Name of the operator with its namespace, such as ``"hp_dtensor::execute_plan"``.
@@ -687,7 +691,7 @@ def opaque_op(
     Returns:
         The operator, which is called like ``run``.
     """
-    from torch._library.effects import EffectType
+    from torch._library.effects import EffectType  # Imported here: only compiled code needs it.
 
     op = torch.library.custom_op(name, run, mutates_args=())
     op.register_fake(fake)
