@@ -1,8 +1,8 @@
 """`TorchCollectives`: collectives on the process group of an axis.
 
-Only this module and ``_torch.py`` use private names of torch. Most collectives call the methods of
-``ProcessGroup`` directly. The public functions of ``torch.distributed`` take a third more host
-time, and none of them takes several tensors.
+Most collectives call the methods of ``ProcessGroup`` directly, by private names of torch. The
+public functions of ``torch.distributed`` take a third more host time, and none of them takes
+several tensors. Only this module and ``_torch.py`` use private names of torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,10 +39,10 @@ from ._interface import (
 
 
 def _names(*names: str) -> tuple[str, ...]:
-    """Return the names of one ``ProcessGroup`` method in different torch versions.
+    """Return ``names`` with the name that exists in the installed torch version first.
 
-    The name in the installed version is moved to the first position. Raises ImportError if the
-    installed version has none of the names.
+    ``names`` are the names of one ``ProcessGroup`` method in different torch versions. Raises
+    ImportError if the installed version has none of them.
     """
     known = [name for name in names if hasattr(ProcessGroup, name)]
     if not known:
@@ -94,11 +94,11 @@ _MIN_BYTES_UNPACKED = 2**20
 
 
 class _PendingWork:
-    """The `Work` that `TorchCollectives` returns. One object can wait for several torch works.
+    """The `Work` that `TorchCollectives` returns. It can wait for several works of torch.
 
-    `wait` waits for all works, even if one of them fails. It then raises the first error. Later
-    calls of `wait` raise the same error. If an interrupt stops `wait`, the next call of `wait`
-    continues with the remaining works.
+    `wait` waits for all works, even if one of them fails, and then raises the first error. Later
+    calls of `wait` raise the same error. If an interrupt stops `wait`, the next call waits for the
+    remaining works.
 
     Args:
         collective: Name of the collective. `wait` adds it to error messages.
@@ -167,11 +167,10 @@ def _start(
     inputs: Sequence[Tensor],
     finishes: Sequence[_Finish] = (),
 ) -> _PendingWork:
-    """Start the operations of one call one after the other.
+    """Start the operations of one collective call, one after the other.
 
-    If the first start fails, this function raises the error, because nothing is in flight. If a
-    later start fails, ``wait`` of the result raises the error, because the operations that were
-    started before still use the caller's tensors.
+    If the first start fails, this function raises the error. If a later start fails, ``wait`` of
+    the result raises the error, after the operations in flight have ended.
 
     Args:
         collective: Name of the collective, for error messages.
@@ -188,6 +187,7 @@ def _start(
         except Exception as error:
             if not works:
                 raise
+            # The operations in flight still use the caller's tensors, so `wait` raises the error.
             return _PendingWork(collective, axis, works, outputs, inputs, finishes, error)
     return _PendingWork(collective, axis, works, outputs, inputs, finishes)
 
@@ -196,8 +196,8 @@ class TorchCollectives:
     """`Collectives` that call ``torch.distributed``.
 
     Instances have no state, so they are interchangeable. On an axis of one rank, nothing is
-    communicated. If outputs are given, the inputs are copied to them. Otherwise the results are the
-    inputs themselves.
+    communicated. The results are then copies of the inputs in ``outputs``, or the inputs themselves
+    if ``outputs`` is None.
 
     Examples:
         On 4 ranks:
@@ -241,8 +241,8 @@ class TorchCollectives:
     ) -> Callable[[], Waitable]:
         """Return a function that starts the same all-gather, with the same tensors, at each call.
 
-        This method looks up the process group's method once and checks the axis once. A call of the
-        returned function then takes only the host time of ``torch.distributed``.
+        This method checks the axis and looks up the process group only once. So a call of the
+        returned function takes no more host time than the process group itself.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
@@ -275,8 +275,8 @@ class TorchCollectives:
     ) -> Callable[[Tensor, Tensor], Waitable]:
         """Return a function that starts a reduce-scatter of one contiguous tensor at each call.
 
-        This method looks up the process group's method once and checks the axis once. The tensors
-        can differ between calls of the returned function.
+        This method checks the axis and looks up the process group only once. Each call of the
+        returned function can have other tensors.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
@@ -416,8 +416,7 @@ class TorchCollectives:
         """Send tensors to ranks and receive tensors from ranks; see `Collectives.send_recv`.
 
         With NCCL, all ranks of the group have to take part in the group's first call. With gloo,
-        tensors on other devices than the CPU are copied to CPU memory before they are sent, and
-        from CPU memory after they are received.
+        tensors on other devices are sent and received through copies in CPU memory.
         """
         if axis.size > 1:
             _check_group(axis)
@@ -472,9 +471,9 @@ def _check_prepared(axis: Axis) -> None:
 def _method(axis: Axis, names: tuple[str, ...]) -> Callable[..., Any]:
     """Return the bound method of the axis's process group that starts a collective.
 
-    ``names`` are the names of the method in different torch versions. The first one exists in the
-    installed version. If a subclass of ``ProcessGroup`` overrides the method under any of these
-    names, the override is returned. Raises ValueError if the group of the axis is simulated.
+    ``names`` are the names of the method in different torch versions, from `_names`. If the group's
+    class overrides one of them, the override is returned. Otherwise, the method with the first name
+    is returned. Raises ValueError if the group of the axis is simulated.
     """
     group: Any = axis.group
     if type(group) is not ProcessGroup:
@@ -485,10 +484,10 @@ def _method(axis: Axis, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _overridden(group: object, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names under which the class of ``group`` overrides a ``ProcessGroup`` method.
+    """Return the names in ``names`` that the class of ``group`` overrides.
 
-    ``names`` are the names of the method in different torch versions. The result is a part of them,
-    and empty if nothing is overridden.
+    ``names`` are names of methods of ``ProcessGroup``. Returns an empty tuple if the class
+    overrides none of them.
     """
     own = type(group)
     return tuple(x for x in names if getattr(own, x, None) is not getattr(ProcessGroup, x, None))
@@ -497,8 +496,10 @@ def _overridden(group: object, names: tuple[str, ...]) -> tuple[str, ...]:
 def _takes_lists(axis: Axis, names: tuple[str, ...], device: torch.device) -> bool:
     """Return whether the axis's process group can start one collective of several tensors.
 
-    A process group that is written in Python and has no backend can do so only if it overrides the
-    method. gloo all-reduces several tensors only on the CPU.
+    The result is False in two cases:
+
+    - An all-reduce over gloo on another device than the CPU.
+    - A process group that is written in Python, has no backend and does not override the method.
 
     Args:
         axis: Axis of the collective.
@@ -567,20 +568,22 @@ def _real(tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
 
 
 def _for_bools(op: ReduceOp) -> ReduceOp:
-    """Return ``"max"`` instead of ``"sum"``, for tensors of bools, and other reductions unchanged.
+    """Return the reduction to use for tensors of bools: ``"max"`` instead of ``"sum"``.
 
-    gloo would add bools as bytes. The byte 2 means True but does not equal the byte 1, and 256
-    times True overflows to 0, which is False. NCCL replaces the sum by the maximum itself.
+    Other reductions are returned unchanged.
     """
+    # gloo would add bools as bytes. The byte 2 means True but does not equal the byte 1, and 256
+    # times True overflows to 0, which is False. NCCL replaces the sum by the maximum itself.
     return "max" if op == "sum" else op
 
 
 def _average(axis: Axis, outputs: Sequence[Tensor]) -> tuple[ReduceOp, list[_Finish]]:
-    """Return the reduction that implements an average, and functions to call after it.
+    """Return the reduction for an average, and the functions to call after the communication.
 
-    With NCCL, this is ``"avg"`` without functions. Other backends have no average. For them it is
-    ``"sum"`` and one function, which divides ``outputs`` in place by the number of ranks. Raises
-    ValueError if the dtype of an output is neither floating nor complex.
+    - With NCCL: ``"avg"``, and no function.
+    - With other backends, which have no average: ``"sum"``, and a function that divides ``outputs``
+      in place by the number of ranks. Raises ValueError if the dtype of an output is neither
+      floating nor complex.
     """
     if outputs and backend_of(axis.group, outputs[0].device) == "nccl":
         return "avg", []
@@ -603,8 +606,8 @@ def _average(axis: Axis, outputs: Sequence[Tensor]) -> tuple[ReduceOp, list[_Fin
 def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[Tensor]:
     """Return the results of a collective over an axis of one rank.
 
-    If ``outputs`` is None, these are the inputs themselves. Otherwise they are ``outputs``, to
-    which the inputs are copied.
+    If ``outputs`` is None, the results are the inputs themselves. Otherwise the inputs are copied
+    to ``outputs``, and the results are ``outputs``.
     """
     if outputs is None:
         return list(inputs)
@@ -630,15 +633,16 @@ def _dense(
 ) -> tuple[list[Tensor], list[_Finish]]:
     """Return a contiguous tensor for each output, into which the backend writes the result.
 
-    gloo ignores the strides of a tensor when it writes. An output that is contiguous and not lazily
-    conjugated is returned itself. For any other output, a contiguous copy is returned. If
-    ``on_cpu`` is True, an uninitialized CPU tensor is returned for each output.
+    An output that is contiguous and not lazily conjugated needs no new tensor. Other outputs are
+    replaced by contiguous copies. If ``on_cpu`` is True, all outputs are replaced by uninitialized
+    CPU tensors.
 
     Returns:
-        A pair: the list of contiguous tensors, and a list with one function, which copies the
-        results from the new tensors to the outputs. The second list is empty if every output is
-        returned itself.
+        A pair. The first list has one tensor per output: the output itself or its replacement. The
+        second list has one function, which copies the results from the replacements to the outputs.
+        If nothing is replaced, the second list is empty.
     """
+    # gloo ignores the strides of a tensor when it writes.
     if on_cpu:
         dense = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
     else:
@@ -657,17 +661,18 @@ def _dense(
 def _pack_small(pairs: list[_Pair], ranks: int) -> tuple[list[_Pair], list[_Finish]]:
     """Pack the small tensors of an all-gather over gloo into one buffer.
 
-    An input is small if it has less than `_MIN_BYTES_UNPACKED` bytes. Small inputs are packed if
-    they have the dtype of the first small input.
+    A pair is packed if its input has less than `_MIN_BYTES_UNPACKED` bytes and the same dtype as
+    the other packed inputs.
 
     Args:
         pairs: ``(output, input)`` of each tensor.
         ranks: Number of ranks of the axis.
 
     Returns:
-        The ``(output, input)`` pairs to communicate: the pairs that are not packed, then the pair
-        of the buffers. And a list with the function that unpacks the output buffer, or an empty
-        list if nothing is packed.
+        A tuple of two lists. The first list has the ``(output, input)`` pairs to communicate: the
+        pairs that are not packed, then ``(output buffer, input buffer)``. The second list has one
+        function, which copies the output buffer to the outputs. If nothing is packed, the second
+        list is empty.
     """
     small, others = list[_Pair](), list[_Pair]()
     for pair in pairs:
@@ -684,14 +689,9 @@ def _pack_small(pairs: list[_Pair], ranks: int) -> tuple[list[_Pair], list[_Fini
 def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair, _Finish]:
     """Pack several tensors into one input buffer, and allocate one output buffer.
 
-    Each buffer is a matrix, in which each tensor is a range of columns. A reduce-scatter sends one
-    row of the input buffer to each rank. An all-gather receives one row of the output buffer from
-    each rank.
-
-    gloo's own coalesced all-gather is not used. It corrupts the heap if two of them are in flight
-    in one group, because two threads write the name of the collective to one string without a lock
-    (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). Names of up to 15 letters need no heap
-    memory. ``ALLGATHER_COALESCED`` is the only longer name among the collectives used here.
+    Each buffer is a flattened matrix, in which each tensor has a range of columns. In a
+    reduce-scatter, each rank gets one row of the input buffer. In an all-gather, each rank fills
+    one row of the output buffer.
 
     Args:
         pairs: ``(output, input)`` of each tensor.
@@ -702,6 +702,10 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
         The pair ``(output buffer, input buffer)``, and a function that copies the output buffer to
         the outputs.
     """
+    # gloo's own coalesced all-gather is not used. It corrupts the heap if two of them are in flight
+    # in one group, because two threads write the name of the collective to one string without a
+    # lock (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). Names of up to 15 letters need no
+    # heap memory. ``ALLGATHER_COALESCED`` is the only longer name among the collectives used here.
     outputs, inputs = zip(*pairs, strict=True)
     widths = [x.numel() for x in (inputs if rows_in == 1 else outputs)]
     rows = [x.reshape(rows_in, width) for x, width in zip(inputs, widths, strict=True)]
@@ -734,9 +738,8 @@ def _to_peers(parts: Mapping[int, Parts], me: int) -> list[tuple[int, Tensor]]:
 def _needs_staging(axis: Axis, tensors: Sequence[Tensor]) -> bool:
     """Return whether `send_recv` must copy the tensors through CPU memory.
 
-    This is the case if a tensor is not on the CPU and its backend is gloo. gloo's send and receive
-    do not check the device of a tensor, and crash the process if they read CUDA memory. gloo's
-    collectives copy CUDA tensors to the CPU themselves.
+    This is True if gloo would send or receive a tensor that is not on the CPU. gloo's collectives
+    copy such tensors themselves, but gloo's send and receive crash the process.
     """
     devices = {x.device for x in tensors if x.device.type != "cpu"}
     return any(backend_of(axis.group, device) == "gloo" for device in devices)
@@ -751,9 +754,7 @@ def _send_and_receive(
 ) -> _PendingWork:
     """Start sends and receives, as one batch if the backend supports batches.
 
-    For other backends, such as gloo, this function calls the group's methods one by one.
-    ``torch.distributed.batch_isend_irecv`` would do the same in the same order, but looks up the
-    group and the peer several times.
+    For other backends, such as gloo, the sends and receives are started one by one.
 
     Args:
         axis: Axis of the ranks.
@@ -770,6 +771,8 @@ def _send_and_receive(
     backend = backend_object(group, used[0].device)
     starts: list[Callable[[], Any]]
     if backend is not None and not backend.supports_coalescing:
+        # ``batch_isend_irecv`` would start the same operations in the same order, but would look up
+        # the group and the peer several times.
         timeout = timeout_of(group)
         starts = [
             partial(_start_with_timeout, method, x, peer, timeout)
@@ -817,7 +820,7 @@ class _WorkWithTimeout:
 
 
 def checked_collectives(collectives: object) -> Collectives:
-    """Return ``collectives`` after a check of its type, or a new `TorchCollectives` if it is None.
+    """Return ``collectives`` after a check of its methods, or `TorchCollectives` if it is None.
 
     Raises:
         LayoutError: The object does not have all methods of `Collectives`, or is a class.
