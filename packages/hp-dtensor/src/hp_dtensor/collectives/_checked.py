@@ -25,35 +25,35 @@ from ._wrapper import CollectiveCall, CollectivesWrapper
 _ROOT = "hp_dtensor/checked"
 _MEMBERS = f"{_ROOT}/ranks"
 _GO = "go"  # outcome that is published if all ranks make the same call
-# Numbers of `CheckedCollectives` objects. All ranks have to create these objects in the same order,
-# so the objects with one number on different ranks belong together.
+# Numbers of the `CheckedCollectives` objects of this process. All ranks have to create these
+# objects in the same order, so that corresponding objects have the same number.
 _numbers = count(1)
 
 
 class _Fingerprint(NamedTuple):
-    """Description of one call on one rank. Each rank writes it to the store as JSON.
+    """Description of one call on one rank. Each rank writes its description to the store as JSON.
 
-    A call is legal if all ranks of the axis make the same call. A point to point message is legal
-    if the fingerprints of its sender and its receiver match.
+    The attributes ``axis``, ``operation``, ``must_match``, ``group`` and ``devices`` have to be
+    equal on all ranks of the axis. For a point to point message, they have to be equal on the
+    sender and the receiver.
 
     Attributes:
         rank: Global rank of the process that makes the call.
         axis: Name of the axis.
         ranks: Global ranks of the axis.
         operation: Name of the operation with its reduction or source, such as ``"all_reduce sum"``.
-        must_match: Text that is equal on all ranks in a legal call, such as dtypes and shapes.
-        group: Result of `group_identity` for the process group. Equal on all ranks in a legal call.
-        devices: Device types of the tensors, such as ``"cuda"``. Equal on all ranks in a legal
-            call.
+        must_match: Other text that has to be equal, such as dtypes and shapes.
+        group: Result of `group_identity` for the process group.
+        devices: Device types of the tensors, such as ``"cuda"``.
         instance: Number of the `CheckedCollectives` object, from 1. It is 0 if the object was
             created with ``store=``.
         details: Text for the error message, which may differ between ranks.
-        fault: Description of a problem on this rank. Empty if there is none.
+        fault: Description of a problem on this rank. Empty if there is no problem.
         sent: Number of rows that an all-to-all sends to each rank. Empty for other operations.
         received: Number of rows that an all-to-all expects from each rank. Empty for other
             operations.
-        number: Number of the call on the axis, or between two ranks for point to point messages.
-            The first call has the number 1.
+        number: Number of the call, from 1. Calls are counted for each axis. Point to point messages
+            are counted for each pair of sender and receiver.
     """
 
     rank: int
@@ -72,18 +72,18 @@ class _Fingerprint(NamedTuple):
 
     @staticmethod
     def read(text: Any) -> "_Fingerprint":
-        """Return the fingerprint for a JSON text that `written` returned."""
+        """Return the fingerprint from a JSON text, the result of `written`."""
         call = _Fingerprint(*json.loads(text))
         runs: Any = call.ranks
         return call._replace(ranks=[rank for run in runs for rank in range(*run)])
 
     def written(self) -> str:
-        """Return the fingerprint as JSON. `_runs` shortens the list of ranks in it."""
+        """Return the fingerprint as JSON text. The ranks are written as ranges; see `_runs`."""
         runs: Any = _runs(self.ranks)
         return json.dumps(self._replace(ranks=runs))
 
     def in_full(self) -> str:
-        """Return the text of ``__str__``, followed by the process group and the devices."""
+        """Return a text like ``str(self)`` that also names the process group and the devices."""
         group = f" in process group {self.group} of these ranks" if self.group else ""
         return f"{self}{group} on {self.devices or 'no device'}"
 
@@ -96,10 +96,13 @@ class _Fingerprint(NamedTuple):
 class CheckedCollectives(CollectivesWrapper):
     """`Collectives` that raise the same error on all ranks if the ranks make different calls.
 
-    Use this class to find the rank, axis and operation behind a hang or a wrong result. Before each
-    call, every rank writes a fingerprint of the call to a store: operation, axis, process group,
-    shapes, dtypes, devices and splits. Then the rank waits for the fingerprints of the other ranks
-    of the axis. If fingerprints differ, all ranks of the axis raise the same `RankMismatchError`.
+    Use this class to find the rank, axis and operation behind a hang or a wrong result.
+
+    1. Before each call, every rank writes a fingerprint of the call to a store. It has the
+       operation, axis, process group, shapes, dtypes, devices and splits.
+    2. The rank waits for the fingerprints of the other ranks of the axis.
+    3. If the fingerprints differ, all ranks of the axis raise the same `RankMismatchError`.
+
     If a rank writes no fingerprint before the deadline, the waiting ranks raise a
     `RankMismatchError` that lists the last call of every rank.
 
@@ -131,10 +134,9 @@ class CheckedCollectives(CollectivesWrapper):
         - Point to point messages are compared only between sender and receiver.
         - If several wrappers are used, nest them in this order, from the outermost to the
           innermost: `AutogradCollectives`, `RecordingCollectives`, `CheckedCollectives`, other
-          wrappers that record running calls, `TorchCollectives`. Then the counts of
-          `RecordingCollectives` include calls that `CheckedCollectives` refuses, and the other
-          wrappers receive only calls that run. ``CheckedCollectives(RecordingCollectives())`` works
-          too. In this order, refused calls are not counted.
+          wrappers, `TorchCollectives`. In this order, `RecordingCollectives` also counts calls that
+          `CheckedCollectives` refuses. With ``CheckedCollectives(RecordingCollectives())``, refused
+          calls are not counted.
     """
 
     def __init__(
@@ -156,8 +158,8 @@ class CheckedCollectives(CollectivesWrapper):
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
         """Check that all ranks of an axis are about to perform the same operation.
 
-        Use this method in your own code for an operation that has to be the same on all ranks. All
-        ranks of the axis have to call this method.
+        Use this method in your own code, before an operation that has to be the same on all ranks.
+        All ranks of the axis have to call this method.
 
         Args:
             axis: Ranks that are compared. On an axis of one rank, only ``fault`` is checked.
@@ -231,10 +233,10 @@ class CheckedCollectives(CollectivesWrapper):
         )
 
     def _compare(self, axis: Axis, call: _Fingerprint) -> None:
-        """Exchange fingerprints with all ranks of the axis, and raise if they do not match.
+        """Compare the fingerprints of all ranks of the axis.
 
-        All ranks of the axis then raise the same `RankMismatchError`. On an axis of one rank, only
-        ``call.fault`` is checked.
+        If the fingerprints do not match, all ranks raise the same `RankMismatchError`. On an axis
+        of one rank, only ``call.fault`` is checked.
         """
         if axis.size == 1 and call.fault:
             raise RankMismatchError(f"rank {call.rank} cannot do {call.operation}: {call.fault}")
@@ -255,8 +257,8 @@ class CheckedCollectives(CollectivesWrapper):
     def _compare_pairs(self, call: CollectiveCall) -> None:
         """Compare each message of a ``send_recv`` between its sender and its receiver.
 
-        Ranks that neither send nor receive do not take part. Raises `RankMismatchError` on sender
-        and receiver if their fingerprints differ, for example in the shapes of the tensors.
+        Ranks that neither send nor receive do not take part. If the two fingerprints differ, for
+        example in the shapes of the tensors, sender and receiver raise `RankMismatchError`.
         """
         axis = call.axis
         me, fault = axis.index, own_fault(axis, call.sends, call.receives)
@@ -303,8 +305,8 @@ class CheckedCollectives(CollectivesWrapper):
             # TCP stores raise DistStoreError. Other stores raise RuntimeError with this text.
             if "timeout" not in str(error).lower():
                 raise
-            # This call returns if a peer has already published that all ranks made the call. The
-            # keys exist in that case.
+            # This call returns only if a peer has already published that all ranks made the call.
+            # All keys exist in that case.
             self._publish_outcome(outcome, self._timeout_message(mine))
         return [_Fingerprint.read(text) for text in self._store.multi_get(keys)]
 
@@ -327,9 +329,10 @@ class CheckedCollectives(CollectivesWrapper):
         )
 
     def _publish_outcome(self, key: str, failure: str) -> None:
-        """Publish the outcome of a call in the store. Only the first rank's outcome is stored.
+        """Publish the outcome of a call in the store, or use the outcome of a faster rank.
 
-        All ranks use the stored outcome, so that no rank runs a call that another rank has refused.
+        The store keeps the first published outcome, and all ranks use it. So no rank runs a call
+        that another rank has refused.
 
         Args:
             key: Key of the outcome in the store.
@@ -346,9 +349,9 @@ class CheckedCollectives(CollectivesWrapper):
     def _prefix(self, axis: Axis) -> str:
         """Return the prefix of the store keys for this object's calls over the axis.
 
-        The first call for an axis also adds this rank to a list of ranks in the store, from which
-        `_timeout_message` reads. Raises `RankMismatchError` if an earlier call of this object has
-        failed.
+        The store has a list of all ranks that have made a call, for `_timeout_message`. This method
+        adds this rank to the list if necessary. Raises `RankMismatchError` if an earlier call of
+        this object has failed.
         """
         if self._failure:
             raise RankMismatchError(

@@ -20,15 +20,17 @@ class CommunicationStats(NamedTuple):
 class RecordingCollectives(CollectivesWrapper):
     """`Collectives` that count calls and received bytes per axis, and run the calls unchanged.
 
-    The bytes are computed from the shapes of the tensors, as the tensor data that this rank
-    receives from other ranks. On an axis of ``n`` ranks, an all-reduce counts as
-    ``2 * (n - 1) / n`` times the bytes of the tensor, rounded down. The bandwidth-optimal algorithm
-    receives this amount (Patarasuk and Yuan 2009, section 3). A reduce-scatter counts as ``n - 1``
-    times the bytes of its output. Calls on an axis of one rank are not counted.
+    The received bytes are computed from the shapes of the tensors, not measured. On an axis of
+    ``n`` ranks:
 
-    A call is counted before it is passed to ``inner``. If ``inner`` is a `CheckedCollectives` that
-    refuses the call, the call is still counted. See the note of `CheckedCollectives` on how to nest
-    several wrappers.
+    - An all-reduce of ``b`` bytes adds ``2 * b * (n - 1) // n`` bytes, as in the bandwidth-optimal
+      algorithm (Patarasuk and Yuan 2009, section 3).
+    - A reduce-scatter adds ``n - 1`` times the bytes of its output.
+    - Every other call adds the bytes that this rank receives from other ranks.
+    - If ``n`` is 1, the call is not counted.
+
+    A call is counted before it is passed to ``inner``. So a call that ``inner`` refuses is also
+    counted. See the note of `CheckedCollectives` on how to nest several wrappers.
 
     Args:
         inner: `Collectives` that communicate. Defaults to `TorchCollectives`.
