@@ -18,8 +18,8 @@ LinearFunction: TypeAlias = Callable[[Tensor], Tensor]
 class AutogradCollectives:
     """Collectives that autograd can differentiate. Each call takes one tensor.
 
-    The docstring of each method says what it communicates in forward and in backward. Second
-    derivatives are supported. Under ``torch.compile``, each call is a graph break, which raises an
+    The docstring of each method names the collectives of forward and of backward. Second
+    derivatives are supported. Under ``torch.compile``, each call is a graph break, so it raises an
     error with ``fullgraph=True``.
 
     Args:
@@ -44,9 +44,11 @@ class AutogradCollectives:
     ) -> Tensor:
         """Concatenate the tensors of all ranks along a dim, in rank order.
 
-        Communicates one all-gather in forward and one reduce-scatter (sum) in backward. If the
-        lengths in ``sizes`` differ, forward uses point to point messages instead, and backward one
-        all-to-all followed by a sum in rank order.
+        Backward sums the gradients of all ranks, and returns this rank's part of the sum.
+
+        - If the lengths are equal: one all-gather in forward, one reduce-scatter in backward.
+        - If the lengths in ``sizes`` differ: point to point messages in forward, one all-to-all and
+          a local sum in backward.
 
         Args:
             x: Tensor of this rank. All dims except ``dim`` have the same length on all ranks.
@@ -69,9 +71,11 @@ class AutogradCollectives:
     ) -> Tensor:
         """Sum the tensors of all ranks, and return this rank's slice of the sum along a dim.
 
-        Communicates one reduce-scatter in forward and one all-gather in backward. If the lengths in
-        ``sizes`` differ, forward uses one all-to-all followed by a sum in rank order instead, and
-        backward point to point messages.
+        Backward concatenates the gradients of all ranks along the dim.
+
+        - If the lengths are equal: one reduce-scatter in forward, one all-gather in backward.
+        - If the lengths in ``sizes`` differ: one all-to-all and a local sum in forward, point to
+          point messages in backward.
 
         Args:
             x: Tensor with the same shape on all ranks.
@@ -83,9 +87,9 @@ class AutogradCollectives:
             This rank's slice of the sum.
 
         Raises:
-            ValueError: ``sizes`` is None and the number of ranks does not divide the length of
-                ``dim``; or ``sizes`` does not have one length per rank; or the lengths do not add
-                up to the length of ``dim``.
+            ValueError: ``sizes`` is None, and the length of ``dim`` is not a multiple of the number
+                of ranks. Or ``sizes`` does not have one length per rank. Or the sum of ``sizes`` is
+                not the length of ``dim``.
         """
         if sizes is None:
             length = x.shape[dim]
@@ -106,9 +110,9 @@ class AutogradCollectives:
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum the tensors of all ranks.
 
-        Communicates one all-reduce in forward. Backward communicates nothing and returns the
-        gradient of the result as the gradient of ``x``. This is correct if every rank has the same
-        gradient of the result (Megatron-LM's g, arXiv 1909.08053, section 3).
+        Communicates one all-reduce in forward. Backward communicates nothing: the gradient of ``x``
+        is the gradient of the result. This is correct only if all ranks have the same gradient of
+        the result. The method is Megatron-LM's g (arXiv 1909.08053, section 3).
 
         Args:
             x: Tensor with the same shape on all ranks.
@@ -122,9 +126,10 @@ class AutogradCollectives:
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
         """Return a view of ``x`` whose gradient is summed over all ranks in backward.
 
-        Use this method before a computation that is split over the axis, so that each rank computes
+        Use this method before a computation that is split over the axis. There, each rank computes
         only a part of the gradient of ``x``. Forward communicates nothing. Backward sums the
-        gradients of all ranks with one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
+        gradients of all ranks with one all-reduce. The method is Megatron-LM's f (arXiv 1909.08053,
+        section 3).
 
         Args:
             x: Tensor with the same values on all ranks.
@@ -158,8 +163,8 @@ class AutogradCollectives:
             The received rows, ``[sum(receive_splits), ...]``.
 
         Raises:
-            ValueError: Only one of ``send_splits`` and ``receive_splits`` is given; or both are
-                None and the number of ranks does not divide the number of rows.
+            ValueError: Only one of ``send_splits`` and ``receive_splits`` is given. Or both are
+                None, and the number of rows is not a multiple of the number of ranks.
         """
         if (send_splits is None) != (receive_splits is None):
             raise ValueError("give both send_splits and receive_splits, or neither")
@@ -180,8 +185,11 @@ class AutogradCollectives:
 def _apply(x: Tensor, function: LinearFunction, adjoint: LinearFunction) -> Tensor:
     """Return ``function(x)``, differentiable any number of times.
 
-    Both functions are linear in ``x``. Backward applies ``adjoint`` to the gradient of the result.
-    A backward through this backward applies ``function``.
+    Args:
+        x: Input.
+        function: Linear function.
+        adjoint: Adjoint of ``function``. Backward calls it with the gradient of the result. In
+            second derivatives, the two functions change roles.
     """
     return (_communicate_eagerly if is_compiling() else _communicate)(x, function, adjoint)
 

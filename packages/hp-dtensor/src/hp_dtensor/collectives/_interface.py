@@ -1,4 +1,4 @@
-"""The class `Axis`, a group of ranks, and the protocols `Collectives` and `Work`."""
+"""The protocols `Collectives` and `Work`, and the class `Axis` for a group of ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -203,9 +203,9 @@ class Work(Protocol):
             The outputs, ready for use on the caller's stream.
 
         Raises:
-            RuntimeError: The collective failed. One call can start a separate operation for each
-                tensor. If several of them fail, ``wait`` first waits for all of them and then
-                raises the error of the first one.
+            RuntimeError: The collective failed. If the collective consists of several operations,
+                the error is that of the first failed operation. It is raised after all operations
+                have ended.
         """
         ...
 
@@ -219,7 +219,8 @@ class Collectives(Protocol):
     passed as outputs may have any strides. The methods are not differentiable; use
     `AutogradCollectives` for gradients.
 
-    If all tensors of a call are on one device, and the backend supports it, the call starts:
+    Several tensors in one call can be faster than several calls. If all tensors are on one device,
+    and the backend supports lists of tensors, the call starts:
 
     - One operation of the backend in total, for an all-gather or a reduce-scatter.
     - One operation per dtype, for an all-reduce.
@@ -312,10 +313,14 @@ class Collectives(Protocol):
             order.
 
         Raises:
-            RuntimeError: ``send_splits`` or ``receive_splits`` does not have one number per rank,
-                or does not add up to the rows of ``input`` or ``output``; or ``send_splits`` is
-                None and ``axis.size`` does not divide the number of rows. On an axis of one rank,
-                wrong splits raise ValueError instead.
+            RuntimeError: The splits are wrong. On an axis of one rank, this is a ValueError
+                instead. The cases are:
+
+                - ``send_splits`` or ``receive_splits`` does not have one number per rank.
+                - The sum of ``send_splits`` is not the number of rows of ``input``.
+                - The sum of ``receive_splits`` is not the number of rows of ``output``.
+                - ``send_splits`` is None, and the number of rows is not a multiple of
+                  ``axis.size``.
         """
         ...
 
@@ -339,8 +344,8 @@ class Collectives(Protocol):
             the dict.
 
         Raises:
-            ValueError: The tensors that this rank sends to itself and those that it receives from
-                itself differ in number, shape or dtype.
+            ValueError: Under this rank's own coordinate, ``sends`` and ``receives`` have tensors
+                that differ in number, shape or dtype.
 
         Note:
             A rank that neither sends nor receives may omit the call, with two exceptions:
@@ -375,10 +380,11 @@ def as_tensors(parts: Parts) -> list[Tensor]:
 
 
 def own_fault(axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> str:
-    """Return an error message if this rank sends itself other tensors than it receives from itself.
+    """Return an error message if the messages of this rank to itself do not match.
 
-    Compared are the number, shapes and dtypes of the tensors in ``sends`` and ``receives`` under
-    this rank's own coordinate. Returns an empty string if they are equal, or if there are none.
+    The messages are the tensors under this rank's own coordinate. In ``sends`` and in ``receives``,
+    they must have the same number, shapes and dtypes. If they match, or if there are no such
+    messages, the result is an empty string.
     """
     me = axis.index
     if me not in sends and me not in receives:

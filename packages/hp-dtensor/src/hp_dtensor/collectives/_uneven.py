@@ -32,9 +32,9 @@ def start_uneven_reduce_scatter(
         op: Reduction.
 
     Returns:
-        A function without arguments. It waits for the all-to-all and returns this rank's reduced
-        block: a contiguous tensor ``[sizes[axis.index], ...]`` in the dtype of ``rows``, or in the
-        default floating dtype for an average of integers. Call the function once.
+        A function without arguments, to be called once. It waits for the all-to-all and returns
+        this rank's reduced block, a contiguous tensor ``[sizes[axis.index], ...]`` with the dtype
+        of ``rows``. An average of integers has the default floating dtype instead.
     """
     own = sizes[axis.index]
     work = collectives.all_to_all(axis, rows, sizes, [own] * axis.size)

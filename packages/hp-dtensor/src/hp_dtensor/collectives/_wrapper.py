@@ -74,9 +74,9 @@ class CollectiveCall:
 
 
 class CollectivesWrapper:
-    """Calls the method `_before` for each collective call, then passes the call on to ``inner``.
+    """Base class of `Collectives` that observe each call before ``inner`` runs it.
 
-    Subclasses implement `_before`.
+    Subclasses implement the method `_before`, which is called first with each call.
 
     Args:
         inner: `Collectives` that run the calls. Defaults to `TorchCollectives`.
