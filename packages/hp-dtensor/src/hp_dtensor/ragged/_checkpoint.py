@@ -25,14 +25,14 @@ C = TypeVar("C", bound=type)
 def checkpointed(pieces: Callable[[Any], Iterable[tuple[Box, Tensor]]]) -> Callable[[C], C]:
     """Return a class decorator that adds torch's hooks for distributed checkpoints.
 
-    A checkpoint stores the boxes of a tensor and not its layout, so the tensor can be loaded into
+    A checkpoint stores the boxes of a tensor and not its layout. So the tensor can be loaded into
     any other layout. The hooks communicate nothing. Instances of the decorated class need the
     attributes ``shape``, the global shape, and ``dtype``.
 
     Args:
-        pieces: Called with an instance of the class. Returns ``(box, view)`` for each box that this
-            rank holds. ``view`` is a view of the elements in the box, which a load overwrites. A
-            box may be empty only if the whole tensor is empty.
+        pieces: Called with an instance of the class. Returns a ``(box, view)`` pair for each box
+            that this rank holds. A save reads ``view``, the elements in the box; a load overwrites
+            it. A box may be empty only if the whole tensor is empty.
     """
 
     def chunks(x: Any) -> list[ChunkStorageMetadata]:

@@ -17,10 +17,10 @@ from ._tensor import RaggedTensor
 
 
 class _Gathered(dict[Any, Any]):
-    """A state dict that all-gathers each ragged tensor when `items` yields it.
+    """A state dict whose method `items` all-gathers each ragged tensor just before yielding it.
 
-    With ``cpu_offload``, torch moves each tensor to the CPU, or drops it, before it requests the
-    next item. Therefore at most one gathered tensor is in device memory at a time.
+    With ``cpu_offload``, torch moves each yielded tensor to the CPU, or drops it, before it takes
+    the next item. So at most one gathered tensor is in device memory at a time.
     """
 
     def items(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
@@ -56,9 +56,10 @@ def _gather_ragged(gather: Callable[..., Any]) -> Callable[..., Any]:
 def _scatter_ragged(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a torch function that loads a full state dict, so that it accepts ragged tensors.
 
-    torch's function first puts the whole tensor in the place of each ragged tensor. Afterwards, the
-    wrapper replaces each whole tensor by a ragged tensor with this rank's part. It communicates
-    nothing itself. Until torch's function returns, each rank holds all whole tensors in memory.
+    torch's function replaces each ragged tensor of the local state dict by the whole tensor. The
+    wrapper then replaces each whole tensor by a ragged tensor with this rank's part. The wrapper
+    communicates nothing. Until torch's function returns, each rank holds all whole tensors in
+    memory.
     """
 
     @wraps(scatter)

@@ -77,15 +77,16 @@ class OperatorTraits:
     """Properties of a torch operator that ragged tensors support.
 
     Attributes:
-        writes: Arguments that the operator modifies in place: positions, or names of keyword-only
-            arguments. If there are any, the operator returns these arguments or None.
+        writes: Arguments that the operator modifies in place, as positions, or as names if they are
+            keyword-only. An operator with such arguments returns these arguments or None.
         on_lists: Whether the operator takes lists of tensors, such as ``torch._foreach_add``.
         special: Name of the operator if it is a random fill, a reduction, or the operator of
             ``torch.amp.GradScaler``. Empty if the operator is elementwise.
         reduction: Position of the argument ``reduction`` of a loss. None for other operators.
-        plain_gradient: Set if backward returns a plain tensor instead of a ragged tensor as the
-            gradient of one argument: a pair of the position of this argument, and an equivalent
-            call without this problem, such as ``(0, "torch.sign(x)")``. None for other operators.
+        plain_gradient: Set if torch's backward has a fault: the gradient of one argument is a plain
+            tensor instead of a ragged tensor. The value is a pair of the position of this argument
+            and an equivalent call without the fault, such as ``(0, "torch.sign(x)")``. None for
+            other operators.
     """
 
     writes: tuple[int | str, ...]
@@ -96,18 +97,19 @@ class OperatorTraits:
 
 
 def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Replace an operator that is elementwise only for some arguments by an elementwise operator.
+    """Replace a call of an operator by an equivalent call of an elementwise operator, if possible.
 
-    Replaced are ``new_empty`` with the shape of its input, and ``index_put`` with a mask of the
-    shape of its input.
+    Two calls are replaced:
+
+    - ``new_empty`` with the shape of the input: ``empty_like``.
+    - ``index_put`` with a mask that has the shape of the input: ``masked_fill``.
 
     Args:
         op: Operator of torch.
         args: Positional arguments of the operator.
 
     Returns:
-        The elementwise operator with the same result, and its positional arguments. If nothing has
-        to be replaced, ``op`` and ``args``.
+        The new operator and its positional arguments. If nothing is replaced, ``op`` and ``args``.
     """
     if op in _NEW_EMPTY and tuple(args[1]) == tuple(args[0].shape):
         # Autograd calls ``new_empty`` before it copies a gradient. Asynchronous checkpoints call it
@@ -170,8 +172,11 @@ def check_arguments(
 ) -> None:
     """Raise `TypeError` if a supported operator cannot run with the given arguments.
 
-    There are two cases: a loss with another ``reduction`` than ``"none"``, and an operator with a
-    backward that would return a plain tensor as the gradient of a ragged tensor.
+    There are two cases:
+
+    - A loss with another ``reduction`` than ``"none"``.
+    - An operator whose backward would return a plain tensor as the gradient of a ragged tensor; see
+      `OperatorTraits.plain_gradient`.
     """
     if traits.reduction is not None:
         at = traits.reduction

@@ -1,7 +1,8 @@
 """Operators of ragged tensors that communicate.
 
-These are reductions to one number, random fills, and the operator of ``torch.amp.GradScaler`` that
-unscales gradients.
+- Reductions of all elements to one number.
+- Random fills, such as ``normal_``.
+- The operator with which ``torch.amp.GradScaler`` unscales gradients.
 """
 
 import math
@@ -42,8 +43,8 @@ def reduce_all(
         name: ``"sum"``, ``"mean"``, ``"norm"``, ``"any"`` or ``"all"``.
         dim: Dims to reduce. It has to be None or name all dims.
         keepdim: Has to be False.
-        dtype: Dtype of a sum, mean or norm. Defaults to the dtype of ``local``, and to int64 for a
-            sum of integers or bools.
+        dtype: Dtype of a sum, mean or norm. Defaults to the dtype of ``local``. For a sum of
+            integers or bools, the default is int64.
         order: Order of the norm: a number above 0, or ``inf``. Defaults to 2.
 
     Returns:
@@ -123,17 +124,18 @@ def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def largest_over(number: Tensor, axes: Sequence[Axis], collectives: Collectives) -> Tensor:
-    """Return the maximum of a number over all ranks of several axes. It is NaN if any rank has NaN.
+    """Return the maximum of a number over all ranks of several axes.
 
-    Communicates one all-reduce for each axis.
+    If a rank has NaN, the result is NaN. Communicates one all-reduce for each axis.
 
     Args:
-        number: Scalar tensor in float32 or float64. Its value is at least 0, or NaN.
+        number: Scalar tensor in float32 or float64. The value is at least 0, or NaN.
         axes: Axes of ranks.
         collectives: `Collectives` that communicate.
     """
-    # gloo's maximum of floats can lose a NaN. The bits of non-negative floats, viewed as integers,
-    # have the same order as the floats, and those of infinity and NaN are the largest.
+    # gloo's maximum of floats can lose a NaN. So the bits of the floats are compared as integers.
+    # Non-negative floats have the same order as their bits. The bits of infinity and NaN are the
+    # largest.
     integer = torch.int64 if number.dtype is torch.float64 else torch.int32
     bits = torch.where(number.isnan(), math.nan, number).view(integer)
     for axis in axes:
@@ -177,10 +179,8 @@ def fill_at_random(
     """Fill this rank's local tensor with a random operator of torch, such as ``normal_``.
 
     Ranks that hold different elements draw different values. Ranks that hold replicas of the same
-    elements draw equal values, even if the seeds of their default generators differ. For this, each
-    rank creates a new generator. Its seed is a hash of the rank's coordinates on the axes that
-    shard the tensor, and of a random number that is the same on all replicas. Communicates one
-    all-reduce of this number for each axis that replicates the tensor.
+    elements draw equal values, even if the seeds of their default generators differ. Communicates
+    one all-reduce of one number for each mesh axis that replicates the tensor.
 
     Args:
         op: Random operator of torch.
@@ -193,6 +193,8 @@ def fill_at_random(
     if local.device.type == "meta":
         op(local, *args, **kwargs)
         return
+    # Each rank creates a new generator. Its seed is a hash of a random number, which is the same on
+    # all replicas, and of the rank's coordinates on the axes that shard the tensor.
     given = kwargs.get("generator")
     where = "cpu" if given is None else given.device
     number = torch.randint(2**62, (1,), generator=given, device=where).to(local.device)
@@ -211,7 +213,7 @@ def fill_at_random(
 def unscale(
     meshes: Collection[DeviceMesh], locals_: list[Tensor], found_inf: Tensor, scale: Tensor
 ) -> None:
-    """Multiply gradients by ``scale`` in place, and find infinities and NaNs on all ranks.
+    """Multiply gradients by ``scale`` in place, and find infinite and NaN elements on all ranks.
 
     All-reduces ``found_inf`` over each mesh, as torch does for DTensors.
 

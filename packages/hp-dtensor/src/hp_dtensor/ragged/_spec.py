@@ -28,8 +28,9 @@ class RaggedSpec:
             or ``Shard`` on the other axes. Computed from ``layout``.
 
     Raises:
-        LayoutError: ``layout`` has no `RaggedShard`, or has placements other than those above, or a
-            tensor of this shape cannot have this layout.
+        LayoutError: ``layout`` has no `RaggedShard`. Or it has another placement than
+            `RaggedShard`, `Replicate` and `Shard`. Or a tensor of this shape cannot have this
+            layout.
     """
 
     mesh: DeviceMesh
@@ -58,11 +59,10 @@ class RaggedSpec:
     def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
         """Return a copy of this spec with another mesh object.
 
-        Caches store copies without a mesh, so that a cache entry keeps no mesh alive.
-
         Args:
-            mesh: A mesh equal to the mesh of the original spec, or None. Equality is not checked.
-                If None, the copy has no mesh, and can only be used to call `on` with a mesh.
+            mesh: A mesh equal to the mesh of this spec. Equality is not checked. If it is None, the
+                copy has no mesh, so that a cache can store it without keeping a mesh alive. Before
+                such a copy is used, call `on` again with a mesh.
         """
         made = object.__new__(RaggedSpec)
         for name in ("layout", "shape", "placements"):
@@ -91,7 +91,7 @@ class RaggedSpec:
 
     @property
     def position(self) -> int:
-        """Position of this rank in the mesh, counted in row-major order from 0."""
+        """Row-major position of this rank in the mesh, from 0."""
         return ravel(self.coordinate, self.layout.mesh_shape)
 
     def local_shape(self) -> tuple[int, ...]:
@@ -127,8 +127,8 @@ def find_spec(
         shape: Global shape.
 
     Raises:
-        LayoutError: ``mesh`` is not a DeviceMesh; the number of placements is not the number of
-            mesh axes; or a ragged tensor of this shape cannot have these placements.
+        LayoutError: ``mesh`` is not a DeviceMesh. Or the number of placements is not the number of
+            mesh axes. Or a ragged tensor of this shape cannot have these placements.
     """
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(
@@ -141,7 +141,7 @@ def find_spec(
 def box_views(
     layout: Layout, shape: Sequence[int], coordinate: Sequence[int], local: Tensor
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield each box of elements that a rank holds, with a view of these elements.
+    """Yield each box that a rank holds, with a view of the elements in the box.
 
     A box is a rectangular region of the tensor: one half-open range ``(lo, hi)`` of global indices
     for each dim.

@@ -60,8 +60,8 @@ class RaggedTensor(Tensor):
     be empty. The other mesh axes can replicate the tensor or shard it with ``Shard``.
 
     - Elementwise operators run on the local tensors and communicate nothing. Operands have to be
-      ragged tensors of the same layout, numbers or plain scalar tensors. Optimizers with
-      elementwise updates therefore work.
+      ragged tensors of the same layout, numbers or plain scalar tensors.
+    - Optimizers with elementwise updates, such as Adam, work.
     - Random fills such as ``normal_`` draw different values on ranks that hold different elements,
       and equal values on replicas.
     - `sum`, `mean` and `norm` reduce all elements to one number.
@@ -90,7 +90,7 @@ class RaggedTensor(Tensor):
     def __new__(cls, local: Tensor, spec: RaggedSpec) -> "RaggedTensor":
         """Create a ragged tensor without autograd history and without checks.
 
-        For the arguments, see the class. `from_local` checks its arguments and supports autograd.
+        The arguments are described in the docstring of the class.
         """
         x = wrapper_tensor(cls, spec.shape, local)
         x._local = local
@@ -125,10 +125,13 @@ class RaggedTensor(Tensor):
             The ragged tensor. It shares memory with ``local``.
 
         Raises:
-            LayoutError: ``mesh`` is not a device mesh; ``placements`` has no `RaggedShard`, or a
-                placement that is not allowed; or a tensor of this shape cannot have these
-                placements. These errors are raised on every rank. Also raised, on this rank only,
-                if ``local`` has a wrong shape.
+            LayoutError: Raised on every rank in these cases:
+
+                - ``mesh`` is not a device mesh.
+                - ``placements`` has no `RaggedShard`, or a placement that is not allowed.
+                - A tensor of this shape cannot have these placements.
+
+                Raised on this rank only, if ``local`` has a wrong shape.
             MeshError: This rank is not in the mesh.
 
         Examples:
@@ -176,8 +179,7 @@ class RaggedTensor(Tensor):
     def data(self) -> Tensor:
         """This tensor without autograd history.
 
-        Assigning a `RaggedTensor` replaces the local tensor of this tensor by the local tensor of
-        the assigned tensor.
+        ``x.data = y`` replaces the local tensor of ``x`` by the local tensor of ``y``.
 
         Raises:
             TypeError: The assigned value is not a `RaggedTensor` with the same mesh, layout and
@@ -247,13 +249,13 @@ class RaggedTensor(Tensor):
         """Return the sum of all elements. Differentiable.
 
         Communicates an all-reduce of one number over the mesh axes that shard the tensor. If no
-        process group spans these axes together, there is one all-reduce for each axis.
+        process group spans all of these axes, there is one all-reduce for each axis.
 
         Args:
             dim: Dims to reduce. It has to be None or name all dims.
             keepdim: Has to be False.
-            dtype: Dtype of the sum. Defaults to the dtype of the tensor; int64 for integers and
-                bools, as in torch.
+            dtype: Dtype of the sum. Defaults to the dtype of the tensor. For integers and bools,
+                the default is int64, as in torch.
 
         Returns:
             A plain scalar tensor, the same on every rank.
@@ -400,9 +402,9 @@ def mesh_and_placements(x: Tensor) -> tuple[DeviceMesh, tuple[Placement | Ragged
 
 
 class _AllGather(torch.autograd.Function):
-    """Returns the whole tensor, from the local tensors of all ranks.
+    """Gathers the whole tensor from the local tensors of all ranks.
 
-    Backward applies `_KeepPart` to the gradient. The backward of `_KeepPart` applies `_AllGather`.
+    Backward is `_KeepPart`, so it communicates nothing.
     """
 
     @staticmethod
@@ -431,7 +433,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _KeepPart(torch.autograd.Function):
-    """Returns a new local tensor with a copy of this rank's part of a whole tensor."""
+    """Copies this rank's part of a whole tensor to a new local tensor. Backward is `_AllGather`."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, spec: RaggedSpec, collectives: Collectives) -> Tensor:
@@ -447,8 +449,8 @@ class _KeepPart(torch.autograd.Function):
 def _run_operator(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run a torch operator on the local tensors of its ragged operands.
 
-    Operands have to be ragged tensors of one layout, numbers or plain scalar tensors. Tensors in
-    the result are ragged tensors of the same layout, except that reductions return a plain tensor.
+    Operands have to be ragged tensors of one layout, numbers or plain scalar tensors. A reduction
+    returns a plain scalar tensor. All other operators return ragged tensors of the same layout.
 
     Raises:
         TypeError: The operator or the operands are not supported. Raised on every rank.
@@ -482,10 +484,9 @@ def _run_operator(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _run_special(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator that communicates.
+    """Run a reduction, a random fill, or the operator of ``torch.amp.GradScaler``.
 
-    This is a reduction, a random fill, or the operator of ``torch.amp.GradScaler`` that unscales
-    gradients. ``name`` is `OperatorTraits.special` of the operator.
+    ``name`` is the name of the operator, from `OperatorTraits.special`.
     """
     if name == UNSCALE:
         grads, found_inf, scale = args
@@ -528,14 +529,14 @@ def _locals_of(value: Any) -> Any:
 def _count_writes(written: list[Any]) -> None:
     """Increment the autograd version counters of tensors that an operator modified in place.
 
-    Autograd uses these counters to detect that a saved tensor was modified. For an operator on one
-    tensor, torch increments only the counter of the ragged tensor, so this function increments the
-    counter of the local tensor. For an operator on lists, torch increments no counters, so this
-    function increments both.
+    Autograd uses these counters to detect that a saved tensor was modified.
 
     Args:
         written: Arguments that the operator modified: tensors, or lists of tensors.
     """
+    # For an operator on one tensor, torch increments only the counter of the ragged tensor. The
+    # counter of the local tensor is incremented here. For an operator on lists, torch increments no
+    # counters, so both are incremented here.
     tensors: list[Tensor] = []
     for value in written:
         if _is_tensor_list(value):
@@ -555,8 +556,8 @@ def _common_spec(use: object, operands: Sequence[object], written: Sequence[obje
         written: Operands that the operator modifies in place.
 
     Raises:
-        TypeError: Two ragged operands differ in mesh, layout or shape; or an operand is another
-            tensor and either has dims, is a DTensor, or is modified in place.
+        TypeError: Two ragged operands differ in mesh, layout or shape. Or a tensor that is not
+            ragged has dims, is a DTensor, or is modified in place.
     """
     first = next(x for x in operands if isinstance(x, RaggedTensor))
     spec = first._spec
@@ -577,11 +578,15 @@ def _common_spec(use: object, operands: Sequence[object], written: Sequence[obje
 
 
 def _common_specs(use: object, operands: Sequence[object]) -> Sequence[RaggedSpec | None]:
-    """Return the `RaggedSpec` of each position of the lists of a ``_foreach_`` operator.
+    """Return one `RaggedSpec` for each position in the lists of a ``_foreach_`` operator.
 
-    At each position, the operands are the tensors at this position of all lists, and the tensors
-    that are not in lists. They must satisfy the rules of `_common_spec`. The entry for a position
-    is None if none of its operands is a ragged tensor.
+    A ``_foreach_`` operator takes lists of tensors, and combines the tensors at the same position
+    of all lists. These tensors need a common spec; see `_common_spec`. If none of them is a ragged
+    tensor, the result has None at this position.
+
+    Args:
+        use: Operator, for the error message.
+        operands: Arguments of the operator: lists of tensors, and other arguments.
     """
     columns = [value for value in operands if _is_tensor_list(value)]
     others = [value for value in operands if isinstance(value, Tensor)]
@@ -621,10 +626,10 @@ def _described(x: Any) -> str:
 def _explaining(name: str) -> Callable[[Any, Any], Any]:
     """Return a replacement of a binary method such as ``__add__``, with a better error message.
 
-    torch's method returns NotImplemented if the operator raises TypeError. Python then raises a
-    TypeError that only names the two types. The replacement raises a TypeError that describes the
-    operands and the operands that ragged tensors support.
+    The message describes the operands, and says which operands ragged tensors support.
     """
+    # If the operator raises TypeError, torch's method returns NotImplemented. Python then raises a
+    # TypeError that only names the two types.
     method = getattr(Tensor, name)
 
     def operate(self: RaggedTensor, other: Any) -> Any:
