@@ -164,17 +164,17 @@ class SimulatedMesh:
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
-# Ranks of the axis, coordinate of the sender, coordinate of the receiver, and number of the message
-# from this sender to this receiver, from 0.
+# The key of a message: ranks of the axis, coordinate of the sender, coordinate of the receiver, and
+# number of the message from this sender to this receiver, from 0.
 _MessageKey = tuple[Ranks, int, int, int]
 
 
 class SimulatedWorld:
     """Ranks as threads of one process, for tests of code that communicates.
 
-    As in a real process group, all ranks have to make the same calls. If ranks make different
-    calls, or if a rank ends while another rank waits for it, `run` raises an error that names the
-    ranks instead of hanging.
+    As in a real process group, all ranks have to make the same calls. Code does not hang if ranks
+    make different calls, or if a rank ends while another rank waits for it. Instead, `run` raises
+    an error that names the ranks.
 
     Args:
         size: Number of ranks.
@@ -204,9 +204,9 @@ class SimulatedWorld:
     def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
         """Call a function on every rank and return the results.
 
-        Each rank is a thread. If several ranks raise errors, this method raises the error of the
-        lowest rank. Errors other than `RankMismatchError` take precedence, because a
-        `RankMismatchError` is often only the consequence of another rank's error.
+        Each rank is a thread. If ranks raise errors, this method raises the error of the lowest of
+        these ranks. A `RankMismatchError` is raised only if there is no other error, because it is
+        often only a consequence of the other error.
 
         Args:
             function: Called as ``function(rank, collectives)``. ``collectives`` is the
@@ -257,10 +257,10 @@ class SimulatedWorld:
 
 @dataclass
 class _Meeting:
-    """One collective call of all ranks of an axis. The last rank to call computes the results.
+    """One collective call of all ranks of an axis. The last rank that calls computes the results.
 
     Attributes:
-        call: Description of the call by the first rank that made it.
+        call: Description of the call, from the first rank that made the call.
         posted: Input tensors of each rank, by coordinate on the axis.
         results: Output tensors of each rank, by coordinate on the axis. Empty until the last rank
             has made the call.
