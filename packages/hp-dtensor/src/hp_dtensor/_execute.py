@@ -212,7 +212,7 @@ def _reduce_scatter(step: Step, shape: Shape, rank: int, group: AxisGroup) -> Bo
 def _uneven_reduce_scatter(step: Step, group: AxisGroup) -> BoundStep:
     """Return the function that reduce-scatters chunks with different lengths.
 
-    It communicates one all-to-all. Each rank then reduces the chunks that it received.
+    The function runs one all-to-all, and then reduces the received chunks.
     """
     dim = _sharded_dim(step.target, step.axes[0])
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]

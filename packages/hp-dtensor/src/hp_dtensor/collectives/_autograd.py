@@ -126,10 +126,10 @@ class AutogradCollectives:
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
         """Return a view of ``x`` whose gradient is summed over all ranks in backward.
 
-        Use this method before a computation that is split over the axis. There, each rank computes
-        only a part of the gradient of ``x``. Forward communicates nothing. Backward sums the
-        gradients of all ranks with one all-reduce. The method is Megatron-LM's f (arXiv 1909.08053,
-        section 3).
+        Use this method before a computation that is split over the axis, in which each rank
+        computes only a part of the gradient of ``x``. Forward communicates nothing. Backward sums
+        the gradients of all ranks with one all-reduce. The method is Megatron-LM's f (arXiv
+        1909.08053, section 3).
 
         Args:
             x: Tensor with the same values on all ranks.

@@ -98,8 +98,8 @@ class CheckedCollectives(CollectivesWrapper):
 
     Use this class to find the rank, axis and operation behind a hang or a wrong result.
 
-    1. Before each call, every rank writes a fingerprint of the call to a store. It has the
-       operation, axis, process group, shapes, dtypes, devices and splits.
+    1. Before each call, every rank writes a fingerprint of the call to a store. The fingerprint has
+       the operation, axis, process group, shapes, dtypes, devices and splits.
     2. The rank waits for the fingerprints of the other ranks of the axis.
     3. If the fingerprints differ, all ranks of the axis raise the same `RankMismatchError`.
 
