@@ -74,13 +74,15 @@ def place_in(outer: Box, position: Sequence[int]) -> int:
 
 
 def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval:
-    """Return the index range of a dim that one rank holds after nested splits without blocks.
+    """Return the index range of a dim that one rank holds after nested `Shard` splits.
 
-    For each ``degree``, the range that is left is divided into ``degree`` chunks, as by
-    ``torch.chunk``. The rank holds the chunk with the number in ``index``.
+    The first split divides the dim into ``degrees[0]`` chunks, as ``torch.chunk`` does, and keeps
+    chunk ``index[0]``. Each later split divides the chunk that was kept in the same way. For splits
+    by `StridedShard`, use `pieces`.
 
     Example: ``chunk(8, (2, 2), (1, 0))`` is ``(4, 6)``. Chunk 1 of ``(0, 8)`` is ``(4, 8)``, and
-    chunk 0 of ``(4, 8)`` is ``(4, 6)``.
+        chunk
+    0 of ``(4, 8)`` is ``(4, 6)``.
     """
     lo, hi = 0, length
     for degree, i in zip(degrees, index, strict=True):

@@ -144,9 +144,10 @@ def write_plan(plan: Plan, groups: Mapping[Step, AxisGroup]) -> str:
 
 
 def read_plan(text: str) -> tuple[Plan, dict[Step, AxisGroup]]:
-    """Read the text of `write_plan`.
+    """Read a plan from the JSON text that `write_plan` returned.
 
-    Returns the plan, and a dict from each step that communicates to its process group.
+    Returns the plan and a dict. The keys of the dict are the steps that communicate, and the values
+    are their process groups.
     """
     plan, named = _rebuilt(json.loads(text))
     return plan, {

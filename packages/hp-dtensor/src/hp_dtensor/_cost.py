@@ -433,10 +433,14 @@ def step_seconds(step: Step, received: float, cost: CostModel) -> float:
 @clearable
 @lru_cache(maxsize=8192)
 def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int) -> float:
-    """Return the average number of bytes that a rank receives in a step.
+    """Estimate the number of bytes that a rank communicates in a step.
 
-    The average is over the ranks that `sampled` returns. For a transfer, return the largest number
-    of bytes that one of these ranks sends or receives.
+    - For a slice, the result is 0.
+    - For a transfer between two meshes, the result is the maximum of two numbers: the most bytes
+      that a source rank sends, and the most bytes that a target rank receives.
+    - For all other steps, the result is the average number of bytes that a rank receives.
+
+    The numbers can come from a sample of the ranks of a large mesh; see `sampled`.
     """
     if step.kind == "slice":
         return 0.0

@@ -36,9 +36,12 @@ class AxisGroup(NamedTuple):
     Attributes:
         find: Returns the group as an `Axis`. It looks up the group by name at each call, so a
             memoized `AxisGroup` keeps no group alive.
-        members: Index of each rank in the group. For a group along mesh axes, this is a sequence:
-            ``members[i]`` is the index of the rank with row-major position ``i`` on these axes. For
-            a group with the ranks of two meshes, it is a dict from global ranks to indices.
+        members: Group rank of each member, as in ``torch.distributed.get_group_rank``. The type
+            depends on the group:
+
+            - Group along mesh axes: a sequence. ``members[i]`` is the group rank of the member at
+              row-major position ``i`` on these axes.
+            - Group with the ranks of two meshes: a dict from global ranks to group ranks.
         size: Number of ranks in the group.
     """
 
@@ -79,10 +82,12 @@ def number_of(mesh: DeviceMesh) -> int:
 
 
 def group_names(groups: object) -> tuple[str, ...]:
-    """Return torch's names of the given process groups that contain this rank.
+    """Return torch's names of the process groups that the caller passed as ``groups=``.
 
-    Raises `LayoutError` if ``groups`` is not a list or tuple of process groups and meshes of one
-    axis.
+    Each item of ``groups`` is a process group or a 1-D mesh, which stands for the group of its
+    axis. Groups and meshes that do not contain this rank are left out.
+
+    Raises `LayoutError` if ``groups`` is not a list or tuple of such items.
     """
     if not isinstance(groups, list | tuple):
         _refuse_groups(f"groups= is a {type(groups).__name__} alone")

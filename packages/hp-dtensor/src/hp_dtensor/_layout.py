@@ -773,9 +773,10 @@ def replicated(layout: Layout) -> Layout:
 
 
 def same_runs(a: Layout, b: Layout) -> bool:
-    """Return whether both layouts have the same `RaggedShard` on the same mesh axis.
+    """Return whether two layouts split the dims of their `RaggedShard` in the same way.
 
-    The other axes must also split the flattened dims in the same way. Returns False if ``a`` has no
+    This is True if both layouts have an equal `RaggedShard` on the same mesh axis, and all other
+    mesh axes split the dims of the `RaggedShard` in the same way. It is False if ``a`` has no
     `RaggedShard`.
     """
     if a.ragged is None or a.ragged != b.ragged:

@@ -273,13 +273,11 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
 
 
 def _groups_out_of_order(mesh: DeviceMesh) -> list[AxisGroup]:
-    """Return the process group of each axis, if the ranks of the mesh are not in ascending order.
+    """Return one process group for each mesh axis, if the ranks of the mesh are out of order.
 
-    Returns an empty list in these cases:
-
-    - The ranks ascend along every axis.
-    - This rank is not in the mesh.
-    - An axis has no group. torch then raises an error.
+    The ranks are in order if the global ranks increase along every axis. In that case, the result
+    is an empty list. The list is also empty if this rank is not in the mesh, or if an axis has no
+    process group.
     """
     # The choice depends on the mesh, not on the rank order in the groups. So all ranks make the
     # same calls.

@@ -369,9 +369,11 @@ def _all_reduce(axis: Axis, part: Tensor, order: float, collectives: Collectives
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    """Return the dtype of the norm: the result of type promotion of float32 and all real dtypes.
+    """Return the dtype of the norm: float32, or a wider dtype if a tensor needs one.
 
-    ``tensors`` includes all parameters, so that a rank without gradients gets the same dtype.
+    The result is the type promotion of float32 and the dtypes of ``tensors``. A complex dtype
+    counts as its real dtype, and floats of one byte are ignored. ``tensors`` includes all
+    parameters, so that a rank without gradients gets the same dtype.
     """
     real = {dtype.to_real() for dtype in {tensor.dtype for tensor in tensors}}
     # torch cannot promote floats of one byte, which parameters of frozen layers can have.

@@ -590,10 +590,17 @@ class Search:
                 yield gather_step(here, dim, self.shape, position)
 
     def _move(self, here: Layout, old: int) -> Step | None:
-        """Return the step after which a mesh axis shards its target dim instead of dim ``old``.
+        """Return the step that moves a split from dim ``old`` to the dim that the target requires.
 
-        The axis is the last one that splits dim ``old`` in ``here``. Returns None if this axis
-        shards no other dim in the target, or if other axes must split the target dim first.
+        ``here`` is the layout before the step. The step moves the split of one mesh axis: the last
+        axis that splits dim ``old`` in ``here``. In the target, this axis splits another dim.
+
+        Returns None in these cases:
+
+        - The axis splits no other dim in the target.
+        - The split of this axis is not the next split that ``here`` lacks on the new dim; see
+          `_next_split`.
+        - A `RaggedShard` of ``here`` flattens the new dim.
         """
         axis = here.axis_splits[old][-1][0]
         for new in self.dst.placements[axis].split_dims:
@@ -612,10 +619,11 @@ class Search:
 
 
 def _splits_evenly(layout: Layout, shape: Sequence[int]) -> bool:
-    """Return whether all ranks get shards of equal length, also with `StridedShard`.
+    """Return whether all ranks get shards of equal length.
 
-    Every split must divide the dim into blocks of equal length, and each block into chunks of equal
-    length. Returns False for a layout with a `RaggedShard`.
+    True if every split divides its dim into blocks of equal length, and each block into chunks of
+    equal length. A `Shard` has one block, and a `StridedShard` has several. False for a layout with
+    a `RaggedShard`. Unlike `Layout.is_even`, the result can be True with `StridedShard`.
     """
     for dim, splits in layout.axis_splits.items():
         length = shape[dim]

@@ -182,18 +182,21 @@ def _gathered(own: Tensor, mesh: AxisMesh, collectives: Collectives) -> Tensor:
 
 
 def _unequal(found: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[list[int]]:
-    """Group the ranks that hold the same shard of a tensor, but with different values.
+    """Find the shards whose replicas differ, and group their ranks by equal replicas.
 
     Example: if ``ranks`` is ``[0, 1, 2]`` and ``found`` is ``[(7, 1), (7, 1), (7, 2)]``, the result
-    is ``[[0, 1], [2]]``.
+        is
+    ``[[0, 1], [2]]``: ranks 0 and 1 hold equal replicas of a shard, and rank 2 holds a different
+    one.
 
     Args:
         found: One pair ``(hash of the shard key, hash of the values)`` for each rank.
         ranks: Global ranks, in the same order.
 
     Returns:
-        One list of ranks for each value of a shard that has several values. Empty if all ranks with
-        the same shard hold equal values.
+        Lists of ranks. The ranks of one list hold equal replicas of the same shard. A shard whose
+        replicas are all equal has no list. The lists of all other shards follow each other in one
+        flat list.
     """
     holders: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, (shard, value) in zip(ranks, found, strict=True):

@@ -110,17 +110,18 @@ class Source(ABC):
 
     @abstractmethod
     def shape(self, stored: Shapes) -> tuple[int, ...]:
-        """Return the shape of the parameter.
+        """Return the shape of the parameter that this source describes.
 
         Args:
             stored: Shape of each stored tensor, by name.
 
         Returns:
-            The shape of the parameter.
+            The global shape of the parameter.
 
         Raises:
-            LayoutError: The stored tensors have shapes that do not fit the expression.
-            KeyError: ``stored`` lacks a tensor that the expression uses.
+            LayoutError: The stored shapes do not fit this source. For example, the parts of a
+                `Stack` have different shapes.
+            KeyError: ``stored`` has no shape for a tensor in `names`.
         """
 
     @abstractmethod

@@ -661,8 +661,8 @@ def _dense(
 def _pack_small(pairs: list[_Pair], ranks: int) -> tuple[list[_Pair], list[_Finish]]:
     """Pack the small tensors of an all-gather over gloo into one buffer.
 
-    A pair is packed if its input has less than `_MIN_BYTES_UNPACKED` bytes and the same dtype as
-    the other packed inputs.
+    An input is small if it has fewer than `_MIN_BYTES_UNPACKED` bytes. The first small input is
+    packed, together with all other small inputs of the same dtype.
 
     Args:
         pairs: ``(output, input)`` of each tensor.
@@ -671,8 +671,8 @@ def _pack_small(pairs: list[_Pair], ranks: int) -> tuple[list[_Pair], list[_Fini
     Returns:
         A tuple of two lists. The first list has the ``(output, input)`` pairs to communicate: the
         pairs that are not packed, then ``(output buffer, input buffer)``. The second list has one
-        function, which copies the output buffer to the outputs. If nothing is packed, the second
-        list is empty.
+        function, which copies the output buffer to the outputs. If no input is small, the first
+        list is ``pairs`` and the second list is empty.
     """
     small, others = list[_Pair](), list[_Pair]()
     for pair in pairs:
