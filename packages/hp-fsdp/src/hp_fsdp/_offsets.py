@@ -125,9 +125,9 @@ class Extent:
         shape = (self.spec.degree, self.spec.shard_numel)
         return flat.as_strided(shape, (self.stride, 1), flat.storage_offset() + self.start)
 
-    def full_runs(self, flat: Tensor, count: int | None = None) -> Tensor:
-        """Return the runs without padding, or the first ``count``, as ``[count, *run_shape]``."""
-        shape = (self.full if count is None else count, *self.run_shape)
+    def full_runs(self, flat: Tensor) -> Tensor:
+        """Return the runs without padding as ``[full, *run_shape]``."""
+        shape = (self.full, *self.run_shape)
         return flat.as_strided(shape, self.strides, flat.storage_offset() + self.start)
 
     def tail(self, flat: Tensor) -> Tensor:

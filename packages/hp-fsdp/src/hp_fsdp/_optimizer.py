@@ -24,14 +24,14 @@ from ._errors import (
 )
 from ._group import ParameterGroup
 from ._param import ShardedParameter
-from ._schedule import drop_gradients, release_gradients
-from ._torch import training
+from ._schedule import drop_gradients
+from ._torch import gradient_of, training
 from ._unit import Unit, units_in
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One parameter's part of a segment, from element ``start`` on."""
+    """The part of one parameter in a segment, which starts at element ``start``."""
 
     owner: ShardedParameter
     start: int
@@ -42,42 +42,57 @@ class Piece:
         return self.owner.sharded
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return this parameter's view of a tensor that is laid out like the segment."""
+        """Return this parameter's part of a tensor with the layout of the segment, as a view."""
         local = self.owner.part(self.parameter)
         held = flat[self.start : self.start + local.numel()]
         return self.owner.wrap(in_own_storage(held.view(local.shape)))
 
 
 class Segment:
-    """Trainable neighbours in one flat shard. ``flat`` is their memory, as a parameter."""
+    """Neighbouring trainable parameters of one flat shard.
+
+    Args:
+        group: The group of the parameters.
+        members: Indices of the parameters in the group, in the order of the flat shard.
+
+    Attributes:
+        flat: A parameter over their memory in the flat shard, for the optimizer.
+        pieces: The parameters, in the order of the flat shard.
+    """
 
     def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
-        """Take the parameters of ``group`` at ``members``, in the order of the flat shard."""
         spans = [group.layout.spans[i] for i in members]
         first, end = spans[0][0], spans[-1][1]
         self._group = group
         self._members = tuple(members)
         self._sharded = [group.table.sharded[i] for i in members]
+        self._part = group.parameters[0].part
         self._shard = group.layout.shard
         self.pieces = [
             Piece(group.parameters[i], start - first)
             for i, (start, _) in zip(members, spans, strict=True)
         ]
-        # Where shards are uneven, many of a rank's parts may be empty.
-        self._filled = [
-            (position, piece)
-            for position, (piece, i) in enumerate(zip(self.pieces, members, strict=True))
-            if group.layout.shards[i].numel()
+        # If shards are uneven, many parts of a rank may be empty, and an empty part has no address.
+        self._filled = [k for k, i in enumerate(members) if group.layout.shards[i].numel()]
+        self._starts = [self.pieces[k].start for k in self._filled]
+        self._offsets = [
+            (start - self._starts[0]) * self._shard.element_size() for start in self._starts
         ]
         self.flat = nn.Parameter(self._shard[first:end])
         group.table.moved()  # looks at each shard, and counts this view in from now on
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
-        """Give ``flat`` the gradients of the pieces, without a copy where they are contiguous.
+        """Set ``flat.grad`` to the gradients of all parameters.
 
-        Where no piece has one, neither has ``flat``; return False where only some have: `split`
-        then. Raises `StateError` if the group was laid out anew.
+        No data is copied if the gradients are views of one reduced row, as backward makes them. If
+        no parameter has a gradient, ``flat.grad`` is None.
+
+        Returns:
+            False if only some parameters have a gradient. The caller then has to `split`.
+
+        Raises:
+            StateError: The group has another flat shard or other parameters than before.
         """
         sharded = map(self._group.table.sharded.__getitem__, self._members)
         if (
@@ -89,53 +104,50 @@ class Segment:
                 "parameters were replaced, converted or moved after the optimizer was made; make "
                 "it anew"
             )
-        reduced = self._group.reduced_gradients(self._members)
-        if reduced is not None:
-            output, start = reduced
-            self.flat.grad = output.run(start, len(self.flat))
-            return True
-        found = [piece.owner.sharded.grad for piece in self.pieces]
+        found = list(map(gradient_of, self._sharded))
         gradients = [gradient for gradient in found if gradient is not None]
         if len(gradients) < len(found):
             self.flat.grad = None
             return not gradients
-        parts = [(p.start, p.owner.part(gradients[i])) for i, p in self._filled]
-        side_by_side = self._side_by_side(parts)
-        self.flat.grad = self._packed(parts) if side_by_side is None else side_by_side
+        parts = [self._part(gradients[k]) for k in self._filled]
+        adjacent = self._adjacent(parts)
+        self.flat.grad = self._packed(parts) if adjacent is None else adjacent
         return True
 
     def split(self, key: Callable[[Piece], object]) -> "list[Segment]":
-        """Return the runs of neighbours of one ``key``: this segment alone where all have the same.
+        """Return one segment for each run of neighbours with the same ``key``.
 
-        The new segments have the same memory.
+        The segments use the same memory. If all parameters have the same key, the result is this
+        segment.
         """
         pairs = zip(self._members, map(key, self.pieces), strict=True)
         runs = [[i for i, _ in run] for _, run in groupby(pairs, lambda pair: pair[1])]
         return [self] if len(runs) == 1 else [Segment(self._group, run) for run in runs]
 
     def cut(self, part: "Segment", value: Tensor) -> Tensor:
-        """Return the view, of a tensor that is laid out like this segment, of a part of it."""
+        """Return the elements of ``value`` that belong to ``part``, a result of `split`, as a view.
+
+        ``value`` has the layout of this segment.
+        """
         start = part.flat.storage_offset() - self.flat.storage_offset()
         return value[start : start + len(part.flat)]
 
-    def _side_by_side(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
-        if not parts:
+    def _adjacent(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Return a flat view of all ``parts`` if they lie in memory as in the flat shard."""
+        addresses = list(map(Tensor.data_ptr, parts))
+        if not parts or [address - addresses[0] for address in addresses] != self._offsets:
             return None
-        start, first = parts[0]
-        storage, begin = first.untyped_storage(), first.storage_offset() - start
-        memory = storage.data_ptr()
-        for start, part in parts:
-            inside = part.untyped_storage().data_ptr() == memory and part.is_contiguous()
-            if not inside or part.storage_offset() - start != begin:
-                return None
-        end = (begin + len(self.flat)) * first.element_size()
-        if begin < 0 or end > storage.nbytes():
+        begin = parts[0].storage_offset() - self._starts[0]
+        end = (begin + len(self.flat)) * parts[0].element_size()
+        # Inside this range of its storage, equal addresses are the same memory.
+        inside = begin >= 0 and end <= parts[0].untyped_storage().nbytes()
+        if not inside or not all(map(Tensor.is_contiguous, parts)):
             return None
-        return first.as_strided((len(self.flat),), (1,), begin)
+        return parts[0].as_strided((len(self.flat),), (1,), begin)
 
-    def _packed(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
         out = torch.zeros_like(self.flat)
-        for start, part in parts:
+        for start, part in zip(self._starts, parts, strict=True):
             out[start : start + part.numel()].copy_(part.reshape(-1))
         return out
 
@@ -334,7 +346,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Clear all gradients, and what backwards left that is not reduced yet."""
         drop_gradients(self._units)
         super().zero_grad(set_to_none)
-        release_gradients(self._units)
 
     def _split(self, key: Callable[[Piece], object]) -> None:
         """Step neighbours of different ``key`` as tensors of their own from now on.

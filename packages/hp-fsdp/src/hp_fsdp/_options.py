@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ._buffers import Buffers
 from ._errors import ArgumentTypeError, ShardingError, is_int, shown
 
 GradientReduction = Literal["mean", "sum"]
@@ -134,17 +133,25 @@ def check_precision(policy: object) -> None:
         raise ShardingError(f"{name} is {said}; legal are floating-point dtypes and None")
 
 
-GradientMode = Literal["copy", "accumulate", "fused"]
+GradientMode = Literal["copy", "accumulate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
-    """Where a group computes, in which dtypes, and where its shards rest in the meantime."""
+    """Settings of a parameter group that cannot change after `fully_shard`.
+
+    Attributes:
+        precision: Dtypes of computation, reduction and outputs.
+        device: Device of computation.
+        rest: Device of the shards: the CPU with ``CPUOffloadPolicy``.
+        grads: How gradients are packed.
+        pinned: Whether the memory of the shards is pinned.
+        direct_bytes: Bytes per rank from which a parameter is all-gathered without a copy.
+    """
 
     precision: MixedPrecisionPolicy
     device: torch.device
     rest: torch.device
-    buffers: Buffers
     grads: GradientMode = "copy"
     pinned: bool = False
     direct_bytes: float | None = None

@@ -9,10 +9,10 @@ from hp_dtensor import Axis, Collectives
 
 from ._mesh import DataAxes
 from ._options import Options
-from ._reduction_plan import ReducedGradients, ReductionPlan, StartScatter
+from ._reduction_plan import ReductionPlan, StartScatter
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, give_gradients, named_range, profiled
+from ._torch import any_hooks_after_gradient, named_range
 
 
 class Reduction:
@@ -21,7 +21,7 @@ class Reduction:
     Args:
         plan: The parameters and their layout.
         gradients: One contiguous gradient per parameter, if ``rows`` is None.
-        rows: Gradients that are packed already. The buffer is returned after the reduce-scatter.
+        rows: Gradients that are packed already.
         used: Whether this rank has a gradient, per parameter. A parameter without one counts as
             zeros, and gets a gradient only if another rank has one.
         axes: Axes to reduce over.
@@ -58,19 +58,14 @@ class Reduction:
         self._summing: Waitable | None = None
         self._gradients = gradients  # released when they are packed
         self._used = used
-        self._output: ReducedGradients | None = None
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
         # In the rows, but where they were written in place, and the layout has no room there.
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
-            self._flat = self._target(rows)
-            if profiled():
-                with named_range("reduce_scatter", plan.path, axes.shard.name):
-                    self.scattering = self._scatter(axes.shard, start, rows, self._flat)
-            else:
-                self.scattering = self._scatter(axes.shard, start, rows, self._flat)
+            with named_range("reduce_scatter", plan.path, axes.shard.name):
+                self.scattering = self._scatter(axes.shard, start, rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows, division.before))
 
@@ -78,10 +73,7 @@ class Reduction:
         plan, gradients = self._plan, self._gradients
         if rows is None:
             self._gradients = []
-            if profiled():
-                with named_range("pack_gradients", plan.path):
-                    rows = plan.pack(gradients, self._used)
-            else:
+            with named_range("pack_gradients", plan.path):
                 rows = plan.pack(gradients, self._used)
         if before and self._has_flags:  # a flag could become zero
             layout = plan.rows
@@ -91,17 +83,8 @@ class Reduction:
             rows.div_(before)
         return rows
 
-    def _target(self, rows: Tensor) -> Tensor:
-        """Return memory for the reduced row: that of the gradients if dtype and device match."""
-        plan = self._plan
-        # Hooks that step an optimizer in backward also free the gradients, so do not keep memory.
-        if not self._hooked and (self._options.all_reduce or not self._sums):
-            self._output = plan.output()
-        if self._output is not None and _is_alike(self._output.flat, rows):
-            return self._output.flat
-        return rows.new_empty(plan.rows.reduced_numel)
-
-    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor, flat: Tensor) -> Waitable:
+    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
+        self._flat = flat = rows.new_empty(self._plan.rows.reduced_numel)
         if self._has_flags:
             return start(flat, rows)
         flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
@@ -122,12 +105,8 @@ class Reduction:
     def _sum(self, axis: Axis) -> Waitable:
         self._sum_axis = axis
         flats = [] if self._flat is None else [self._flat]
-        try:
-            with named_range("all_reduce", self._plan.path, axis.name):
-                return self._collectives.all_reduce(axis, flats, op=self._op)
-        except BaseException:  # it may have been started all the same
-            self._lose_output()
-            raise
+        with named_range("all_reduce", self._plan.path, axis.name):
+            return self._collectives.all_reduce(axis, flats, op=self._op)
 
     @property
     def ends_early(self) -> bool:
@@ -142,32 +121,21 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                if profiled():
-                    with named_range("wait_reduce_scatter", self._plan.path):
-                        self.scattering.wait()
-                else:
+                with named_range("wait_reduce_scatter", self._plan.path):
                     self.scattering.wait()
             except Exception as error:  # it has ended with this error, unlike after an interrupt
                 self.scattering, self._ready = None, False
-                self._lose_output()
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
                 raise
             self.scattering = None
-            self._give_back()
-            output = self._output
-            if self._reads_tags_early and (
-                output is None
-                or self._flat is not output.flat
-                or not output.tag_flags.equal(output.right_flags)
-            ):
+            self._release_packed()
+            if self._reads_tags_early:
                 self._check_tags()
             if self._sums and self._flat is not None:
                 self._begin_sum(self._flat)
 
-    def _give_back(self) -> None:
-        if self._rows is not None:
-            self._plan.buffers.give(self._rows)
-            self._rows = None
+    def _release_packed(self) -> None:
+        self._rows = None
 
     def wait(self) -> None:
         """Wait for everything; afterwards nothing of this reduction is in flight."""
@@ -178,18 +146,11 @@ class Reduction:
                     self._summing.wait()
             except Exception as error:
                 self._summing, self._ready = None, False
-                self._lose_output()
                 self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
             if self._summing is None and self._reads_tags_early:
                 self._check_tags()
-
-    def _lose_output(self) -> None:
-        """Stop using the result's memory, because a failed collective may still write to it."""
-        plan = self._plan
-        plan.outputs = [output for output in plan.outputs if output is not self._output]
-        self._output = None
 
     def drop(self) -> None:
         """Wait for the collectives in flight and discard the result. Starts no other collective."""
@@ -199,51 +160,33 @@ class Reduction:
         if self.scattering is not None:
             self.scattering.wait()
             self.scattering = None
-            self._give_back()
-        self._release_output()
+            self._release_packed()
 
     def finish(self) -> None:
         """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
         self.wait()
         if self._ready:
             self._put_gradients()
-        self._release_output()
 
     def _check_tags(self) -> None:
         """Raise `DisagreementError` if other ranks reduced other units."""
-        flat, output, plan = self._flat, self._output, self._plan
+        flat, plan = self._flat, self._plan
         if flat is None or not plan.is_exact:
             return
-        if output is not None and flat is output.flat:
-            flags = output.tag_flags
-        else:
-            output, flags = None, flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
+        flags = flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
         if plan.tag.log is None and flags_agree(flags.tolist()):
-            if output is not None:
-                output.right_flags = flags.clone()
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
         if error is not None:
             self._ready = False
-            self._release_output()
             raise error
 
-    def _release_output(self) -> None:
-        if self._output is not None:
-            self._output.in_flight = False
-
     def _put_gradients(self) -> None:
-        plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
-        locals_ = self._results()
-        made = plan.nothing if self._output is None else self._output.gradients
-        if self._output is not None and all(used):
-            for i in give_gradients(plan.sharded, self._output.gradients):
-                plan.parameters[i].add_gradient(locals_[i])
-            return
-        parts = zip(plan.parameters, locals_, made, used, strict=True)
-        for parameter, local, gradient, is_used in parts:
+        used = self._used if all(self._used) else self._used_by_any()
+        parts = zip(self._plan.parameters, self._results(), used, strict=True)
+        for parameter, local, is_used in parts:
             if is_used:
-                parameter.add_gradient(local, gradient)
+                parameter.add_gradient(local)
 
     def _used_by_any(self) -> list[bool]:
         """Return which parameters any rank used; reads flags only where this rank did not."""
@@ -253,19 +196,14 @@ class Reduction:
         return self._flat[first : first + len(self._used)].ne(0).tolist()
 
     def _results(self) -> list[Tensor]:
-        """Return this rank's part of each gradient, in the dtype and on the device of shards."""
+        """Return this rank's part of each gradient, in the dtype and on the device of shards.
+
+        The parts are views of one new flat tensor, which lives as long as one of them.
+        """
         plan, flat = self._plan, self._flat
         if flat is None:
             return [self._divided(gradient).to(plan.shard) for gradient in self._gradients]
-        output = self._output
-        ours = output is not None and flat is output.flat
-        values = output.values if ours and output is not None else flat[: plan.rows.flags]
-        values = self._final(values)
-        if output is None:
-            return plan.rows.views(values.to(plan.shard))
-        if not ours:
-            output.values.copy_(values)
-        return output.locals_
+        return plan.rows.views(self._final(flat[: plan.rows.flags]).to(plan.shard))
 
     def _final(self, values: Tensor) -> Tensor:
         """Return the reduced values after the user's hook, divided."""
@@ -304,21 +242,13 @@ class StreamedReduction(Reduction):
         self._ended: Begun | None = None
         self._held: list[Tensor] = []  # what a side stream uses, until the end was waited for
         super().__init__(plan, gradients, rows, used, axes, collectives, options)
-        try:
-            self._go_on()
-        except BaseException:  # of a collective that may still write to the result
-            self._lose_output()
-            raise
+        self._go_on()
 
-    def _target(self, rows: Tensor) -> Tensor:
-        # The result is memory of this stream.
+    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
+        # The result is memory of this stream. The packed rows are memory of the current stream, so
+        # they are kept until it has waited.
         with self._streams.reduce.after_current():
-            return super()._target(rows)
-
-    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor, flat: Tensor) -> Waitable:
-        # The packed rows, memory of the current stream, are kept.
-        with self._streams.reduce.after_current():
-            work = super()._scatter(axis, start, rows, flat)
+            work = super()._scatter(axis, start, rows)
             work.wait()  # lets this stream wait, and with gloo the host
         return self._streams.reduce.begun()
 
@@ -353,18 +283,16 @@ class StreamedReduction(Reduction):
                 self._ended = side.begun()
 
     def _copy_to_cpu(self, side: SideStream) -> None:
-        """Copy the reduced row, flags included, and give its memory up."""
-        flat, output, out = cast(Tensor, self._flat), self._output, self._streams.offload
+        """Copy the reduced row, flags included, and release its memory on the device."""
+        flat, out = cast(Tensor, self._flat), self._streams.offload
         self._final(flat[: self._plan.rows.flags])
         with out.after_current("copy_gradients"):
-            row = self._on_cpu(flat) if output is None else output.flat
-            if output is not None:
-                row.copy_(flat, non_blocking=True)
+            row = self._on_cpu(flat)
         for each in self._held:  # the reduced row, and the partial sum that was added to it
             side.uses(each)
         out.uses(flat)
         self._flat, self._held = row, []
-        self._made = self._plan.rows.views(row) if output is None else output.locals_
+        self._made = self._plan.rows.views(row)
         self._ended = out.begun()
 
     def _on_cpu(self, tensor: Tensor) -> Tensor:
@@ -373,10 +301,10 @@ class StreamedReduction(Reduction):
         made = torch.empty(tensor.shape, dtype=shard.dtype, device="cpu", pin_memory=pinned)
         return made.copy_(tensor, non_blocking=True)
 
-    def _give_back(self) -> None:
+    def _release_packed(self) -> None:
         if self._made is not None:
             self._gradients = []
-        super()._give_back()
+        super()._release_packed()
 
     def wait(self) -> None:
         """Wait for everything, on the host too for what was copied to the CPU."""
@@ -395,13 +323,8 @@ class StreamedReduction(Reduction):
         super().finish()
 
     def drop(self) -> None:
-        """Wait for what is under way: it was begun to its end."""
+        """Wait for all steps, which were enqueued at once, and discard the result."""
         self.wait()
-        self._release_output()
 
     def _results(self) -> list[Tensor]:
         return super()._results() if self._made is None else self._made
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from sys import getrefcount
 from typing import Literal
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
 from ._agreement import Tag, is_exact
-from ._buffers import Buffers, ResizeBuffer
 from ._errors import StateError
 from ._mesh import DataAxes
 from ._offsets import GradientRows
@@ -20,14 +18,7 @@ from ._options import Options
 from ._param import ShardedParameter
 from ._streams import Waitable
 from ._tags import TAG_FLAGS
-from ._torch import (
-    averages,
-    have_no_gradients,
-    pack_rank_major,
-    storage_references,
-    tensor_references,
-    training,
-)
+from ._torch import averages, pack_rank_major
 
 _dtype_of = attrgetter("dtype")
 
@@ -149,83 +140,9 @@ class PartialSum:
         self.flat, self._names, self._used = None, (), []
 
 
-# From there on memory counts more than the time to get it again.
-RELEASED_BYTES = 2**18
-# Up to so many elements one more copy costs less than a second tensor to reduce.
+# Up to this many elements, copying the packed gradients once more to append the flags costs less
+# than a second tensor in the reduce-scatter.
 COPIED_NUMEL = 2**16
-
-
-class ReducedGradients:
-    """A flat reduced gradient, and over it the gradients that sharded parameters are given.
-
-    Made once, because views and DTensors cost more than the reduction of small parameters, and
-    used again in each step in which nobody else refers to it any more. Where it is large, its
-    memory is given back as long as no parameter has a gradient.
-    """
-
-    def __init__(
-        self, rows: GradientRows, parameters: Sequence[ShardedParameter], like: Tensor
-    ) -> None:
-        """Make room for gradients and flags, of the dtype and on the device of ``like``."""
-        pinned = like.is_pinned()
-        self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device, pinned)
-        self.flat = flat = self._buffer.tensor
-        self.values = flat[: rows.flags]
-        self.tag_flags = flat[rows.tag_start : rows.tag_start + TAG_FLAGS]
-        self.right_flags = flat.new_empty(0)  # what the last right reduction left there
-        self.gradients = [
-            parameter.wrap(view)
-            for parameter, view in zip(parameters, rows.views(flat), strict=True)
-        ]
-        self.locals_ = [
-            parameter.part(gradient)
-            for parameter, gradient in zip(parameters, self.gradients, strict=True)
-        ]
-        self.in_flight = True  # a reduction that is not finished writes it
-        self._released = False
-        self._runs: dict[tuple[int, int], Tensor] = {}
-        self._storage = flat.untyped_storage()
-        self._tensors = [*self.gradients, *self.locals_]
-        self._marks = [vars(each) for each in self.gradients]
-        self._references = self._counted()
-
-    def _counted(self) -> int:
-        """Return the number of references to the memory and the tensors, and of their attributes.
-
-        The number is lowest if nobody else refers to them.
-        """
-        found = getrefcount(self._storage) + sum(storage_references([self._storage]))
-        found += sum(map(getrefcount, self._tensors)) + sum(map(len, self._marks))
-        found += sum(training(self.gradients))
-        return found + sum(map(tensor_references, self._tensors))
-
-    @property
-    def held(self) -> bool:
-        """Return whether a parameter or a user refers to the memory, or one is marked by a user."""
-        return self.in_flight or self._counted() != self._references
-
-    def use(self) -> None:
-        """Get memory again, for a reduction that writes it."""
-        # After what an optimizer read of it on the current stream: a reduction begins after that.
-        self.in_flight = True
-        if self._released:
-            self._buffer.allocate()
-            self._released = False
-
-    def release(self) -> None:
-        """Give the memory back, if nothing refers to it."""
-        # No stream writes it: while one may, it is `in_flight`, until the current one waited.
-        if not self._released and not self.held:
-            self._buffer.free()
-            self._released = True
-
-    def run(self, start: int, length: int) -> Tensor:
-        """Return neighbouring gradients as one flat view: ``length`` elements from ``start`` on."""
-        found = self._runs.get((start, length))
-        if found is None:
-            found = self._runs[start, length] = self.flat[start : start + length]
-            self._references += 1
-        return found
 
 
 class ReductionPlan:
@@ -249,7 +166,6 @@ class ReductionPlan:
         device: torch.device,
         shard: Tensor,
         partial: PartialSum,
-        buffers: Buffers,
         offloaded: bool,
         tag: Tag,
     ) -> None:
@@ -264,7 +180,6 @@ class ReductionPlan:
         self.device = device
         self.shard = shard
         self.partial = partial
-        self.buffers = buffers
         self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
         self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
         self._flags_shape = self._ranks, rows.flag_count
@@ -275,10 +190,8 @@ class ReductionPlan:
         with torch.inference_mode(False):
             self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
         self.is_exact = False  # whether the reduce-scatter sums every element as it is
-        self.outputs: list[ReducedGradients] = []
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.all_used = [True] * len(self.parameters)
-        self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
         self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
 
     def prepared(
@@ -313,7 +226,7 @@ class ReductionPlan:
             pieces.insert(i, self._gap(start, end, used, dtype))
         if self._has_empty:
             pieces = [piece for piece in pieces if piece.numel()]
-        flat = self.buffers.take(rows.numel, self.dtype, self.device)
+        flat = torch.empty(rows.numel, dtype=self.dtype, device=self.device)
         if pieces:
             pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
         if rows.flags_apart and self.has_flags:
@@ -368,26 +281,3 @@ class ReductionPlan:
     def names(self) -> tuple[str, ...]:
         """Return the names of the parameters."""
         return tuple(parameter.name for parameter in self.parameters)
-
-    def release(self) -> None:
-        """Give back the memory of gradients that no parameter has, if it is worth the while."""
-        if self.is_large and self.outputs and have_no_gradients(self.sharded):
-            for known in self.outputs:
-                known.release()
-
-    def output(self) -> ReducedGradients | None:
-        """Return gradients that nobody refers to; None where they would be added to others.
-
-        Mostly all parameters have others, or none has, so that the first is asked. Two are kept at
-        most: a user may hold those of the step before.
-        """
-        if self.sharded[0].grad is not None:
-            return None
-        for known in self.outputs:
-            if not known.held:
-                known.use()
-                return known
-        with torch.inference_mode(False), torch.no_grad():  # for steps of all kinds
-            made = ReducedGradients(self.rows, self.parameters, self.shard)
-        self.outputs = [*self.outputs[-1:], made]
-        return made

@@ -184,8 +184,6 @@ class Schedule:
         elif unit.stays:
             unit.train_as_shown()
             unit.train_as_sharded()
-        if unit.in_ring:
-            self._free_slots(unit)
         unit.gather_in_turn(Act.FORWARD, self._turn)
         run.laid_out = unit.laid_out
         if unit.forward_prefetch is not None:
@@ -221,7 +219,6 @@ class Schedule:
             if unit.in_pass or (unit.stays and unit.stale):
                 unit.train_as_shown()
                 unit.reshard()
-        release_gradients(self.units)
         self._check_together(self._begin_order, backward=False)
 
     def _check_together(self, units: Iterable[Unit], backward: bool) -> None:
@@ -300,7 +297,7 @@ class Schedule:
         self._end_order = self._ended
         self._cursor = len(self._end_order)
         self._pass_root = None
-        self._drop_unused_gathers(self.units)
+        self._drop_unused_gathers()
         if not unit.expects_backward:
             if self._pinned:
                 self._finish_copies()
@@ -443,8 +440,6 @@ class Schedule:
         if unit is self._late:
             self._late = None
         if unit.options.unshard_in_backward:
-            if unit.in_ring:
-                self._free_slots(unit)
             unit.gather_in_turn(Act.BACKWARD, self._turn)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
@@ -465,7 +460,7 @@ class Schedule:
             # The last in the order is the root, whose backward lasts to the end.
             first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
             if at and order[at - 1].options.unshard_in_backward:
-                if first and unit.adds_to_peak:
+                if first and unit.packs_early:
                     self._late = order[at - 1]
                 else:
                     order[at - 1].gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
@@ -538,7 +533,7 @@ class Schedule:
                     unit.forget_forward()
         if last:
             self._finish_reductions()
-            self._drop_unused_gathers(self.units)
+            self._drop_unused_gathers()
             if self._tag_log is not None:
                 self._tag_log.send(f"the gradients of backward {self._backwards} are wrong: ")
             self._cursor = len(self._end_order)
@@ -556,7 +551,8 @@ class Schedule:
         self._hooked, self._scattering = [], []
         if self._pinned:
             self._finish_copies()  # hooks on gradients may step an optimizer
-        with torch.no_grad():
+        # Gradients are used outside of inference mode, which creates tensors of another kind.
+        with torch.inference_mode(False), torch.no_grad():
             while self._reductions:
                 self._reductions[0].finish()
                 del self._reductions[0]
@@ -574,6 +570,7 @@ class Schedule:
         if self._reductions and not self.in_backward:
             self._finish_reductions()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce all gradients of ``units`` that wait, last unit first.
@@ -588,26 +585,10 @@ class Schedule:
         self._finish_reductions()
         self.in_backward = False
 
-    def _drop_unused_gathers(self, units: Iterable[Unit]) -> None:
-        for unit in units:
+    def _drop_unused_gathers(self) -> None:
+        for unit in self.units:
             if unit.in_pass and unit.gathering:
                 unit.reshard()
-
-    def _free_slots(self, unit: Unit) -> None:
-        """Let others give back the slot of a ring that a unit needs, where they can do without.
-
-        Those that are gathered ahead of their time, and one that was kept for its backward by
-        default, which gathers it again.
-        """
-        if not unit.lacks_memory():
-            return
-        others = [other for other in self.units if other.in_ring and other is not unit]
-        self._drop_unused_gathers(others)
-        for other in others:
-            kept = other.in_pass and other.stays and other.options.reshard_after_forward is None
-            awaited = other.gradients is GradientState.EXPECTED and not other.hidden
-            if kept and awaited and not other.waiting and unit.lacks_memory():
-                other.reshard()
 
     def reset(self) -> None:
         """Forget the step under way; see `FSDPModule.reset`."""
@@ -631,13 +612,6 @@ def drop_gradients(units: Sequence[Unit]) -> None:
         if unit.schedule is not None:
             unit.schedule.finish_early()
         unit.drop_gradients()
-
-
-def release_gradients(units: Sequence[Unit]) -> None:
-    """Give back the memory of reduced gradients that no parameter has any more."""
-    for unit in units:
-        for group in unit.groups:
-            group.release_gradients()
 
 
 def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:

@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -100,8 +99,6 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
 
 # The local tensor itself; ``to_local`` returns a new view, with autograd history.
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
-# How many holders a tensor has, autograd's graphs among them; there is no public counter.
-tensor_references: Callable[[Tensor], int] = cast(Any, Tensor)._use_count
 _storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _pointer_of = attrgetter("_cdata")
 
@@ -237,19 +234,6 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
 
 
-def accumulates(ctx: Any, position: int) -> bool:
-    """Return whether the backward under way adds to the ``grad`` of an input, which is a leaf.
-
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` may leave it out; ``needs_input_grad`` does
-    not tell. ``torch._C._will_engine_execute_node`` does, and has no public name; it raises for a
-    leaf whose gradient is to be returned.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[position][0]))
-    except RuntimeError:
-        return False
-
-
 def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:
     """Return what ``Tensor.register_post_accumulate_grad_hook`` registered; it has no getter."""
     return parameter._post_accumulate_grad_hooks
@@ -261,24 +245,6 @@ gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 # Inside of it attributes of tensors are read and written twice as fast: nothing looks for a
 # ``__torch_function__`` of their class, which DTensors have switched off.
 plain_attributes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-
-
-def have_no_gradients(tensors: Iterable[Tensor]) -> bool:
-    """Return whether none of the tensors has a gradient."""
-    with plain_attributes():
-        return all(map(is_, map(gradient_of, tensors), repeat(None)))
-
-
-def give_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> list[int]:
-    """Give the tensors that have none their gradient; return the positions of the others."""
-    others = []
-    with plain_attributes():
-        for position, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            if tensor.grad is None:
-                tensor.grad = gradient
-            else:
-                others.append(position)
-    return others
 
 
 def training(tensors: Iterable[Tensor]) -> list[bool]:
