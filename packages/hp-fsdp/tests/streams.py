@@ -12,7 +12,7 @@ from rank_pool.streams import Nccl, Stream
 from torch import Tensor
 
 from hp_dtensor import Axis, TorchCollectives, Work
-from hp_fsdp import _layout, _reduction_plan
+from hp_fsdp import _layout, _reduction
 from hp_fsdp._agreement import TagLog
 from hp_fsdp._buffers import Buffer
 from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
@@ -120,7 +120,7 @@ def _patches(device: Device, own: bool) -> list[Any]:
         (Tensor, "record_stream", lambda x, stream: device.record(x, stream)),
     ]
     if not own:  # `Nccl` is taken for the collectives of torch
-        changes += [(module, "is_exact", lambda _: True) for module in (_layout, _reduction_plan)]
+        changes += [(module, "is_exact", lambda _: True) for module in (_layout, _reduction)]
     return [mock.patch.object(*change) for change in changes]
 
 

@@ -3,9 +3,9 @@
 Nothing is communicated, but process groups are made where axes are folded or there is none yet.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -262,50 +262,26 @@ _KINDS: dict[type[ShardedParameter], type[ParameterGroup]] = {
 }
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    mesh: DeviceMesh | None = ...,
-    *,
-    layout: LayoutName = ...,
-    granularity: Granularity | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacement | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Collection[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataAxisNames | None = ...,
-    min_shard_numel: int = ...,
-    direct_bytes: float | None = ...,
-    buffers: None = ...,
-    grads: GradientMode = ...,
-    gradient_reduction: GradientReduction = ...,
-    collectives: Collectives | None = ...,
-) -> FSDPModule: ...
+P = ParamSpec("P")
 
 
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    mesh: DeviceMesh | None = ...,
-    *,
-    layout: LayoutName = ...,
-    granularity: Granularity | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacement | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Collection[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataAxisNames | None = ...,
-    min_shard_numel: int = ...,
-    direct_bytes: float | None = ...,
-    buffers: None = ...,
-    grads: GradientMode = ...,
-    gradient_reduction: GradientReduction = ...,
-    collectives: Collectives | None = ...,
-) -> list[FSDPModule]: ...
+class _Overloaded(Protocol[P]):
+    """The type of `fully_shard`: a module returns a module, a list returns a list."""
+
+    @overload
+    def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
+
+    @overload
+    def __call__(
+        self, module: list[nn.Module], *args: P.args, **kwargs: P.kwargs
+    ) -> list[FSDPModule]: ...
 
 
+def _overloaded(function: Callable[Concatenate[Any, P], object]) -> _Overloaded[P]:
+    return cast("_Overloaded[P]", function)
+
+
+@_overloaded
 def fully_shard(
     module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | None = None,

@@ -42,11 +42,10 @@ from ._param import (
     sharded_from,
 )
 from ._precision import choose_dtypes
-from ._reduction import Reduction, StreamedReduction
-from ._reduction_plan import PartialSum, ReductionPlan
+from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
-from ._torch import gradient_of, graph_task, local_of, named_range, profiled, training, uncompiled
+from ._torch import gradient_of, graph_task, local_of, named_range, training, uncompiled
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
@@ -227,17 +226,14 @@ class ParameterGroup:
             return
         if layout.shard.is_meta:
             raise no_memory(self.parameters, self.path)
-        axis = self.axes.shard
+        block = self.post_forward_axis if fewer else None
+        axis = block or self.axes.shard
         try:
-            if fewer and self.post_forward_axis is not None:
-                axis = self.post_forward_axis
-                with named_range("all_gather", self.path, axis.name):
-                    self._work = layout.gather_block(axis, self.gathers)
-            elif profiled():
-                with named_range("all_gather", self.path, axis.name):
+            with named_range("all_gather", self.path, axis.name):
+                if block is None:
                     self._work = layout.gather(axis, self.gathers, self.streams)
-            else:
-                self._work = layout.gather(axis, self.gathers, self.streams)
+                else:
+                    self._work = layout.gather_block(block, self.gathers)
             if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]
@@ -291,13 +287,9 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            if profiled():
-                with named_range("wait_all_gather", self.path):
-                    self._wait()
-                with named_range("show_unsharded", self.path):
-                    self._show_unsharded()
-            else:
+            with named_range("wait_all_gather", self.path):
                 self._wait()
+            with named_range("show_unsharded", self.path):
                 self._show_unsharded()
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None

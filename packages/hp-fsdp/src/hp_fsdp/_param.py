@@ -247,10 +247,6 @@ class ShardedParameter:
         """Return whether modules compute with a plain tensor, not with a DTensor."""
         return self._own is None
 
-    def is_unsharded(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is the unsharded parameter."""
-        return tensor is self.unsharded
-
     def hold_gradient(self, dtype: torch.dtype) -> None:
         """Put the unsharded gradient aside in ``dtype``, added to what is there already."""
         gradient, self.unsharded.grad = self.unsharded.grad, None

@@ -219,17 +219,18 @@ def apply_untransformed(
     return own.apply(context, *map(_tensor_alive, tensors))
 
 
-# Whether somebody profiles; there is no public question.
-profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+# Whether a profiler is active; there is no public function for this.
+_profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+_NO_RANGE = nullcontext()
 
 
 def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[object]:
-    """Name what runs inside in a profile: what it does, of which module, over which axis.
+    """Return a context that profiles show as a range, for example for one all-gather of a module.
 
-    ``torch.profiler.record_function`` takes 7 us where nobody profiles.
+    Without a profiler it does nothing, because ``torch.profiler.record_function`` takes 7 us.
     """
-    if not profiled():
-        return nullcontext()
+    if not _profiled():
+        return _NO_RANGE
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
 
