@@ -17,14 +17,14 @@ class GradientBucket:
     """Packed gradients ``[degree, width]`` that grow by one gradient at a time.
 
     The first gradient of a parameter overwrites the memory; later ones are added. `finish` writes
-    zeros where no gradient came.
+    zeros for parameters without a gradient.
 
     Args:
         rows: Layout of the packed gradients.
         flat: Memory for them, with arbitrary contents.
 
     Attributes:
-        written: Whether a gradient came, per parameter.
+        written: Whether there is a gradient, per parameter.
     """
 
     def __init__(self, rows: GradientRows, flat: Tensor) -> None:
@@ -52,8 +52,8 @@ class GradientBucket:
     def finish(self, tag_flags: Tensor) -> Tensor:
         """Return the packed rows, flat. Parameters without a gradient have zeros.
 
-        In each row a flag per parameter says whether it has a gradient; then come ``tag_flags``,
-        of shape ``[TAG_FLAGS]``.
+        Each row ends with one flag per parameter, which says whether it has a gradient, and
+        ``tag_flags``, of shape ``[TAG_FLAGS]``.
         """
         rows = self._flat.view(self._rows.degree, self._rows.width)
         for extent, written in zip(self._rows.extents, self.written, strict=True):

@@ -1,4 +1,4 @@
-"""`sharded_optimizer`: neighbours in a flat shard are stepped as one tensor."""
+"""`sharded_optimizer`: neighbouring parameters of a flat shard are updated as one tensor."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,9 +153,10 @@ class Segment:
 
 
 def segments_of(group: ParameterGroup) -> list[Segment]:
-    """Return the segments of a group: cut where a frozen parameter or alignment comes between.
+    """Return the segments of a group.
 
-    Empty where shards are not in one buffer.
+    A frozen parameter or a gap between two parameters ends a segment. A group without a flat shard
+    has no segments.
     """
     if not group.flat:
         return []
@@ -247,7 +248,17 @@ def sharded_optimizer(
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """What `sharded_optimizer` returns: parameters outside, segments of flat shards inside."""
+    """The optimizer of `sharded_optimizer`: has sharded parameters, and updates segments.
+
+    Args:
+        cls: Class of the inner optimizer, which updates the segments.
+        parameters: All optimized parameters, in the order of their numbers in a state dict.
+        segments: Segments of flat shards.
+        others: Optimized parameters that are in no segment.
+        units: Units of the module, for `zero_grad`.
+        options: Options of ``cls``.
+        frozen: Parameters of the module that are not optimized, by name.
+    """
 
     def __init__(
         self,
@@ -259,11 +270,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         options: dict[str, Any],
         frozen: Mapping[str, nn.Parameter],
     ) -> None:
-        """Make ``cls`` with ``options`` on the segments; ``others`` are stepped as they are.
-
-        ``parameters`` are all of them, in the order that a state dict numbers them in; ``frozen``
-        are none of them, by name.
-        """
         self._frozen = dict(frozen)
         self._segments = list(segments)
         self._others = list(others)
@@ -278,9 +284,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are stepped one by one from now on.
-
-        Their shards may be next to those of a segment, which is not made anew for them.
+        """Add parameters, which are updated one by one, also if their shards are neighbours.
 
         Args:
             param_group: Parameters and options, as ``cls`` takes them.
@@ -296,9 +300,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._listed.append(list(added["params"]))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters from their gradients; ``closure`` runs first, with gradients.
+        """Update all parameters with their gradients.
 
-        Raises `StateError` where the parameters of a group are not those that it was made with.
+        Args:
+            closure: Called first, with gradients enabled. Returns the loss.
+
+        Returns:
+            The result of ``closure``, or None.
+
+        Raises:
+            StateError: A parameter group has other parameters than before, or parameters of the
+                module were replaced, converted or moved.
         """
         for number, (group, listed) in enumerate(zip(self.param_groups, self._listed, strict=True)):
             if not _are_same(group["params"], listed):
@@ -329,7 +341,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _warn_of_unfrozen(self) -> None:
-        """Warn, once, of what trains now and is in no group."""
+        """Warn once about parameters that require grad now and are in no parameter group."""
         added = {id(p) for group in self.param_groups for p in group["params"]}
         self._frozen = {name: p for name, p in self._frozen.items() if id(p) not in added}
         unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
@@ -343,14 +355,18 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, and what backwards left that is not reduced yet."""
+        """Clear all gradients, also gradients that are not reduced yet.
+
+        Args:
+            set_to_none: If True, set gradients to None. If False, set them to zero.
+        """
         drop_gradients(self._units)
         super().zero_grad(set_to_none)
 
     def _split(self, key: Callable[[Piece], object]) -> None:
-        """Step neighbours of different ``key`` as tensors of their own from now on.
+        """Split each segment where ``key`` changes.
 
-        A parameter without gradient is skipped, and its step number is another one ever after.
+        This is permanent: a parameter that was skipped has another step number from then on.
         """
         parts = [segment.split(key) for segment in self._segments]
         if all(len(each) == 1 for each in parts):
@@ -374,7 +390,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _show_state(self) -> None:
-        """Make each parameter's state a view of its segment's."""
+        """Set the state of each parameter to views of the state of its segment."""
         self._shown = len(self._inner.state)
         for segment in self._segments:
             state: dict[str, Any] = self._inner.state.get(segment.flat, {})
@@ -392,13 +408,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._states = list(self.state.values())
 
     def _is_shown(self) -> bool:
-        """Return whether ``state`` is what `_show_state` made it, and nothing was put into it."""
+        """Return whether ``state`` has not been changed since `_show_state`."""
         values = chain.from_iterable(map(dict.values, self._views))
         return _are_same(self.state.values(), self._states) and _are_same(values, self._values)
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Step with what ``state`` has now; it was loaded, or someone put it there."""
+        """Copy ``state``, which was loaded or edited, to the state of the segments."""
         self._inner.state.clear()
         self._split(self._loaded)
         for segment in self._segments:
@@ -415,9 +431,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state per parameter; what a segment has once, each parameter has of its own.
+        """Return the state per parameter.
 
-        Another optimizer that loads it would count a shared step once for each parameter.
+        Each parameter gets a copy of the step number of its segment. An optimizer that loads a
+        shared tensor would increment it once per parameter.
+
+        Returns:
+            A state dict as of the inner optimizer on the parameters.
         """
         found = super().state_dict()
         found["state"] = {
@@ -427,12 +447,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state per parameter, this optimizer's or that of ``cls`` on the parameters."""
+        """Load a state dict of this optimizer, or of ``cls`` on the separate parameters.
+
+        Args:
+            state_dict: The state dict.
+        """
         super().load_state_dict(state_dict)
         self._take_state()
 
     def _loaded(self, piece: Piece) -> object:
-        """Return what a parameter's state has once, such as its step number."""
+        """Return the state of a parameter that is not per element, such as its step number."""
         state = self.state.get(piece.parameter, {})
         return {
             name: value.tolist() if isinstance(value, Tensor) else value

@@ -23,13 +23,13 @@ from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_m
 _dtype_of = attrgetter("dtype")
 
 
-StartScatter = Callable[[Tensor, Tensor], Waitable]  # of the output and the input
+StartScatter = Callable[[Tensor, Tensor], Waitable]  # called with the output and the input
 
 
 def _prepared_scatter(
     collectives: Collectives, axis: Axis, op: Literal["sum", "avg"], device: torch.device
 ) -> StartScatter:
-    """Return what starts the same reduce-scatter each time; torch's looks things up only here."""
+    """Return a function that starts the reduce-scatter, with all lookups done once."""
     divides = op == "sum" or averages(axis.group, device)
     if type(collectives) is TorchCollectives and divides and axis.size > 1:
         return collectives.prepare_reduce_scatter(axis, op)
@@ -56,9 +56,10 @@ class Division:
     def of(
         options: Options, axes: DataAxes, dtype: torch.dtype, device: torch.device
     ) -> "Division":
-        """Return it for gradients that are reduced in ``dtype`` over ``axes``.
+        """Return the division of gradients that are reduced in ``dtype`` over ``axes``.
 
-        float16 overflows in large sums: about half the factor, in powers of two, comes before.
+        Large sums overflow in float16. Therefore about half of the factor, as a power of two, is
+        divided before the reduction.
         """
         sums = tuple(axis for axis in axes.replicate if axis.size > 1)
         before, factor = None, None
@@ -67,7 +68,7 @@ class Division:
         elif options.force_sum or (dtype == torch.float16 and axes.size > 1):
             factor = float(axes.size)
         elif not sums and options.hook is None and not averages(axes.shard.group, device):
-            factor = float(axes.shard.size)  # once, at the end, and not as each sum ends
+            factor = float(axes.shard.size)  # one division of the result
         if factor is not None and dtype == torch.float16 and axes.size > 1:
             before = 1.0
             while factor % before == 0 and factor / before > before:
@@ -75,7 +76,7 @@ class Division:
             factor /= before
         after = None
         if factor is not None and factor != 1.0:
-            # A number would be made a tensor, and brought to this dtype, in each step.
+            # torch would convert a Python number to a tensor of this dtype in each step.
             exact = dtype if dtype in (torch.float32, torch.float64) else torch.float64
             with torch.inference_mode(False):
                 after = torch.tensor(factor, dtype=exact, device="cpu")
@@ -95,7 +96,7 @@ class PartialSum:
 
     @property
     def waits(self) -> bool:
-        """Return whether something is kept."""
+        """Return whether there is a sum."""
         return self.flat is not None
 
     def add(
@@ -130,13 +131,13 @@ class PartialSum:
         return flat, used
 
     def drop(self) -> None:
-        """Set this rank's sum to zero. Other replicas still all-reduce theirs with it."""
+        """Set this rank's sum to zero. Other replicas still all-reduce their sums with it."""
         if self.flat is not None:
             self.flat.zero_()
             self._used, self._scale = [False] * len(self._used), None
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Forget the sum."""
         self.flat, self._names, self._used = None, (), []
 
 
@@ -183,13 +184,13 @@ class ReductionPlan:
         self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
         self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
         self._flags_shape = self._ranks, rows.flag_count
-        self._gaps = rows.gaps[::-1]  # so that what is put there moves no other
+        self._gaps = rows.gaps[::-1]  # backwards, so that insertions shift no later gap
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
         self._has_empty = any(not extent.spec.numel for extent in rows.extents)
         self._known: dict[tuple[object, torch.dtype], Tensor] = {}
         with torch.inference_mode(False):
             self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
-        self.is_exact = False  # whether the reduce-scatter sums every element as it is
+        self.is_exact = False  # whether the collectives send every element unchanged
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.all_used = [True] * len(self.parameters)
         self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
@@ -197,9 +198,9 @@ class ReductionPlan:
     def prepared(
         self, options: Options, axes: DataAxes, collectives: Collectives
     ) -> tuple[Division, StartScatter]:
-        """Return what a reduction divides by, and what starts its reduce-scatter.
+        """Return the division of a reduction, and a function that starts its reduce-scatter.
 
-        Options and axes are frozen, so what was worked out holds as long as they are the same.
+        Both are cached for the same options, axes and collectives, which are frozen.
         """
         known = self._prepared
         if (
@@ -215,7 +216,12 @@ class ReductionPlan:
         return known[3], known[4]
 
     def pack(self, gradients: list[Tensor], used: Sequence[bool]) -> Tensor:
-        """Return the rows, flat; contiguous ``gradients`` are zeros where they are not ``used``."""
+        """Return the packed rows, flat.
+
+        Args:
+            gradients: One contiguous gradient per parameter; zeros if it is not ``used``.
+            used: Whether this rank has a gradient, per parameter.
+        """
         rows, pieces = self.rows, gradients
         for i, spec in self._rearranged:
             pieces[i] = spec.by_rank(pieces[i]).contiguous()
@@ -235,11 +241,11 @@ class ReductionPlan:
         return flat
 
     def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return ``[ranks, flags]``: in each row 1 for what this rank ``used``, then the tag."""
+        """Return ``[ranks, flags]``: in each row 1 or 0 per parameter, then the tag's flags."""
         return self._made("flags", self._flags_shape, 0, used, dtype)
 
     def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return the columns of no parameter from ``start`` to ``end``: zeros, or flags in them."""
+        """Return zeros, and maybe flags, for columns without a parameter."""
         shape, flags = (self.rows.degree, end - start), self.rows.flags
         if self.rows.flags_apart or not start <= flags < end:
             return self._made(start, shape, 0, (), dtype)
@@ -300,7 +306,7 @@ class Reduction:
         scattering: The reduce-scatter. The packed gradients are alive until it is None.
     """
 
-    _reads_tags_early = True  # as soon as a sum has ended
+    _reads_tags_early = True  # when a collective has ended, not at the end of backward
 
     def __init__(
         self,
@@ -321,14 +327,15 @@ class Reduction:
         self._scale = division.op, division.before
         self._sums = list(division.sums)
         self._ready = True
-        self._shard_axis = self._sum_axis = axes.shard  # the latter is that of the last sum
+        self._shard_axis = axes.shard
+        self._sum_axis = axes.shard  # axis of the latest all-reduce
         self.scattering: Waitable | None = None
         self._summing: Waitable | None = None
         self._gradients = gradients  # released when they are packed
         self._used = used
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
-        # In the rows, but where they were written in place, and the layout has no room there.
+        # Rows that are packed already have flags if the layout has columns for them.
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
@@ -343,7 +350,7 @@ class Reduction:
             self._gradients = []
             with named_range("pack_gradients", plan.path):
                 rows = plan.pack(gradients, self._used)
-        if before and self._has_flags:  # a flag could become zero
+        if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
             width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
             rows.view(-1, width)[:, : layout.flags].div_(before)
@@ -380,8 +387,8 @@ class Reduction:
     def ends_early(self) -> bool:
         """Return whether to finish during backward, because parameters have post-gradient hooks.
 
-        Only some ranks may have such hooks. So this is False if finishing would start another
-        collective, whose order must be the same on all ranks.
+        Only some ranks may have such hooks. So this is False if `finish` would start another
+        collective, because all ranks must start collectives in the same order.
         """
         return self._hooked and (self.scattering is not None or not self._sums)
 
@@ -391,7 +398,7 @@ class Reduction:
             try:
                 with named_range("wait_reduce_scatter", self._plan.path):
                     self.scattering.wait()
-            except Exception as error:  # it has ended with this error, unlike after an interrupt
+            except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
                 raise
@@ -406,7 +413,7 @@ class Reduction:
         self._rows = None
 
     def wait(self) -> None:
-        """Wait for everything; afterwards nothing of this reduction is in flight."""
+        """Wait for all collectives of this reduction."""
         self.finish_scatter()
         while self._summing is not None:
             try:
@@ -431,7 +438,7 @@ class Reduction:
             self._release_packed()
 
     def finish(self) -> None:
-        """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
+        """Wait, divide, and set the gradients of the sharded parameters."""
         self.wait()
         if self._ready:
             self._put_gradients()
@@ -459,14 +466,14 @@ class Reduction:
                 parameter.add_gradient(local)
 
     def _used_by_any(self) -> list[bool]:
-        """Return which parameters any rank used; reads flags only where this rank did not."""
+        """Return whether any rank used the parameter, per parameter. Reads the reduced flags."""
         if self._flat is None:
             return self._used
         first = self._plan.rows.flags
         return self._flat[first : first + len(self._used)].ne(0).tolist()
 
     def _results(self) -> list[Tensor]:
-        """Return this rank's part of each gradient, in the dtype and on the device of shards.
+        """Return this rank's part of each gradient, with the dtype and device of the shards.
 
         The parts are views of one new flat tensor, which lives as long as one of them.
         """
@@ -476,9 +483,9 @@ class Reduction:
         return plan.rows.views(self._final(flat[: plan.rows.flags]).to(plan.shard))
 
     def _final(self, values: Tensor) -> Tensor:
-        """Return the reduced values after the user's hook, divided."""
+        """Call the user's hook with the reduced values, then divide them."""
         if self._options.hook is not None:
-            self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
+            self._options.hook(values)
         return values if self._after is None else values.div_(self._after)
 
     def _divided(self, reduced: Tensor) -> Tensor:
@@ -510,7 +517,7 @@ class StreamedReduction(Reduction):
         self._streams = streams
         self._made: list[Tensor] | None = None
         self._ended: Begun | None = None
-        self._held: list[Tensor] = []  # what a side stream uses, until the end was waited for
+        self._held: list[Tensor] = []  # used by a side stream until `_ended` was waited for
         super().__init__(plan, gradients, rows, used, axes, collectives, options)
         self._go_on()
 
@@ -526,7 +533,7 @@ class StreamedReduction(Reduction):
         self._flat = flat  # `_go_on` has begun it, or will
 
     def _go_on(self) -> None:
-        """Begin all that follows the reduce-scatter; the memory of its result is kept for that."""
+        """Enqueue all steps after the reduce-scatter."""
         streams = self._streams
         if self._flat is None:
             if self._plan.offloaded:
@@ -539,7 +546,7 @@ class StreamedReduction(Reduction):
         with side.after_current():
             if self.scattering is not None:
                 self.scattering.wait()
-            # Another stream may be lent the memory of the last sum, or of a result that was cast.
+            # Keep the memory of the last sum and of a result that is cast: this stream reads it.
             self._held = [x for x in (self._flat, self._plan.partial.flat) if x is not None]
             super()._begin_sum(self._flat)
             while self._summing is not None:
@@ -558,7 +565,7 @@ class StreamedReduction(Reduction):
         self._final(flat[: self._plan.rows.flags])
         with out.after_current("copy_gradients"):
             row = self._on_cpu(flat)
-        for each in self._held:  # the reduced row, and the partial sum that was added to it
+        for each in self._held:  # the reduced row and the partial sum
             side.uses(each)
         out.uses(flat)
         self._flat, self._held = row, []
@@ -577,7 +584,7 @@ class StreamedReduction(Reduction):
         super()._release_packed()
 
     def wait(self) -> None:
-        """Wait for everything, on the host too for what was copied to the CPU."""
+        """Wait for all steps. If gradients are copied to the CPU, the host waits for the copy."""
         self.finish_scatter()
         if self._ended is not None:
             with named_range("wait_reduction", self._plan.path):
@@ -587,7 +594,7 @@ class StreamedReduction(Reduction):
             self._ended, self._held = None, []
 
     def finish(self) -> None:
-        """Wait, note the tags, and put the results on the parameters' ``grad``."""
+        """Wait, check the tags, and set the gradients of the sharded parameters."""
         self.wait()
         self._check_tags()
         super().finish()
