@@ -568,8 +568,6 @@ class Schedule:
         if self._reductions and not self.in_backward:
             self._finish_reductions()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce the accumulated gradients of ``units``, in this order.
 
@@ -577,9 +575,10 @@ class Schedule:
         """
         self.check_no_backward()
         self.in_backward, self._dual = True, inside_forward_ad()
-        for unit in units:
-            if unit.unreduced or any(group.partial.waits for group in unit.groups):
-                self._reduce(unit, replace(unit.options, all_reduce=True))
+        with torch.inference_mode(False), torch.no_grad():  # as in `_finish_reductions`
+            for unit in units:
+                if unit.unreduced or any(group.partial.waits for group in unit.groups):
+                    self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
         self.in_backward = False
 
