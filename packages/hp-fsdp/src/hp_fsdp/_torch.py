@@ -425,15 +425,15 @@ def registers_memory(group: object, device: torch.device) -> bool:
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Return whether a tensor has all-gather extensions, as in torch's ``fully_shard``."""
+    """Return whether a tensor gathers itself: torch's `fully_shard` looks for these names on it."""
     return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
 
 
 def preserved_versions(tensor: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which writes to a tensor do not increase its version counter.
+    """Write the same values into a tensor again without autograd taking it for a change.
 
-    Used to write the same values again. A plain tensor has the public alias ``.data`` with its own
-    counter, but not all tensor classes support it.
+    ``torch.autograd._unsafe_preserve_version_counter``, which has no public name; an alias of its
+    own (``.data``) is the way for plain tensors, and not all tensor classes can make one.
     """
     autograd: Any = torch.autograd
     guard: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)
