@@ -319,7 +319,6 @@ def faults(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """Run what takes too long for every change: before a release, and after large changes.
 
-    The cases of hp-fsdp's modes that will be removed (``grads="fused"``, `Ring`).
     Tests with the mark ``long``: the default training run whole (12 of its steps always run),
     combinations of axes of which others have the parts, hp-cp's matrix of modes, masks, layouts and
     heads on four ranks (on two, and every fourth case on four in float64, it always runs), ten

@@ -19,7 +19,7 @@ import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_fsdp import Ring, fully_shard, sharded_optimizer
+from hp_fsdp import fully_shard, sharded_optimizer
 
 Row = dict[str, Any]
 Step = Callable[[], None]
@@ -91,11 +91,11 @@ class Net(nn.Module):
         return x
 
 
-def ours(base: Net, mesh: DeviceMesh, ring: Ring | None = None, **options: Any) -> nn.Module:
-    """Shard with hp-fsdp; blocks may share a ring."""
+def ours(base: Net, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard the blocks, then the root, with hp-fsdp."""
     model = copy.deepcopy(base)
     for block in model.blocks:
-        fully_shard(block, mesh, buffers=ring, **options)
+        fully_shard(block, mesh, **options)
     fully_shard(model, mesh, **options)
     return model
 

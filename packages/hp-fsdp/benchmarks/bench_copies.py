@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_fsdp import Ring
-
 MOVING = (
     "copy_",
     "clone",
@@ -83,10 +81,8 @@ def main() -> None:
     arms = {
         "copy": ours(base, mesh),
         "accumulate": ours(base, mesh, grads="accumulate"),
-        "fused": ours(base, mesh, grads="fused"),
-        "fused, Ring(2)": ours(base, mesh, Ring(2), grads="fused"),
         "ragged": ours(base, mesh, layout="ragged"),
-        "ragged, fused": ours(base, mesh, layout="ragged", grads="fused"),
+        "ragged, accumulate": ours(base, mesh, layout="ragged", grads="accumulate"),
         "torch": torchs(base, mesh, tuned=False),
     }
     rows: list[Row] = [

@@ -23,7 +23,7 @@ from hp_dtensor import clip_grad_norm_
 SIDES: dict[str, dict[str, Any]] = {
     "exact": {},
     "exact, sharded_optimizer": {"flat": True},
-    "fused, sharded_optimizer": {"flat": True, "grads": "fused"},
+    "accumulate, sharded_optimizer": {"flat": True, "grads": "accumulate"},
     "ragged": {"layout": "ragged"},
     "ragged, sharded_optimizer": {"layout": "ragged", "flat": True},
 }

@@ -2,9 +2,9 @@
 
 A fake group of eight, where collectives move nothing. Every allocation and release of torch's CPU
 allocator counts, in the order and with the sizes that its profiler reports, the same for all sides.
-At rest, between steps and without gradients, there are shards and what a side keeps to itself, such
-as a ring's slots. The third step is measured to the end of backward: gathered parameters, packed
-and reduced gradients, activations, temporaries. Allocations are those above a local step's.
+Rest is the memory between steps, without gradients: the shards and what a library keeps. The third
+step is measured to the end of backward: unsharded parameters, packed and reduced gradients,
+activations, temporaries. Allocations are those in addition to a local step's.
 """
 
 import argparse
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from hp_fsdp import Ring
 
 
 class Use(NamedTuple):
@@ -85,12 +83,10 @@ def main() -> None:
             "torch": partial(torchs, base, mesh, tuned=False),
             "copy": partial(ours, base, mesh),
             "copy, two buffers": partial(two_buffers, base, mesh),
-            "copy, Ring(2)": lambda: ours(base, mesh, Ring(2)),
-            "fused": partial(ours, base, mesh, grads="fused"),
-            "fused, two buffers": partial(two_buffers, base, mesh, grads="fused"),
-            "fused, Ring(2)": lambda: ours(base, mesh, Ring(2), grads="fused"),
+            "accumulate": partial(ours, base, mesh, grads="accumulate"),
+            "accumulate, two buffers": partial(two_buffers, base, mesh, grads="accumulate"),
             "ragged": partial(ours, base, mesh, layout="ragged"),
-            "ragged, fused": partial(ours, base, mesh, layout="ragged", grads="fused"),
+            "ragged, accumulate": partial(ours, base, mesh, layout="ragged", grads="accumulate"),
         }
         found = {name: used(make, batch) for name, make in arms.items()}
         theirs = found["torch"]

@@ -31,8 +31,6 @@ from arms import (
 from by_hand import apart
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_fsdp import Ring
-
 TORCH = ("torch", "torch tuned")
 ROUNDS = {"quick": 2, "default": 4, "long": 12}
 
@@ -47,7 +45,7 @@ def case(
         "hp-fsdp": training(ours(base, mesh), batch),
         "two buffers": training(two_buffers(base, mesh), batch),
         "sharded_optimizer": training(ours(base, mesh), batch, flat=True),
-        "fused, Ring(2)": training(ours(base, mesh, Ring(2), grads="fused"), batch, flat=True),
+        "accumulate": training(ours(base, mesh, grads="accumulate"), batch, flat=True),
         "ragged": training(ours(base, mesh, layout="ragged"), batch, flat=True),
         "apart": apart(base, mesh, batch),
         "torch": training(torchs(base, mesh, tuned=False), batch),

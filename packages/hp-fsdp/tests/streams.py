@@ -12,12 +12,11 @@ from rank_pool.streams import Nccl, Stream
 from torch import Tensor
 
 from hp_dtensor import Axis, TorchCollectives, Work
-from hp_fsdp import _layout, _reduction, _reduction_plan
+from hp_fsdp import _layout, _reduction
 from hp_fsdp._agreement import TagLog
-from hp_fsdp._buffers import ResizeBuffer
+from hp_fsdp._buffers import Buffer
 from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
 from hp_fsdp._reduction import StreamedReduction
-from hp_fsdp._reduction_plan import ReducedGradients
 from hp_fsdp._streams import SideStream, Streams
 from hp_fsdp._torch import local_of
 from hp_fsdp._unit import unit_of
@@ -83,21 +82,21 @@ def watched(
             device.on_host(group.layout.shard)
     schedule._pinned = offloaded
     with ExitStack() as stack:
-        for patch in _patches(device, offloaded, own):
+        for patch in _patches(device, own):
             stack.enter_context(patch)
         stack.enter_context(device)
         yield
 
 
-def _patches(device: Device, offloaded: bool, own: bool) -> list[Any]:
-    allocate, free = ResizeBuffer.allocate, ResizeBuffer.free
-    on_cpu, made = StreamedReduction._on_cpu, ReducedGradients.__init__
+def _patches(device: Device, own: bool) -> list[Any]:
+    allocate, free = Buffer.allocate, Buffer.free
+    on_cpu = StreamedReduction._on_cpu
 
-    def allocated(self: ResizeBuffer) -> None:
+    def allocated(self: Buffer) -> None:
         allocate(self)
         device.allocate(self._storage, device.stack[-1].name)
 
-    def freed(self: ResizeBuffer) -> None:
+    def freed(self: Buffer) -> None:
         had = self._storage.nbytes()
         free(self)
         if had and not self._storage.nbytes() and self._storage._cdata in device.memory:
@@ -114,22 +113,14 @@ def _patches(device: Device, offloaded: bool, own: bool) -> list[Any]:
         with mock.patch.object(torch, "empty", marked):
             return on_cpu(self, tensor)
 
-    def reduced(self: ReducedGradients, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        if offloaded:
-            device.on_host(self.flat)
-
     changes: list[tuple[Any, str, Callable[..., Any]]] = [
-        (ResizeBuffer, "allocate", allocated),
-        (ResizeBuffer, "free", freed),
+        (Buffer, "allocate", allocated),
+        (Buffer, "free", freed),
         (StreamedReduction, "_on_cpu", copied),
-        (ReducedGradients, "__init__", reduced),
         (Tensor, "record_stream", lambda x, stream: device.record(x, stream)),
     ]
-    if offloaded:  # gradients that rest elsewhere are not what a reduction writes to
-        changes.append((_reduction, "_is_alike", lambda one, other: False))
     if not own:  # `Nccl` is taken for the collectives of torch
-        changes += [(module, "is_exact", lambda _: True) for module in (_layout, _reduction_plan)]
+        changes += [(module, "is_exact", lambda _: True) for module in (_layout, _reduction)]
     return [mock.patch.object(*change) for change in changes]
 
 

@@ -130,8 +130,8 @@ def test_reset_drops_the_gradients_of_no_sync(ranks: Ranks) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},
     "ragged": {"layout": "ragged"},
-    "fused": {"grads": "fused"},
-    "ragged, fused": {"layout": "ragged", "grads": "fused"},
+    "accumulate": {"grads": "accumulate"},
+    "ragged, accumulate": {"layout": "ragged", "grads": "accumulate"},
 }
 
 
@@ -292,7 +292,7 @@ def cleared(rank: int, shape: tuple[int, ...], options: str, how: str) -> Gradie
         ((2,), "optimizer", "exact"),
         ((2,), "not the last", "exact"),
         ((2, 2), "no all-reduce", "exact"),
-        ((2, 2), "no all-reduce", "ragged, fused"),
+        ((2, 2), "no all-reduce", "ragged, accumulate"),
         *(((2,), "module", options) for options in OPTIONS),
     ],
 )

@@ -16,7 +16,7 @@ from .models import WIDTH, Block, Gradients, gradients, make, mesh_of, worst
 
 Ranks = Callable[[int], RankPool]
 Loss = Callable[[Any, Tensor], Tensor]
-MODES = ["copy", "accumulate", "fused"]
+MODES = ["copy", "accumulate"]
 
 
 def input_of(rank: int) -> Tensor:
@@ -158,7 +158,7 @@ def steps(rank: int, name: str, grads: str, option: bool | None) -> list[Gradien
 
 @pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize(
-    ("grads", "option"), [("copy", None), ("fused", True)], ids=lambda v: str(v)
+    ("grads", "option"), [("copy", None), ("accumulate", True)], ids=lambda v: str(v)
 )
 def test_every_way_through_a_model_gives_the_gradients_of_one_process(
     ranks: Ranks, name: str, grads: str, option: bool | None

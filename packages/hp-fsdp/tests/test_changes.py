@@ -17,7 +17,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "copy": {},
     "kept": {"reshard_after_forward": False},
     "accumulate": {"grads": "accumulate", "direct_bytes": 0},
-    "fused": {"grads": "fused", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
 }
 

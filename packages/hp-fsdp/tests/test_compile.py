@@ -17,7 +17,6 @@ Ranks = Callable[[int], RankPool]
 OPTIONS: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate", "direct_bytes": 0},
-    "fused": {"grads": "fused", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
     "kept": {"reshard_after_forward": False},
     "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import Shard
 
-from hp_fsdp import Ring, ShardingError, StateError, fully_shard
+from hp_fsdp import ShardingError, StateError, fully_shard
 
 from .gathering import EightBits, Layers
 from .libraries import OwnMemory
@@ -51,7 +51,6 @@ def modes() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
         "given up": ((4,), {"reshard_after_forward": True}),
         "to fewer": ((4,), {"reshard_after_forward": 2}),
         "ragged": ((2,), {"layout": "ragged", "reshard_after_forward": True}),
-        "ring": ((2,), {"buffers": Ring(4), "grads": "fused"}),
         "replicas": ((2, 2), {"grads": "accumulate"}),
         "half": ((2,), {"mp_policy": half}),
         "one rank": ((1,), {}),
@@ -80,7 +79,6 @@ def compared(rank: int, mode: str, waits: bool) -> tuple[Gradients, Gradients, l
         ("given up", False, [8, 4]),
         ("to fewer", False, [8, 2, 4]),
         ("ragged", False, [8, 2]),
-        ("ring", False, [8, 2]),
         ("replicas", False, [8, 2]),
         ("half", False, [8, 2]),
         ("one rank", False, [0]),

@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor
 
 from hp_dtensor import TorchCollectives
-from hp_fsdp import Ring, UnsupportedError, fully_shard, register_fsdp_forward_method
+from hp_fsdp import UnsupportedError, fully_shard, register_fsdp_forward_method
 
 from .models import (
     WIDTH,
@@ -29,9 +29,9 @@ Ranks = Callable[[int], RankPool]
 NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 OPTIONS: dict[str, dict[str, Any]] = {
     "copy": {},
-    "fused": {"grads": "fused", "direct_bytes": 0},
+    "accumulate": {"grads": "accumulate", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
-    "ring": {"reshard_after_forward": True},
+    "given up": {"reshard_after_forward": True},
     "kept": {"reshard_after_forward": False},
     "fewer": {"reshard_after_forward": 2},
 }
@@ -113,10 +113,9 @@ def broken_steps(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, tupl
     carrier = Failing()
     mesh = mesh_of(shape, NAMES[len(shape)])
     options: dict[str, Any] = {**OPTIONS[name], "collectives": carrier}
-    ring: dict[str, Any] = {"buffers": Ring(2)} if name == "ring" else {}
     model: Any = make(Net)
     for block in model.blocks:
-        fully_shard(block, mesh, **options, **ring)
+        fully_shard(block, mesh, **options)
     fully_shard(model, mesh, **options)
     seen = {}
     for where in PLACES:
@@ -129,7 +128,7 @@ def broken_steps(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, tupl
 
 
 CASES = [
-    *((name, (2, 2)) for name in ("copy", "fused", "ring", "kept")),
+    *((name, (2, 2)) for name in ("copy", "accumulate", "given up", "kept")),
     ("fewer", (4,)),
     ("ragged", (2,)),
     pytest.param("copy", (2,), marks=pytest.mark.long),

@@ -142,7 +142,7 @@ def expected_of(kind: Kind, hidden: int, replicas: int, shards: int) -> Gradient
     ("kind", "hidden", "shape", "options"),
     [
         (Halved, 12, (4,), {}),
-        (Halved, 5, (4,), {"grads": "fused"}),  # one rank has two rows, one has none
+        (Halved, 5, (4,), {"grads": "accumulate"}),  # one rank has two rows, one has none
         (Careless, 3, (4,), {"reshard_after_forward": True}),
         (EightBits, 12, (4,), {"grads": "accumulate"}),
         (EightBits, 12, (4,), {"reshard_after_forward": 2}),
@@ -406,7 +406,7 @@ def late(rank: int) -> list[tuple[str, str]]:
     for given in (
         {},
         {"layout": "ragged"},
-        {"grads": "fused"},
+        {"grads": "accumulate"},
         {"shard_placement_fn": last_dim},
     ):
         model: Any = fully_shard(build(None), mesh, **given)
@@ -430,7 +430,7 @@ def test_hooks_that_come_later_are_refused_by_name_where_they_cannot_be(ranks: R
         kinds = [ParameterError.__name__] * 4 + [StateError.__name__]
         assert [kind for kind, _ in said] == kinds
         for words, (_, text) in zip(
-            ("define both", "in the ragged layout", "grads='fused'", "cut at 1"),
+            ("define both", "in the ragged layout", "grads='accumulate'", "cut at 1"),
             said,
             strict=False,
         ):

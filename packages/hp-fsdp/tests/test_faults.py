@@ -18,12 +18,10 @@ from hp_dtensor import Axis, RaggedTensor, TorchCollectives
 from hp_fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    Resize,
-    Ring,
     StateError,
-    _buffers,
     fully_shard,
 )
+from hp_fsdp._buffers import Buffer
 from hp_fsdp._extensions import ExtendedLayout
 from hp_fsdp._layout import Layout
 from hp_fsdp._layout_exact import ExactPlan
@@ -83,40 +81,12 @@ class Late(TorchCollectives):
         return self._start("all_reduce", super().all_reduce, axis, tensors, op=op)
 
 
-def ring_of_two(rank: int) -> dict[str, bool]:
-    """Ask a ring of two slots for the slot of a unit that has it, twice, then give it up."""
-    model: Any = make(lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
-    expected = [layer.weight.detach().clone() for layer in model]
-    ring = Ring(2)
-    for layer in model:
-        fully_shard(layer, mesh_of((2,), NAMES[1]), buffers=ring)
-    model[0].unshard()
-    refused = []
-    for _ in range(2):
-        try:
-            model[2].unshard()
-        except StateError as error:
-            refused.append("a ring of 2 slots" in str(error))
-    still = isinstance(model[2].weight, DTensor) and torch.equal(model[0].weight, expected[0])
-    model[0].reshard()
-    model[2].unshard()
-    after = torch.equal(model[2].weight, expected[2])
-    return {"refused twice": refused == [True, True], "others": still, "after": after}
-
-
-def test_a_unit_that_was_refused_a_slot_never_shows_another_units_weight(ranks: Ranks) -> None:
-    for found in ranks(2).run(ring_of_two):
-        assert all(found.values()), found
-
-
 SIZE = 384
 LOST: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "copy": ((2,), {}),
-    "fused": ((2,), {"grads": "fused", "direct_bytes": 0}),
+    "accumulate": ((2,), {"grads": "accumulate", "direct_bytes": 0}),
     "packed": ((2,), {"direct_bytes": math.inf}),
     "ragged": ((2,), {"layout": "ragged"}),
-    "ring": ((2,), {}),
-    "ragged ring": ((2,), {"layout": "ragged"}),
     "float32": ((2,), {"mp_policy": HALF}),
     "offload": ((2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": HALF}),
     "hsdp": ((2, 2), {}),
@@ -127,13 +97,12 @@ def lost_gathers(rank: int, mode: str, when: str, interrupt: bool) -> list[bool]
     """Lose gathers that were started, and at once use all memory that could be taken from them."""
     shape, options = LOST[mode]
     mesh, carrier = mesh_of(shape, NAMES[len(shape)]), Late()
-    ring = Ring(2) if "ring" in mode else Resize()
     model: Any = make(lambda: nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3))))
     expected = [layer.weight.detach().clone() for layer in model]
     if "mp_policy" in options:
         expected = [weight.float() for weight in expected]
     for layer in model:
-        fully_shard(layer, mesh, collectives=carrier, buffers=ring, **options)
+        fully_shard(layer, mesh, collectives=carrier, **options)
     fully_shard(model, mesh, collectives=carrier)
     carrier.error = Interrupted() if interrupt else MemoryError()  # type: ignore[assignment]
     carrier.delay, carrier.when = 0.002, when
@@ -148,7 +117,7 @@ def lost_gathers(rank: int, mode: str, when: str, interrupt: bool) -> list[bool]
         equal.append(raised and isinstance(model[1].weight, DTensor | RaggedTensor))
         if turn % 2:
             model.reset()
-        other = model[2 if turn % 3 else 0]  # of the same slot of a ring there is none
+        other = model[2 if turn % 3 else 0]
         other.unshard()
         held = [torch.full((SIZE * SIZE,), 7.0) for _ in range(4)]
         model[1].unshard()
@@ -171,12 +140,11 @@ def test_memory_of_a_gather_that_nobody_can_wait_for_is_not_used_again(
 
 
 def lost_reductions(rank: int, kind: str, when: str) -> list[float]:
-    """Lose reductions in a model with a ring, whose memory of gradients is used again."""
+    """Lose reductions, and at once make other tensors in the memory that they had."""
     mesh, carrier = mesh_of((2, 2), NAMES[2]), Late()
     model: Any = make(lambda: nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3))))
-    ring = Ring(2)
     for layer in list(model)[:2]:
-        fully_shard(layer, mesh, collectives=carrier, buffers=ring, reshard_after_forward=True)
+        fully_shard(layer, mesh, collectives=carrier, reshard_after_forward=True)
     fully_shard(model, mesh, collectives=carrier)
     x = torch.full((2, SIZE), 1.0 + rank, dtype=torch.float64)
     model(x).pow(2).mean().backward()
@@ -231,13 +199,12 @@ class FailingWaits(TorchCollectives):
         return FailingWork(super().all_gather(axis, *args), self.error)
 
 
-def failed_waits(rank: int, ring: bool, interrupt: bool) -> list[bool]:
+def failed_waits(rank: int, interrupt: bool) -> list[bool]:
     carrier = FailingWaits()
     model: Any = make(lambda: nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3))))
     expected = [layer.weight.detach().clone() for layer in model]
-    buffers = Ring(2) if ring else Resize()
     for layer in model:
-        fully_shard(layer, mesh_of((2,), NAMES[1]), collectives=carrier, buffers=buffers)
+        fully_shard(layer, mesh_of((2,), NAMES[1]), collectives=carrier)
     fully_shard(model, mesh_of((2,), NAMES[1]), collectives=carrier)
     seen = []
     for _ in range(3):
@@ -261,11 +228,8 @@ def failed_waits(rank: int, ring: bool, interrupt: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
-@pytest.mark.parametrize("ring", [False, True])
-def test_after_a_wait_that_raised_weights_are_gathered_anew(
-    ranks: Ranks, ring: bool, interrupt: bool
-) -> None:
-    for seen in ranks(2).run(failed_waits, ring, interrupt):
+def test_after_a_wait_that_raised_weights_are_gathered_anew(ranks: Ranks, interrupt: bool) -> None:
+    for seen in ranks(2).run(failed_waits, interrupt):
         assert all(seen), seen
 
 
@@ -493,7 +457,7 @@ class Injection:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         """Count calls into collectives, works, buffers and layouts."""
-        inside = ("allocate", "free", "take", "give")
+        inside = ("allocate", "free")
         outside = (
             "gather",
             "gather_block",
@@ -505,7 +469,7 @@ class Injection:
         )
         with ExitStack() as stack:
             for kinds, names in (
-                ((_buffers.ResizeBuffer, _buffers.RingBuffer, Resize, Ring), inside),
+                ((Buffer,), inside),
                 ((Layout, ExtendedLayout), outside),
                 ((ExactPlan, RaggedPlan), ("gradient_rows",)),
             ):
@@ -537,16 +501,15 @@ class Stack(nn.Module):
 EVERYWHERE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "copy": ((2,), {}),
     "direct": ((2,), {"direct_bytes": 256}),
-    "fused": ((2,), {"grads": "fused", "direct_bytes": 0}),
     "accumulate": ((2,), {"grads": "accumulate", "direct_bytes": 0}),
     "ragged": ((2,), {"layout": "ragged"}),
-    "ring": ((2,), {"reshard_after_forward": True}),
-    "ragged ring": ((2,), {"reshard_after_forward": True, "layout": "ragged", "grads": "fused"}),
+    "given up": ((2,), {"reshard_after_forward": True}),
+    "ragged, accumulate": ((2,), {"layout": "ragged", "grads": "accumulate", "direct_bytes": 0}),
     "kept": ((2,), {"reshard_after_forward": False}),
     "float32": ((2,), {"mp_policy": HALF}),
     "offload": ((2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "hsdp": ((2, 2), {}),
-    "partial": ((2, 2), {"grads": "fused", "direct_bytes": 0}),
+    "partial": ((2, 2), {"grads": "accumulate", "direct_bytes": 0}),
     "fewer": ((4,), {"reshard_after_forward": 2}),
     "Whole": ((2,), {}),
     "Halved": ((2,), {}),
@@ -582,9 +545,8 @@ def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
     mesh, injection = mesh_of(shape, NAMES[len(shape)]), Injection()
     kind = EXTENDED.get(mode)
     model: Any = make(Net) if kind is None else make(lambda: Stack(kind), torch.float32)
-    ring: Any = {"buffers": Ring(2)} if "ring" in mode else {}
     for block in model.blocks:
-        fully_shard(block, mesh, **options, **ring)
+        fully_shard(block, mesh, **options)
     fully_shard(model, mesh, **options)
     run_step(model, rank, mode)
     expected = gradients(model)
@@ -627,7 +589,7 @@ def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
                         compare(f"{when}, by hand")
                         block.reshard()
                     except (StateError, Injected):
-                        pass  # a slot of a ring may be taken, a wait may fail
+                        pass  # a wait may fail
                 model.reset()
                 if shown(model):
                     wrong.append(f"{when}: unsharded after reset")
@@ -640,12 +602,7 @@ def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-# With NCCL's rules ranks compare what they do in the first steps by an all-gather, and so make more
-# calls in these than later, of which the last ones are never made again.
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(m, marks=pytest.mark.gloo) if "ring" in m else m for m in EVERYWHERE],
-)
+@pytest.mark.parametrize("mode", EVERYWHERE)
 def test_an_exception_at_any_call_leaves_no_wrong_weight_and_a_right_next_step(
     ranks: Ranks, mode: str, stride: int
 ) -> None:

@@ -1,9 +1,7 @@
-"""Gradients packed at the end, as they come, or by the matrix product itself."""
+"""``grads="accumulate"``: gradients packed when they are ready."""
 
-import re
 from collections.abc import Callable
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +9,12 @@ from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_fsdp import ParameterError, Resize, Ring, ShardingError, StateError, fully_shard
+import hp_fsdp
+from hp_fsdp import ShardingError, StateError, UnsupportedError, fully_shard
 
-from .gathering import Halved
 from .models import (
     Gradients,
     Net,
-    full,
     gradients,
     loss_of,
     make,
@@ -33,14 +30,12 @@ from .test_step import Again, Boxed, Odd, Silent
 from .test_traffic import Copies, Pausing
 
 Ranks = Callable[[int], RankPool]
-MODES = ["accumulate", "fused"]
 NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 
 
-def microbatches(
-    rank: int, shape: tuple[int, ...], mode: Any, how: str, layout: Any
-) -> list[Gradients]:
-    model: Any = shard(make(Net), mesh_of(shape, NAMES[len(shape)]), grads=mode, layout=layout)
+def microbatches(rank: int, shape: tuple[int, ...], how: str, layout: Any) -> list[Gradients]:
+    mesh = mesh_of(shape, NAMES[len(shape)])
+    model: Any = shard(make(Net), mesh, grads="accumulate", layout=layout)
     seen = []
     for _ in range(2):
         for step in range(3):
@@ -55,7 +50,6 @@ def microbatches(
     return seen
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("shape", "how", "layout"),
     [
@@ -70,11 +64,11 @@ def microbatches(
     ],
 )
 def test_gradients_of_microbatches_equal_one_process(
-    ranks: Ranks, shape: tuple[int, ...], mode: Any, how: str, layout: Any
+    ranks: Ranks, shape: tuple[int, ...], how: str, layout: Any
 ) -> None:
     world = torch.Size(shape).numel()
     expected = reference(world, steps=(0, 1, 2))
-    for steps in ranks(world).run(microbatches, shape, mode, how, layout):
+    for steps in ranks(world).run(microbatches, shape, how, layout):
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 
 
@@ -88,18 +82,18 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def other_models(rank: int, kind: str, mode: Any) -> list[Gradients]:
+def other_models(rank: int, kind: str) -> list[Gradients]:
     model: Any = make(KINDS[kind])
     mesh = mesh_of((2,), ("fsdp",))
     if kind in ("hidden", "silent", "twice"):
         for layer in (model.hidden.first, model.hidden.second):
-            layer.bias = None  # nothing but fused weights announces the backward
-        fully_shard(model.hidden, mesh, grads=mode, direct_bytes=0)
+            layer.bias = None  # nothing but the weights announces the backward
+        fully_shard(model.hidden, mesh, grads="accumulate", direct_bytes=0)
     if kind == "tied":
-        fully_shard(model.block, mesh, grads=mode, direct_bytes=0)
-        fully_shard(model, mesh, grads=mode, direct_bytes=0)
+        fully_shard(model.block, mesh, grads="accumulate", direct_bytes=0)
+        fully_shard(model, mesh, grads="accumulate", direct_bytes=0)
     else:
-        shard(model, mesh, grads=mode)
+        shard(model, mesh, grads="accumulate")
     seen = []
     for _ in range(2):
         loss_of(model, tokens(rank)).backward()
@@ -119,34 +113,32 @@ def without_bias(kind: str) -> Gradients:
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_kind_of_model_gets_its_gradients(ranks: Ranks, kind: str, mode: Any) -> None:
+def test_every_kind_of_model_gets_its_gradients(ranks: Ranks, kind: str) -> None:
     expected = without_bias(kind)
-    for steps in ranks(2).run(other_models, kind, mode):
+    for steps in ranks(2).run(other_models, kind):
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 
 
-def odd(rank: int, mode: Any, layout: Any) -> Gradients:
+def odd(rank: int, layout: Any) -> Gradients:
     model: Any = make(Odd)
-    fully_shard(model, mesh_of((4,), ("fsdp",)), grads=mode, direct_bytes=0, layout=layout)
+    fully_shard(model, mesh_of((4,), ("fsdp",)), grads="accumulate", direct_bytes=0, layout=layout)
     loss_of(model, tokens(rank)).backward()
     return {name: g for name, g in gradients(model).items() if g.numel()}
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
-@pytest.mark.parametrize("mode", MODES)
-def test_unused_frozen_tied_and_tiny_parameters(ranks: Ranks, mode: Any, layout: Any) -> None:
+def test_unused_frozen_tied_and_tiny_parameters(ranks: Ranks, layout: Any) -> None:
     expected = reference(4, Odd)
     del expected["frozen"], expected["empty"], expected["unused"]
-    for found in ranks(4).run(odd, mode, layout):
+    for found in ranks(4).run(odd, layout):
         assert worst(found, expected) < 1e-12
 
 
-def mixed(rank: int, mode: Any) -> tuple[Gradients, Gradients]:
+def mixed(rank: int) -> tuple[Gradients, Gradients]:
     """Compare two microbatches in bf16, reduced in fp32, with the copying mode."""
     found = []
-    for each in (mode, "copy"):
+    for each in ("accumulate", "copy"):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         mesh = mesh_of((2,), ("fsdp",))
         model: Any = shard(make(Net, torch.float32), mesh, mp_policy=policy, grads=each)
@@ -158,14 +150,13 @@ def mixed(rank: int, mode: Any) -> tuple[Gradients, Gradients]:
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("mode", MODES)
-def test_microbatches_add_up_in_the_dtype_of_the_reduction(ranks: Ranks, mode: Any) -> None:
-    for found, expected in ranks(2).run(mixed, mode):
+def test_microbatches_add_up_in_the_dtype_of_the_reduction(ranks: Ranks) -> None:
+    for found, expected in ranks(2).run(mixed):
         assert worst(found, expected) == 0
 
 
 def thawed(rank: int) -> tuple[list[str], Gradients]:
-    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), grads="fused")
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), grads="accumulate")
     said = []
     model.blocks[0].up.weight.requires_grad_(False)
     with model.no_sync():
@@ -188,7 +179,7 @@ def thawed(rank: int) -> tuple[list[str], Gradients]:
 def test_thawing_while_gradients_wait_is_refused_and_reset_is_clean(ranks: Ranks) -> None:
     for said, found in ranks(2).run(thawed):
         assert "unfreeze parameters only after a reduction" in said[0]
-        assert said[1] == "grads is 'fast'; legal are ['copy', 'accumulate', 'fused']"
+        assert said[1] == "grads is 'fast'; legal are ['copy', 'accumulate']"
         assert worst(found, reference(2)) < 1e-12
 
 
@@ -239,225 +230,35 @@ def copied(rank: int, mode: Any, layout: Any = "exact") -> tuple[int, int]:
     return counts[1] - counts[0], whole
 
 
-def test_copied_bytes_are_the_gradients_or_next_to_nothing(ranks: Ranks) -> None:
-    for bytes_copied, whole in ranks(2).run(copied, "copy"):
+@pytest.mark.parametrize("grads", ["copy", "accumulate"])
+def test_copied_bytes_are_the_gradients(ranks: Ranks, grads: str) -> None:
+    for bytes_copied, whole in ranks(2).run(copied, grads):
         assert 1.0 <= bytes_copied / whole <= 1.08  # with the biases, which travel packed
-    for bytes_copied, whole in ranks(2).run(copied, "fused"):
-        assert bytes_copied / whole < 0.1  # the biases: 3% of these small layers, three times
-    for bytes_copied, whole in ranks(2).run(copied, "fused", "ragged"):
-        assert bytes_copied / whole < 0.04  # the biases once: they are gathered in place
 
 
-def ringed(rank: int, slots: int, mode: Any) -> dict[str, Any]:
-    """Count what is allocated for gathered parameters and packed gradients in a third step."""
-    counts = {}
-    found: Gradients = {}
-    for name, ring in (("ring", Ring(slots)), ("resize", Resize())):
-        model: Any = make(lambda: Net(4))
-        for block in model.blocks:
-            fully_shard(block, mesh_of((2,), ("fsdp",)), buffers=ring, grads=mode)
-        fully_shard(model, mesh_of((2,), ("fsdp",)))
-        calls: list[int] = []
-        real, empty = torch.UntypedStorage.resize_, torch.empty
-
-        def resize(self: Any, size: int, real: Any = real, calls: Any = calls) -> Any:
-            if size:
-                calls.append(size)
-            return real(self, size)
-
-        def make_empty(*args: Any, empty: Any = empty, calls: Any = calls, **kwargs: Any) -> Any:
-            made = empty(*args, **kwargs)
-            if made.numel():
-                calls.append(made.numel())
-            return made
-
-        for step in range(3):
-            calls.clear()
-            with (
-                mock.patch.object(torch.UntypedStorage, "resize_", resize),
-                mock.patch.object(torch, "empty", make_empty),
-            ):
-                loss_of(model, tokens(rank, step)).backward()
-            seen = gradients(model)
-            model.zero_grad()
-        counts[name] = len(calls)
-        if found:
-            assert worst(seen, found) == 0
-        found = seen
-    return {"counts": counts, "found": found}
-
-
-@pytest.mark.nccl
-@pytest.mark.parametrize("mode", ["copy", "fused"])
-def test_a_ring_allocates_nothing_for_its_units(ranks: Ranks, mode: Any) -> None:
-    for result in ranks(2).run(ringed, 2, mode):
-        # the root's own: one gather, one packed gradient
-        assert result["counts"]["ring"] == 2
-        # each block's: gathered for forward and for backward but the last, and packed once
-        assert result["counts"]["resize"] == 2 + 2 * 4 - 1 + 4
-        # by hand: one process, the third step
-        plain = make(lambda: Net(4))
-        for replica in range(2):
-            loss_of(plain, tokens(replica, 2)).backward()
-        expected = {name: g / 2 for name, g in gradients(plain).items()}
-        assert worst(result["found"], expected) < 1e-12
-
-
-def crowded(rank: int) -> tuple[str, bool, Gradients]:
-    """Keep all blocks gathered in a ring that has two slots."""
-    model: Any = make(Net)
-    ring = Ring(2)
-    mesh = mesh_of((2,), ("fsdp",))
-    for block in model.blocks:
-        fully_shard(block, mesh, buffers=ring, reshard_after_forward=False)
-    fully_shard(model, mesh)
-    message = ""
-    try:
-        model(tokens(rank))
-    except StateError as error:
-        message = str(error)
-    model.reset()
-    model.set_reshard_after_forward(True)
-    # told to prefetch all, it prefetches what has a slot
-    model.blocks[0].set_modules_to_forward_prefetch(list(model.blocks))
-    loss_of(model, tokens(rank)).backward()
-    right = torch.equal(full(model.head.bias), make(Net).head.bias)
-    return message, right, gradients(model)
-
-
-def test_a_ring_that_is_too_small_says_so(ranks: Ranks) -> None:
-    for message, right, found in ranks(2).run(crowded):
-        assert "a ring of 2 slots, and two groups of one slot are needed at once" in message
-        assert right
-        assert worst(found, reference(2)) < 1e-12
-
-
-@pytest.mark.parametrize("slots", [0, 1, True, "2"])
-def test_a_ring_needs_two_slots(slots: Any) -> None:
-    with pytest.raises(ShardingError, match="legal are 2, 3"):
-        Ring(slots)
-
-
-def test_a_ring_lends_what_it_got_back() -> None:
-    ring, device = Ring(2), torch.device("cpu")
-    first = ring.take(8, torch.float32, device)
-    place = first.data_ptr()
-    ring.give(first)
-    assert ring.take(4, torch.float64, device).data_ptr() == place
-    assert ring.take(4, torch.float64, device).data_ptr() != place
-
-
-def reported(rank: int, layout: str, grads: str, ranks: int) -> dict[str, str]:
-    """Return what the plan says of the root's and one block's gradients."""
-    model: Any = shard(make(Net), mesh_of((ranks,), ("fsdp",)), layout=layout, grads=grads)
-    groups = model.plan_report().groups
-    return {f"{g.unit}.{p.name}": p.unfused for g in groups[:2] for p in g.parameters} | {
-        "fused": ", ".join(p.name for p in groups[1].parameters if p.fused),
-        "text": str(model.plan_report()),
-    }
-
-
-@pytest.mark.parametrize("layout", ["exact", "ragged"])
-def test_the_plan_says_which_gradients_are_fused_and_why_others_are_not(
-    ranks: Ranks, layout: str
-) -> None:
-    for found in ranks(2).run(reported, layout, "fused", 2):
-        assert found["fused"] == "up.weight, down.weight"
-        assert found["blocks.0.norm.weight"] == "fewer than direct_bytes per rank"
-        assert found["(root).embedding.weight"] == ""
-        line = r"up\.weight \[36, 8\]: \d+ rows per rank, direct, gradient fused\n"
-        assert re.search(line, found["text"])
-        assert "gradient not fused: fewer than direct_bytes per rank" in found["text"]
-    for found in ranks(2).run(reported, layout, "copy", 2):
-        assert found["blocks.0.up.weight"] == "grads='copy'"
-    (found,) = ranks(1).run(reported, layout, "fused", 1)
-    assert found["blocks.0.up.weight"] == "one rank, so nothing is packed"
-
-
-def converted(rank: int) -> list[dict[str, str]]:
-    """Return what the plan says of gradients before and after conversions of the module."""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    model: Any = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
-    options: Any = {"grads": "fused", "direct_bytes": 0, "mp_policy": policy}
-    fully_shard(model[1], mesh_of((2,), NAMES[1]), **options)
-    fully_shard(model, mesh_of((2,), NAMES[1]), **options)
+def removed(rank: int) -> list[str]:
+    """Ask for what was removed; return what is said."""
+    call: Any = fully_shard
     said = []
-    for change in (model.float, model.double, model.float):
-        change()
-        model(torch.arange(8)).sum().backward()
-        groups = model.plan_report().groups
-        said.append({f"{g.unit}.{p.name}": p.unfused for g in groups for p in g.parameters})
+    for option in ({"grads": "fused"}, {"buffers": 2}, {"buffers": object()}):
+        module = nn.Linear(2, 2)
+        with pytest.raises(UnsupportedError) as caught:
+            call(module, mesh_of((2,), ("fsdp",)), **option)
+        said.append(str(caught.value))
+        assert type(module) is nn.Linear
     return said
 
 
-def test_the_plan_says_after_a_conversion_what_holds_then(ranks: Ranks) -> None:
-    as_made = {"(root).0.weight": "", "1.weight": ""}
-    apart = dict.fromkeys(as_made, "computed in float64, reduced in float32")
-    for found in ranks(2).run(converted):
-        assert found == [as_made, apart, as_made]
+def test_what_was_removed_says_what_to_use(ranks: Ranks) -> None:
+    for fused, *buffers in ranks(2).run(removed):
+        assert fused.startswith("grads='fused' was removed in 0.3.0; use grads='accumulate'")
+        for said in buffers:
+            assert said.startswith("buffers= was removed in 0.3.0; leave it out: each unit frees")
 
 
-class Tied(nn.Module):
-    """A head and a table of one weight, the head first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.table = nn.Linear(8, 8, bias=False), nn.Embedding(8, 8)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Apply both."""
-        return cast(torch.Tensor, self.head(self.table(ids)))
-
-
-def converted_tied(rank: int) -> list[str]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = Tied()
-    fully_shard(model, mesh_of((2,), NAMES[1]), grads="fused", direct_bytes=0, mp_policy=policy)
-    said = []
-    for change in (model.float, model.double, model.float):
-        change()
-        said += [p.unfused for p in model.plan_report().groups[0].parameters]
-    return said
-
-
-def test_a_tied_weight_is_fused_where_one_of_its_layers_is(ranks: Ranks) -> None:
-    for found in ranks(2).run(converted_tied):
-        assert found == ["", "", ""]
-
-
-class Losing(Halved):
-    """Loses its class when a rank takes its rows, which is an error."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Give new memory without the class."""
-        made = super().__torch_dispatch__(func, types, args, kwargs)
-        return made.plain if str(func) == "aten.new_zeros.default" else made
-
-
-def refused_late(rank: int) -> tuple[str, list[str], list[str]]:
-    """Shard a module with a parameter that its group refuses, then without it."""
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8), nn.Identity())
-    model[2].weight = nn.Parameter(Losing(torch.ones(8, 8)))
-    options: Any = {"grads": "fused", "direct_bytes": 0}
-    said = ""
-    try:
-        fully_shard(model, mesh_of((2,), NAMES[1]), **options)
-    except ParameterError as error:
-        said = str(error)
-    left = [name for layer in model for name in vars(layer) if name == "forward"]
-    del model[2]
-    fully_shard(model, mesh_of((2,), NAMES[1]), **options)
-    report = model.plan_report()
-    return said, left, [p.name for each in report.groups for p in each.parameters if p.fused]
-
-
-@pytest.mark.nccl
-def test_a_call_that_is_refused_leaves_no_fused_products(ranks: Ranks) -> None:
-    for said, left, fused in ranks(2).run(refused_late):
-        assert "rows of 2.weight are a Tensor without" in said
-        assert not left
-        assert fused == ["0.weight", "1.weight"]
+@pytest.mark.parametrize("name", ["Ring", "Resize"])
+def test_a_removed_name_says_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=f"hp_fsdp.{name} was removed in 0.3.0: each unit frees"):
+        exec(f"from hp_fsdp import {name}")
+    with pytest.raises(AttributeError, match="has no attribute 'Rings'"):
+        _ = hp_fsdp.Rings

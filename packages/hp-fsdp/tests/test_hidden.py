@@ -120,7 +120,7 @@ def alone(kind: tuple[str, str, bool], frozen: int | None) -> list[Gradients]:
 def test_what_nobody_sees_come_back_has_its_parameters_when_it_does(
     ranks: Ranks, kind: tuple[str, str, bool], frozen: int | None
 ) -> None:
-    for options in ({}, {"direct_bytes": 0}, {"layout": "ragged"}, {"grads": "fused"}):
+    for options in ({}, {"direct_bytes": 0}, {"layout": "ragged"}, {"grads": "accumulate"}):
         for found in ranks(2).run(hidden_steps, kind, frozen, options):
             for one, other in zip(found, alone(kind, frozen), strict=True):
                 assert worst(one, other) < 1e-12
@@ -230,7 +230,7 @@ def waiting_on_ranks(rank: int, options: dict[str, Any]) -> Gradients:
     return frozen_after_one(model_of("shown", "shown", **options), [rank])
 
 
-@pytest.mark.parametrize("grads", ["copy", "accumulate", "fused"])
+@pytest.mark.parametrize("grads", ["copy", "accumulate"])
 def test_to_gradients_that_wait_none_are_added_once_their_parameter_is_frozen(
     ranks: Ranks, grads: str
 ) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_fsdp import Ring
 from hp_fsdp._agreement import TagLog
 from hp_fsdp._reduction import Reduction
 from hp_fsdp._streams import SideStream
@@ -141,10 +140,9 @@ def copied_tags(mode: str) -> dict[str, int]:
 MODES: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate"},
-    "fused": {"grads": "fused"},
     "ragged": {"layout": "ragged"},
-    "ragged, fused": {"layout": "ragged", "grads": "fused"},
-    "ring": {"buffers": Ring(4), "reshard_after_forward": True},
+    "ragged, accumulate": {"layout": "ragged", "grads": "accumulate"},
+    "given up": {"reshard_after_forward": True},
     "two dtypes": {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     },
@@ -159,12 +157,12 @@ def test_a_usual_step_reads_no_value_of_a_tensor(ranks: Ranks, mode: str) -> Non
     assert ranks(shape[0]).run(reads, shape, True, MODES[mode]) == [copied_tags(mode)] * shape[0]
 
 
-@pytest.mark.parametrize("mode", ["copy", "fused", "ragged"])
+@pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged"])
 def test_nor_does_one_that_sums_over_replicas(ranks: Ranks, mode: str) -> None:
     assert ranks(4).run(reads, (2, 2), True, MODES[mode]) == [copied_tags(mode)] * 4
 
 
-@pytest.mark.parametrize("mode", ["copy", "fused", "ragged"])
+@pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged"])
 def test_who_left_a_parameter_out_reads_once_whether_others_used_it(
     ranks: Ranks, mode: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Passes in another order than the one before, parts of a list alone, and rings under them."""
+"""Passes in another order than the one before, and parts of a list alone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import Ring, StateError, fully_shard
+from hp_fsdp import fully_shard
 
 from .models import Gradients, gradients, make, mesh_of, worst
 
@@ -45,10 +45,10 @@ def alone(orders: Sequence[Sequence[int]]) -> Gradients:
 
 
 def in_orders(rank: int, orders: Sequence[Sequence[int]], layout: Any) -> Gradients:
-    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    mesh = mesh_of((2,), ("fsdp",))
     model: Any = make(Chosen)
     for block in model.blocks:
-        fully_shard(block, mesh, buffers=ring, layout=layout)
+        fully_shard(block, mesh, layout=layout)
     fully_shard(model, mesh, layout=layout)
     for order in orders:
         model(batch(rank), order).pow(2).mean().backward()
@@ -65,7 +65,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize("orders", ORDERS, ids=str)
-def test_a_ring_serves_passes_in_any_order(ranks: Ranks, orders: Any, layout: str) -> None:
+def test_passes_may_have_any_order(ranks: Ranks, orders: Any, layout: str) -> None:
     for found in ranks(2).run(in_orders, orders, layout):
         assert worst(found, alone(orders)) < 1e-12
 
@@ -92,11 +92,11 @@ def test_a_module_of_a_list_may_run_alone_before_the_root(ranks: Ranks, backward
 
 
 def prefetched_in_vain(rank: int, how: str) -> Gradients:
-    """Run a backward in which the gather ahead is of a block that it has no use for, on a ring."""
-    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    """Run a backward in which a block is prefetched that it does not need."""
+    mesh = mesh_of((2,), ("fsdp",))
     model: Any = make(Chosen)
     for block in model.blocks:
-        fully_shard(block, mesh, buffers=ring)
+        fully_shard(block, mesh)
     fully_shard(model, mesh)
     if how == "told":
         model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2]])
@@ -109,17 +109,17 @@ def prefetched_in_vain(rank: int, how: str) -> Gradients:
 
 
 @pytest.mark.parametrize("how", ["eval", "told"])
-def test_a_gather_ahead_gives_its_slot_to_one_that_backward_needs(ranks: Ranks, how: str) -> None:
+def test_a_prefetch_of_another_block_changes_no_gradient(ranks: Ranks, how: str) -> None:
     for found in ranks(2).run(prefetched_in_vain, how):
         assert worst(found, alone([(2, 0, 1)])) < 1e-12
 
 
 def not_reached(rank: int) -> Gradients:
     """Leave the last block out of a loss whose backward is not the last one of the step."""
-    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    mesh = mesh_of((2,), ("fsdp",))
     model: Any = make(Beside)
     for block in model.blocks:
-        fully_shard(block, mesh, buffers=ring)
+        fully_shard(block, mesh)
     fully_shard(model, mesh)
     for _ in range(3):
         model.zero_grad()
@@ -129,28 +129,6 @@ def not_reached(rank: int) -> Gradients:
         model.set_is_last_backward(True)
         last.pow(2).mean().backward()
     return gradients(model)
-
-
-def by_hand(rank: int) -> bool:
-    """Gather a block of a ring by hand, between a forward and its backward, then run another."""
-    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
-    model: Any = make(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
-    for block in model:
-        fully_shard(block, mesh, buffers=ring)
-    fully_shard(model, mesh)
-    for _ in range(3):
-        loss = model(batch(rank)).sum()
-    model[0].unshard()
-    held = model[0].weight
-    before = held.detach().clone()
-    with torch.no_grad(), pytest.raises(StateError, match="a ring of 2 slots"):
-        model[2](batch(rank))
-    del loss
-    return model[0].weight is held and torch.equal(held.detach(), before)
-
-
-def test_a_block_gathered_by_hand_keeps_its_slot(ranks: Ranks) -> None:
-    assert ranks(2).run(by_hand) == [True, True]
 
 
 class Beside(nn.Module):
@@ -168,7 +146,7 @@ class Beside(nn.Module):
         return self.head(x), y
 
 
-def test_a_block_kept_for_backward_gives_its_slot_to_one_that_is_needed(ranks: Ranks) -> None:
+def test_a_block_may_wait_for_a_later_backward_of_the_step(ranks: Ranks) -> None:
     model = make(Beside)
     for rank in range(2):
         first, last = model(batch(rank))
@@ -194,13 +172,13 @@ class Around(nn.Module):
         return made
 
 
-def ends_in_one_unit(rank: int, grads: Any, in_ring: bool) -> tuple[list[int], Gradients]:
+def ends_in_one_unit(rank: int, grads: Any) -> tuple[list[int], Gradients]:
     """Return the gathers of each step, and the gradients of the last."""
-    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2) if in_ring else None
+    mesh = mesh_of((2,), ("fsdp",))
     model: Any = make(Around)
     record = RecordingCollectives()
     for block in model.blocks:
-        fully_shard(block, mesh, buffers=ring, collectives=record)
+        fully_shard(block, mesh, collectives=record)
     ends = [model.embedding, model.head]
     fully_shard(ends, mesh, grads=grads, direct_bytes=0, collectives=record)
     fully_shard(model, mesh, collectives=record)
@@ -213,17 +191,13 @@ def ends_in_one_unit(rank: int, grads: Any, in_ring: bool) -> tuple[list[int], G
     return calls, gradients(model)
 
 
-@pytest.mark.parametrize("in_ring", [False, True])
-@pytest.mark.parametrize("grads", ["accumulate", "fused"])
-def test_a_unit_around_others_gathers_none_of_them_again(
-    ranks: Ranks, grads: str, in_ring: bool
-) -> None:
+def test_a_unit_around_others_gathers_none_of_them_again(ranks: Ranks) -> None:
     model = make(Around)
     for rank in range(2):
         (model(torch.arange(4) + rank).pow(2).mean() / 2).backward()
-    packed_late = ranks(2).run(ends_in_one_unit, "copy", in_ring)
+    packed_late = ranks(2).run(ends_in_one_unit, "copy")
     for (calls, found), (expected, _) in zip(
-        ranks(2).run(ends_in_one_unit, grads, in_ring), packed_late, strict=True
+        ranks(2).run(ends_in_one_unit, "accumulate"), packed_late, strict=True
     ):
         assert calls == expected
         assert worst(found, gradients(model)) < 1e-12

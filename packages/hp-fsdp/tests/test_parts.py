@@ -8,7 +8,7 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from hp_fsdp import ModuleError, Ring, StateError, fully_shard, sharded_optimizer
+from hp_fsdp import ModuleError, StateError, fully_shard, sharded_optimizer
 
 from .models import WIDTH, Gradients, full, gradients, make, mesh_of, worst
 
@@ -386,38 +386,3 @@ def test_all_ranks_are_told_what_was_unfrozen_while_gradients_add_up(
 ) -> None:
     for said in ranks(2).run(thawed_while_waiting, how):
         assert "['1.weight'] were frozen when gradients of others began to add up" in said
-
-
-class Small(nn.Module):
-    """A large weight, and a small one that every rank keeps whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 64, bias=False)
-        self.norm = nn.LayerNorm(64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply both."""
-        made: Tensor = self.norm(self.up(x))
-        return made
-
-
-def held_bytes(rank: int) -> list[int]:
-    """Return the bytes that the gradients of whole parameters hold, in a step with a ring."""
-    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
-    model: Any = make(lambda: nn.Sequential(*(Small() for _ in range(3))))
-    for block in model:
-        fully_shard(block, mesh, buffers=ring, min_shard_numel=200)
-    fully_shard(model, mesh)
-    found: list[int] = []
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.ones(2, 64, dtype=torch.float64)).pow(2).sum().backward()
-        grads = [block.norm.weight.grad for block in model]
-        found = [grad.to_local().untyped_storage().nbytes() for grad in grads]
-    return found
-
-
-def test_gradients_of_whole_parameters_hold_no_memory_of_a_ring(ranks: Ranks) -> None:
-    for found in ranks(2).run(held_bytes):
-        assert max(found) < 64 * 64 * 8  # less than one packed gradient of the large weight

@@ -128,7 +128,6 @@ def expected_of(number: int, step: int) -> Gradients:
 OPTIONS: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate", "direct_bytes": 0},
-    "fused": {"grads": "fused", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
     "kept": {"reshard_after_forward": False},
     "all given up": {"reshard_after_forward": True},
@@ -138,10 +137,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *itertools.product(SCHEDULES, ["copy", "fused"]),
+        *itertools.product(SCHEDULES, ["copy", "accumulate"]),
         ("Schedule1F1B", "ragged"),
         ("ScheduleZBVZeroBubble", "ragged"),
-        ("ScheduleInterleavedZeroBubble", "accumulate"),
     ],
 )
 def test_gradients_of_a_schedule_equal_one_process(ranks: Ranks, name: str, options: str) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from hp_dtensor import RaggedTensor, RecordingCollectives, clip_grad_norm_
-from hp_fsdp import ParameterError, Ring, ShardingError, fully_shard, sharded_optimizer
+from hp_fsdp import ParameterError, ShardingError, fully_shard, sharded_optimizer
 from hp_fsdp._tags import TAG_FLAGS
 
 from .models import Gradients, Net, loss_of, make, mesh_of, reference, shard, tokens, worst
@@ -132,11 +132,11 @@ def trained(rank: int, kind: str) -> Gradients:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     options: dict[str, Any] = {"mp_policy": policy}
     if kind != "exact":
-        options |= {"layout": "ragged", "buffers": Ring(2)}
+        options["layout"] = "ragged"
     model: Any = make(Net, torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh_of((2,), NAMES[1]), **options)
-    fully_shard(model, mesh_of((2,), NAMES[1]), **{**options, "buffers": None})
+    fully_shard(model, mesh_of((2,), NAMES[1]), **options)
     optimizer: Any = (
         sharded_optimizer(torch.optim.AdamW, model, lr=0.01)
         if kind == "flat"

@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from hp_dtensor import TorchCollectives
-from hp_fsdp import Ring, fully_shard
+from hp_fsdp import fully_shard
 
 from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
 
@@ -205,10 +205,9 @@ def test_backward_gathers_a_unit_before_the_one_after_it_is_reduced(ranks: Ranks
                 assert log.index(("gather", unit)) < log.index(("reduce", unit + 1))
 
 
-def log_ends(rank: int, grads: str, ring: bool) -> list[Log]:
+def log_ends(rank: int, grads: str) -> list[Log]:
     """Return what backward issued in two steps, and when blocks had come to their inputs."""
-    memory: dict[str, Any] = {"buffers": Ring(2)} if ring else {}
-    model, carrier = chain((2,), True, grads=grads, direct_bytes=0, **memory)
+    model, carrier = chain((2,), True, grads=grads, direct_bytes=0)
     for unit, block in enumerate(model.blocks):
 
         def note(*_: Any, unit: int = unit) -> None:
@@ -227,19 +226,11 @@ def log_ends(rank: int, grads: str, ring: bool) -> list[Log]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("grads", "ring", "late"),
-    [
-        ("copy", False, False),
-        ("accumulate", False, True),
-        ("fused", False, True),
-        ("fused", True, False),
-    ],
-)
+@pytest.mark.parametrize(("grads", "late"), [("copy", False), ("accumulate", True)])
 def test_what_packs_as_gradients_come_gathers_the_next_unit_only_at_its_end(
-    ranks: Ranks, grads: str, ring: bool, late: bool
+    ranks: Ranks, grads: str, late: bool
 ) -> None:
-    for steps in ranks(2).run(log_ends, grads, ring):
+    for steps in ranks(2).run(log_ends, grads):
         for log in steps:
             assert gathers(log) == [3, 2, 1, 0]
             for unit in (1, 2):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import grad
 from torch.utils.checkpoint import checkpoint
 
-from hp_fsdp import Ring, UnsupportedError, fully_shard
+from hp_fsdp import UnsupportedError, fully_shard
 
 from .models import WIDTH, Block, Gradients, gradients, make, mesh_of, worst
 
@@ -20,9 +20,7 @@ Ranks = Callable[[int], RankPool]
 MODES: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate", "direct_bytes": 0},
-    "fused": {"grads": "fused", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
-    "ring": {"buffers": True},
 }
 
 
@@ -167,9 +165,7 @@ def sharded(mode: str, kind: Callable[[], nn.Module] = Two, **options: Any) -> A
     model: Any = make(kind)
     mesh = mesh_of((2,), ("fsdp",))
     given = {"reshard_after_forward": False, **MODES[mode], **options}
-    root = {k: v for k, v in given.items() if k not in ("buffers", "reshard_after_forward")}
-    if given.get("buffers"):
-        given["buffers"] = Ring(2)
+    root = {k: v for k, v in given.items() if k != "reshard_after_forward"}
     for block in (model.first, model.second):
         fully_shard(block, mesh, **given)
     fully_shard(model, mesh, **root)

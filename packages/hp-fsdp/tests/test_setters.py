@@ -654,7 +654,7 @@ def summed_by_default(
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize(
-    ("layout", "grads"), [("exact", "copy"), ("exact", "fused"), ("ragged", "copy")]
+    ("layout", "grads"), [("exact", "copy"), ("exact", "accumulate"), ("ragged", "copy")]
 )
 def test_gradients_may_be_summed(
     ranks: Ranks, shape: tuple[int, ...], layout: str, grads: str

@@ -15,7 +15,6 @@ from hp_dtensor import Axis, TorchCollectives
 from hp_fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    Resize,
     ShardingError,
     _offsets,
     fully_shard,
@@ -79,7 +78,6 @@ def staged(rank: int, degree: int) -> list[bool]:
         axis,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        buffers=Resize(),
     )
     layout.free()
     seen = []

@@ -9,15 +9,9 @@ from rank_pool import RankPool
 
 from .models import Gradients, Net, loss_of, make, parameters, tokens, worst
 from .streams import Device, descend, watched
-from .test_streams import MODES as ALL_MODES
-from .test_streams import SHAPES, built
+from .test_streams import MODES, SHAPES, built
 
 Ranks = Callable[[int], RankPool]
-MODES = {
-    name: options
-    for name, options in ALL_MODES.items()
-    if "ring" not in options and options.get("grads") != "fused"
-}
 STEPS, RATE = 2, 0.1
 
 SYNC, ALL_REDUCE = "set_requires_gradient_sync", "set_requires_all_reduce"

@@ -10,7 +10,6 @@ import torch
 from rank_pool import RankPool
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_fsdp import Ring
 from hp_fsdp._group import ParameterGroup
 from hp_fsdp._reduction import Reduction, StreamedReduction
 from hp_fsdp._streams import Begun, SideStream
@@ -23,13 +22,12 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float
 MODES: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate"},
-    "fused": {"grads": "fused"},
     "ragged": {"layout": "ragged"},
-    "ragged, fused": {"layout": "ragged", "grads": "fused"},
-    "ring": {"ring": 4},
+    "ragged, accumulate": {"layout": "ragged", "grads": "accumulate"},
+    "given up": {"reshard_after_forward": True},
     "mixed": {"mp_policy": MIXED},
     "ragged, mixed": {"layout": "ragged", "mp_policy": MIXED},
-    "ring, mixed": {"ring": 4, "mp_policy": MIXED},
+    "given up, mixed": {"reshard_after_forward": True, "mp_policy": MIXED},
     "offload": {"mp_policy": MIXED, "offload": True},
     "ragged, offload": {"layout": "ragged", "mp_policy": MIXED, "offload": True},
     "hook": {"hook": True},
@@ -50,8 +48,6 @@ def built(shape: tuple[int, ...], options: dict[str, Any], kind: type[Net] = Net
     options = dict(options)
     options.pop("offload", None)
     options.pop("own", None)
-    if "ring" in options:
-        options |= {"buffers": Ring(options.pop("ring")), "reshard_after_forward": True}
     hook, in_flight = options.pop("hook", False), options.pop("in_flight", 1)
     axes = ("dp_replicate", "fsdp")[-len(shape) :]
     model: Any = shard(make(kind), mesh_of(shape, axes), **options)
@@ -123,7 +119,7 @@ def test_a_step_on_several_streams_is_the_same_and_orders_all_it_shares(
         *("copy", "mixed", "offload"),
         *(
             pytest.param(mode, marks=pytest.mark.long)
-            for mode in ("fused", "ragged", "ragged, offload", "reduced in another dtype")
+            for mode in ("accumulate", "ragged", "ragged, offload", "reduced in another dtype")
         ),
     ],
 )
@@ -315,7 +311,7 @@ def left_out(rank: int, options: dict[str, Any], everywhere: bool) -> tuple[bool
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("mode", ["copy", "fused", "ragged", "offload"])
+@pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged", "offload"])
 def test_what_a_rank_left_out_is_found_behind_the_reduction(
     ranks: Ranks, mode: str, everywhere: bool
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
-from hp_fsdp import Ring, fully_shard
+from hp_fsdp import fully_shard
 
 from .models import WIDTH, Block, Gradients, gradients, make, mesh_of, worst
 
@@ -20,9 +20,8 @@ Ranks = Callable[[int], RankPool]
 vjp: Any = torch.func.vjp
 MODES: dict[str, dict[str, Any]] = {
     "copy": {},
-    "fused": {"grads": "fused", "direct_bytes": 0},
+    "accumulate": {"grads": "accumulate", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
-    "ring": {"buffers": True},
     "given up": {"reshard_after_forward": True},
 }
 
@@ -49,11 +48,9 @@ def sharded(mode: str, **options: Any) -> Any:
     model: Any = make(Two)
     mesh = mesh_of((2,), ("fsdp",))
     given = {**MODES[mode], **options}
-    if given.get("buffers"):
-        given["buffers"] = Ring(2)
     for block in (model.first, model.second):
         fully_shard(block, mesh, **given)
-    return fully_shard(model, mesh, **{k: v for k, v in given.items() if k != "buffers"})
+    return fully_shard(model, mesh, **given)
 
 
 def scalar(model: Any) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,6 @@ from hp_dtensor import clip_grad_norm_
 from hp_fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    Ring,
     fully_shard,
     sharded_optimizer,
 )
@@ -107,16 +106,14 @@ def run_step(model: Any, rank: int, step: int) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate"},
-    "fused": {"grads": "fused"},
-    "fused in a ring": {"grads": "fused", "buffers": Ring},
     "ragged": {"layout": "ragged"},
     "ragged rows": {
         "layout": "ragged",
         "granularity": lambda p: p.shape[-1],
         "grads": "accumulate",
     },
-    "ragged fused": {"layout": "ragged", "grads": "fused"},
-    "packed": {"direct_bytes": float("inf"), "grads": "fused"},
+    "ragged accumulate": {"layout": "ragged", "grads": "accumulate"},
+    "packed": {"direct_bytes": float("inf"), "grads": "accumulate"},
     "reshard to two": {"reshard_after_forward": 2},
     "kept": {"reshard_after_forward": False},
     "last dim": {"shard_placement_fn": lambda p: Shard(p.ndim - 1 if p.shape[-1] % 4 == 0 else 0)},
@@ -127,12 +124,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def sharded(shape: tuple[int, ...], name: str, **more: Any) -> Any:
     options = {**OPTIONS[name], **more}
-    if "buffers" in options:
-        model: Any = make(Model)
-        ring = Ring(2)
-        for block in model.blocks:
-            fully_shard(block, mesh_of(shape, NAMES[len(shape)]), **{**options, "buffers": ring})
-        return fully_shard(model, mesh_of(shape, NAMES[len(shape)]))
     return shard(make(Model), mesh_of(shape, NAMES[len(shape)]), **options)
 
 
@@ -140,14 +131,14 @@ HOWS = ["once", "added sharded", "not synchronised", "summed over replicas once"
 
 CASES = [
     *(((4,), name) for name in OPTIONS),
-    *(((2, 2), name) for name in ("copy", "fused", "ragged fused", "small ones whole")),
-    *((shape, name) for shape in [(1,), (2, 1)] for name in ("copy", "fused", "ragged")),
+    *(((2, 2), name) for name in ("copy", "accumulate", "ragged accumulate", "small ones whole")),
+    *((shape, name) for shape in [(1,), (2, 1)] for name in ("copy", "accumulate", "ragged")),
 ]
 # What always runs; all of the others by `nox -s long`, and those of (4,) on two ranks.
 OFTEN = [
     *(((4,), name) for name in ("copy", "ragged")),
-    *(((2, 2), name) for name in ("copy", "ragged fused")),
-    *(((1,), "fused"), ((2, 1), "fused")),
+    *(((2, 2), name) for name in ("copy", "ragged accumulate")),
+    *(((1,), "accumulate"), ((2, 1), "accumulate")),
 ]
 
 
@@ -440,8 +431,8 @@ def skipping(rank: int, pattern: str, name: str, shape: tuple[int, ...]) -> list
     ("pattern", "name", "shape"),
     [
         *((pattern, "copy", (2,)) for pattern in PATTERNS),
-        *(("two in a row", name, (2,)) for name in ("kept", "fused in a ring", "ragged fused")),
-        ("crosswise", "fused", (2, 2)),
+        *(("two in a row", name, (2,)) for name in ("kept", "accumulate", "ragged accumulate")),
+        ("crosswise", "accumulate", (2, 2)),
     ],
     ids=str,
 )

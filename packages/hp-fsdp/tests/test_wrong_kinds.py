@@ -15,7 +15,6 @@ from hp_fsdp import (
     MeshError,
     ModuleError,
     ParameterError,
-    Ring,
     ShardingError,
     fully_shard,
     register_fsdp_forward_method,
@@ -34,8 +33,6 @@ REGISTER: Any = register_fsdp_forward_method
 SHARE: Any = share_comm_ctx
 # Of a module that is not sharded, and one that is.
 CASES: dict[str, Callable[[Any, Any], object]] = {
-    "buffers is 2": lambda plain, _: SHARD(plain, buffers=2),
-    "buffers is Ring": lambda plain, _: SHARD(plain, buffers=Ring),
     "direct_bytes is '64k'": lambda plain, _: SHARD(plain, direct_bytes="64k"),
     "direct_bytes is True": lambda plain, _: SHARD(plain, direct_bytes=True),
     "dp_mesh_dims is 'dp'": lambda plain, _: SHARD(plain, dp_mesh_dims="dp"),

@@ -8,8 +8,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._buffers import Resize as Resize
-from ._buffers import Ring as Ring
 from ._errors import CheckpointError as CheckpointError
 from ._errors import DisagreementError as DisagreementError
 from ._errors import MeshError as MeshError
@@ -32,7 +30,7 @@ from .weights import load_safetensors as load_safetensors
 from .weights import parameters_on_meta as parameters_on_meta
 from .weights import save_safetensors as save_safetensors
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
@@ -47,8 +45,6 @@ __all__ = [
     "ParameterError",
     "ParameterReport",
     "PlanReport",
-    "Resize",
-    "Ring",
     "ShardingError",
     "StateError",
     "UnshardHandle",
@@ -62,3 +58,13 @@ __all__ = [
     "sharded_optimizer",
     "share_comm_ctx",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Resize", "Ring"):
+        # An AttributeError would lose its message in `from hp_fsdp import Ring`.
+        raise ImportError(
+            f"{__name__}.{name} was removed in 0.3.0: each unit frees its memory after use; leave "
+            "out buffers= of fully_shard"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from hp_dtensor import Axis, Collectives
 from hp_dtensor.torch_compat import inside_backward, writes_into
 
-from ._buffers import ResizeBuffer
+from ._buffers import Buffer
 from ._errors import (
     DisagreementError,
     InvalidParameterError,
@@ -54,16 +54,11 @@ class ExtendedLayout(Layout):
         self.fulls = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in plan.specs]
         self._inputs = []
         self._shapes: list[list[torch.Size]] = []
-        self._gathered: list[ResizeBuffer] = []
+        self._gathered: list[Buffer] = []
         self.renewed = False  # what arrives is in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
         self._block = []
         self.tags = None  # what tensors gather by themselves has no tag
-
-    @property
-    def available(self) -> bool:
-        """Return True: there is always more memory."""
-        return True
 
     def set_inputs(self, inputs: Sequence[Sequence[Tensor]]) -> None:
         """Take what to gather of each parameter: of the same dtypes and sizes every time."""
@@ -72,8 +67,7 @@ class ExtendedLayout(Layout):
         self._inputs = [flat.view(torch.uint8) for flat in flats]
         if not self._gathered:
             self._gathered = [
-                ResizeBuffer(self.plan.degree * flat.numel(), flat.dtype, flat.device)
-                for flat in flats
+                Buffer(self.plan.degree * flat.numel(), flat.dtype, flat.device) for flat in flats
             ]
 
     def gather(

@@ -3,9 +3,9 @@
 Nothing is communicated, but process groups are made where axes are folded or there is none yet.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hp_dtensor import Collectives, TorchCollectives
 from hp_dtensor.torch_compat import backend_of
 
-from ._buffers import Buffers, Resize
 from ._errors import (
     ArgumentTypeError,
     MeshError,
@@ -31,6 +30,7 @@ from ._errors import (
     ModuleStateError,
     ModuleTypeError,
     ShardingError,
+    UnsupportedError,
     shown,
 )
 from ._extensions import ExtendedGroup, ExtendedParameter
@@ -116,7 +116,6 @@ def config_of(
         precision=precision,
         device=device,
         rest=torch.device("cpu") if to_cpu else device,
-        buffers=Resize(),
         pinned=pinned,
         direct_bytes=direct_bytes_of(backend) if direct_bytes is None else direct_bytes,
     )
@@ -206,14 +205,6 @@ def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
     )
 
 
-def check_buffers(buffers: Buffers | None) -> Buffers:
-    """Return who gives memory; raises `ShardingError` for what does not."""
-    given: object = Resize() if buffers is None else buffers
-    if isinstance(given, type) or not isinstance(given, Buffers):
-        raise ArgumentTypeError(f"buffers is {shown(given)}; legal are Resize() and Ring(slots)")
-    return given
-
-
 def check_collectives(collectives: Collectives | None) -> Collectives:
     """Return what carries the communication; raises `ShardingError` for what does not."""
     given: object = TorchCollectives() if collectives is None else collectives
@@ -225,11 +216,21 @@ def check_collectives(collectives: Collectives | None) -> Collectives:
     return given
 
 
-def check_gradient_mode(mode: GradientMode) -> GradientMode:
-    """Return the mode; raises `ShardingError` for one that is unknown."""
-    if mode not in get_args(GradientMode):
-        raise ShardingError(f"grads is {shown(mode)}; legal are {list(get_args(GradientMode))}")
-    return mode
+def check_memory_options(grads: object, buffers: object) -> None:
+    """Raise `ShardingError` if ``grads`` is unknown, `UnsupportedError` for removed features."""
+    legal = list(get_args(GradientMode))
+    if grads == "fused":
+        raise UnsupportedError(
+            "grads='fused' was removed in 0.3.0; use grads='accumulate', which packs each gradient "
+            "when it is ready"
+        )
+    if grads not in legal:
+        raise ShardingError(f"grads is {shown(grads)}; legal are {legal}")
+    if buffers is not None:
+        raise UnsupportedError(
+            "buffers= was removed in 0.3.0; leave it out: each unit frees its memory after use; "
+            "reshard_after_forward=True and the prefetch setters of FSDPModule bound the memory"
+        )
 
 
 def world_mesh() -> DeviceMesh:
@@ -261,50 +262,26 @@ _KINDS: dict[type[ShardedParameter], type[ParameterGroup]] = {
 }
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    mesh: DeviceMesh | None = ...,
-    *,
-    layout: LayoutName = ...,
-    granularity: Granularity | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacement | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Collection[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataAxisNames | None = ...,
-    min_shard_numel: int = ...,
-    direct_bytes: float | None = ...,
-    buffers: Buffers | None = ...,
-    grads: GradientMode = ...,
-    gradient_reduction: GradientReduction = ...,
-    collectives: Collectives | None = ...,
-) -> FSDPModule: ...
+P = ParamSpec("P")
 
 
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    mesh: DeviceMesh | None = ...,
-    *,
-    layout: LayoutName = ...,
-    granularity: Granularity | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacement | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Collection[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataAxisNames | None = ...,
-    min_shard_numel: int = ...,
-    direct_bytes: float | None = ...,
-    buffers: Buffers | None = ...,
-    grads: GradientMode = ...,
-    gradient_reduction: GradientReduction = ...,
-    collectives: Collectives | None = ...,
-) -> list[FSDPModule]: ...
+class _Overloaded(Protocol[P]):
+    """The type of `fully_shard`: a module returns a module, a list returns a list."""
+
+    @overload
+    def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
+
+    @overload
+    def __call__(
+        self, module: list[nn.Module], *args: P.args, **kwargs: P.kwargs
+    ) -> list[FSDPModule]: ...
 
 
+def _overloaded(function: Callable[Concatenate[Any, P], object]) -> _Overloaded[P]:
+    return cast("_Overloaded[P]", function)
+
+
+@_overloaded
 def fully_shard(
     module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | None = None,
@@ -319,7 +296,7 @@ def fully_shard(
     dp_mesh_dims: DataAxisNames | None = None,
     min_shard_numel: int = 0,
     direct_bytes: float | None = None,
-    buffers: Buffers | None = None,
+    buffers: None = None,
     grads: GradientMode = "copy",
     gradient_reduction: GradientReduction = "mean",
     collectives: Collectives | None = None,
@@ -384,16 +361,10 @@ def fully_shard(
         direct_bytes: Size in bytes per rank from which parameters are all-gathered directly into
             their unsharded memory. Smaller parameters are packed for one all-gather and copied
             afterwards. Defaults to 64 KiB with gloo and 256 KiB with NCCL; ``math.inf`` packs all.
-        buffers: Allocator of unsharded parameters and packed gradients: a `Resize` (the default),
-            or one `Ring` for units that run one after another.
+        buffers: Removed. Anything but None raises `UnsupportedError`.
         grads: How gradients are packed for the reduction. ``"copy"``: all gradients of a unit are
             copied at the end of its backward. ``"accumulate"``: each gradient is copied when it is
-            ready; gradients of later microbatches are added in place. ``"fused"``: like
-            ``"accumulate"``, but gradients of ``nn.Linear`` weights need no copy: if reduction and
-            computation have the same dtype, the matrix product writes into the packed gradients.
-            Rows of ``nn.Embedding`` are added directly. On accelerators, a product is fused only
-            for at least 128 rows per rank, or with ``layout="ragged"``. `FSDPModule.plan_report`
-            reports for each parameter whether it is fused.
+            ready; gradients of later microbatches are added in place.
         gradient_reduction: ``"mean"`` over all ranks of ``mesh``, as in torch; or ``"sum"``, for a
             loss that is already divided by a count of the whole batch, such as its tokens. Use the
             same value for all units. The first forward of the root warns if units divide gradients
@@ -413,6 +384,7 @@ def fully_shard(
             requested dim, or has an unsupported placement; or ``ignored_params`` contains an object
             that is not a parameter.
         ShardingError: Another argument is invalid.
+        UnsupportedError: ``grads`` is ``"fused"``, or ``buffers`` is not None.
 
     Examples:
         On 4 ranks:
@@ -425,6 +397,7 @@ def fully_shard(
         >>> model[0].weight.grad.to_local().shape
         torch.Size([2, 8])
     """
+    check_memory_options(grads, buffers)
     selection = ParameterSelection.of(
         ignored_params, shard_placement_fn, min_shard_numel, layout, granularity
     )
@@ -442,7 +415,7 @@ def fully_shard(
     device = device_of(mesh)
     backend = backend_of(mesh_info.axes.shard.group, device)
     config = config_of(mp_policy, offload_policy, device, direct_bytes, backend)
-    config = replace(config, buffers=check_buffers(buffers), grads=check_gradient_mode(grads))
+    config = replace(config, grads=grads)
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     parameters = select_parameters(modules, mesh_info, selection)
     for parameter in parameters:  # each over its own mesh
@@ -455,7 +428,6 @@ def fully_shard(
         for parameter in group.parameters:
             parameter.note_original()
         group.table.show_sharded()
-        group.fuse()
     note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
     unit = Unit(modules, groups, options, device)

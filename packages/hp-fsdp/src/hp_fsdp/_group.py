@@ -22,9 +22,8 @@ from hp_dtensor import Axis, Collectives, RaggedTensor
 from hp_dtensor.torch_compat import writes_into
 
 from ._agreement import Tag, is_exact
-from ._buffers import Buffers, Resize
 from ._errors import Once, StateError
-from ._gradients import BucketHooks, dtypes_apart, why_not_fused
+from ._gradients import BucketHooks
 from ._layout import Layout
 from ._layout_exact import ExactPlan, plan_group
 from ._layout_ragged import RaggedPlan, plan_ragged
@@ -43,11 +42,10 @@ from ._param import (
     sharded_from,
 )
 from ._precision import choose_dtypes
-from ._reduction import Reduction, StreamedReduction
-from ._reduction_plan import PartialSum, ReducedGradients, ReductionPlan
+from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
-from ._torch import gradient_of, graph_task, local_of, named_range, profiled, training, uncompiled
+from ._torch import gradient_of, graph_task, local_of, named_range, training, uncompiled
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
@@ -70,8 +68,6 @@ class ParameterGroup:
         self.parameters = list(parameters)
         self.axes = self.reduce_axes = axes
         self.config = config
-        # What is kept whole is summed where it is packed, and so becomes the gradients.
-        self._packed_in: Buffers = config.buffers if axes.shard.size > 1 else Resize()
         self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
@@ -103,7 +99,6 @@ class ParameterGroup:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
         self._lay_out(self._own_parts(wholes))
-        self.unfused = [self._why_not_fused(i) for i in range(len(self.parameters))]
         if config.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
             self._hook_gradients()
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
@@ -162,7 +157,6 @@ class ParameterGroup:
             self.axes.shard,
             dtype=compute,
             device=config.device,
-            buffers=config.buffers,
             pinned=config.pinned and not locals_[0].is_meta,
         )
 
@@ -208,51 +202,21 @@ class ParameterGroup:
         self._accumulators = []
 
     def _hook_gradients(self) -> None:
-        """Pack large gradients as they come; others cost less when they are packed together."""
-        large = [i for i in range(len(self.parameters)) if self._is_large(i)]
-        fused = {i for i, reason in enumerate(self.unfused) if not reason}
+        """Pack each large gradient when it is ready; small ones cost less if packed together."""
+        itemsize, least = self.dtypes.reduce.itemsize, self.config.direct_bytes
+        specs = enumerate(self.layout.specs)
+        large = [i for i, spec in specs if is_large(spec.shard_numel, itemsize, least)]
         if large:
             self.bucket_hooks = BucketHooks(
-                self.parameters, large, self.reduced, self._rows_of, self._take_memory, fused
+                self.parameters, large, self.reduced, self._rows_of, self._allocate_rows
             )
-
-    def _is_large(self, position: int) -> bool:
-        numel, itemsize = self.layout.specs[position].shard_numel, self.dtypes.reduce.itemsize
-        return is_large(numel, itemsize, self.config.direct_bytes)
-
-    def _why_not_fused(self, position: int) -> str:
-        """Return why a gradient is not written by fused products; "" where it is."""
-        parameter, grads = self.parameters[position], self.config.grads
-        if grads != "fused":
-            return f"grads={grads!r}"
-        if self.axes.size == 1:
-            return "one rank, so nothing is packed"
-        if not self.flat:
-            return "of a tensor class with all-gather hooks"
-        if not parameter.is_plain:
-            return "a DTensor before fully_shard"
-        if not self._is_large(position):
-            return "fewer than direct_bytes per rank"
-        spec = self._rows_of([position]).extents[0].spec
-        computed, reduced = self.dtypes.compute, self.dtypes.reduce
-        device_type = self.config.device.type
-        reasons = [
-            why_not_fused(owner.module, owner.name, spec, computed, reduced, device_type)
-            for owner in parameter.owners
-        ]
-        return "" if "" in reasons else reasons[0]
 
     def _rows_of(self, chosen: Sequence[int]) -> GradientRows:
         index, itemsize = self.axes.shard.index, self.dtypes.reduce.itemsize
         return self.layout.plan.gradient_rows(chosen, index, itemsize)
 
-    def _take_memory(self, numel: int) -> Tensor:
-        return self._packed_in.take(numel, self.dtypes.reduce, self.config.device)
-
-    def fuse(self) -> None:
-        """Let products of modules write gradients where ``unfused`` has no reason against it."""
-        if self.bucket_hooks is not None:
-            self.bucket_hooks.fuse()
+    def _allocate_rows(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.dtypes.reduce, device=self.config.device)
 
     def gather(self) -> None:
         """Start the all-gather unless it was started or has arrived."""
@@ -262,17 +226,14 @@ class ParameterGroup:
             return
         if layout.shard.is_meta:
             raise no_memory(self.parameters, self.path)
-        axis = self.axes.shard
+        block = self.post_forward_axis if fewer else None
+        axis = block or self.axes.shard
         try:
-            if fewer and self.post_forward_axis is not None:
-                axis = self.post_forward_axis
-                with named_range("all_gather", self.path, axis.name):
-                    self._work = layout.gather_block(axis, self.gathers)
-            elif profiled():
-                with named_range("all_gather", self.path, axis.name):
+            with named_range("all_gather", self.path, axis.name):
+                if block is None:
                     self._work = layout.gather(axis, self.gathers, self.streams)
-            else:
-                self._work = layout.gather(axis, self.gathers, self.streams)
+                else:
+                    self._work = layout.gather_block(block, self.gathers)
             if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]
@@ -280,11 +241,6 @@ class ParameterGroup:
             self._work, self.state = None, before
             layout.free()
             raise
-
-    @property
-    def available(self) -> bool:
-        """Return whether there is memory to gather into, or nothing to gather."""
-        return self.state not in RESTING or self.layout.available
 
     @property
     def incomplete(self) -> bool:
@@ -331,13 +287,9 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            if profiled():
-                with named_range("wait_all_gather", self.path):
-                    self._wait()
-                with named_range("show_unsharded", self.path):
-                    self._show_unsharded()
-            else:
+            with named_range("wait_all_gather", self.path):
                 self._wait()
+            with named_range("show_unsharded", self.path):
                 self._show_unsharded()
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
@@ -562,34 +514,9 @@ class ParameterGroup:
             device=self.config.device,
             shard=self.layout.shard,
             partial=self.partial,
-            buffers=self._packed_in,
             offloaded=self.config.rest != self.config.device,
             tag=self.tag,
         )
-
-    def release_gradients(self) -> None:
-        """Give back the memory of reduced gradients that no parameter has any more."""
-        if self._plan is not None and self._plan.is_large:
-            self._plan.release()
-
-    def reduced_gradients(self, members: Sequence[int]) -> tuple[ReducedGradients, int] | None:
-        """Return the flat gradient that ``members`` have theirs of, and where they begin in it.
-
-        None where they have others, or do not follow one another in it.
-        """
-        if self._plan is None:
-            return None
-        found = [cast(Tensor, self.table.sharded[i].grad) for i in members]
-        first = self._planned.index(members[0]) if members[0] in self._planned else 0
-        end = first + len(members)
-        if self._planned[first:end] != list(members):
-            return None
-        for output in self._plan.outputs:
-            ours = all(map(is_, found, output.gradients[first:end]))
-            parts = map(type(self.parameters[0]).part, found)
-            if ours and all(map(is_, output.locals_[first:end], parts)):
-                return output, self._plan.rows.held[first][0]
-        return None
 
     @property
     def in_place(self) -> bool:
@@ -669,12 +596,6 @@ class ParameterGroup:
         else:
             self.partial.clear()
             self._lay_out(locals_)
-            for i in self.bucket_hooks.fused if self.bucket_hooks is not None else ():
-                reasons = [
-                    dtypes_apart(owner.module, self.dtypes.compute, self.dtypes.reduce)
-                    for owner in self.parameters[i].owners
-                ]
-                self.unfused[i] = "" if "" in reasons else reasons[0]
             self._build_unsharded()
         self._put_shards()
 
@@ -713,7 +634,6 @@ class ParameterGroup:
         self.partial, self.waiting = PartialSum(), set()
         self.parameters = [self.parameters[i] for i in chosen]
         self._specs = [self._specs[i] for i in chosen]
-        self.unfused = [self.unfused[i] for i in chosen]
         self._lay_out([parameter.local() for parameter in self.parameters])
         self._build_unsharded()
         self._put_shards()

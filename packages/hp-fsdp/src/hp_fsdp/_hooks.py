@@ -1,4 +1,4 @@
-"""What runs before and after the forward and the backward of a unit's modules."""
+"""Code before and after the forward and the backward of a unit's modules."""
 
 import weakref
 from collections.abc import Callable
@@ -38,16 +38,16 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-# A compiler that traced what communicates would break its graph there, and again whenever the step
-# is in another state; what is called in between may be compiled.
+# A compiler that traced communication would break its graph there, and recompile when the state of
+# the step changes. Functions that this function calls may be compiled.
 @uncompiled_itself
 def run_forward(
     unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``forward`` on gathered parameters; a hook in it ends it, or else this does."""
+    """Call ``forward`` with unsharded parameters, before and after the unit's own steps."""
     if module in unit.running and not (unit.sharded or unit.stale or inside_backward()):
         return _run_within(unit, module, forward, args, kwargs)
-    plain = compiler() is None  # then nothing needs to be kept from it
+    plain = compiler() is None  # without a compiler, the functions need no protection from it
     try:
         args, kwargs = (_pre_forward if plain else pre_forward)(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
@@ -62,10 +62,11 @@ def run_forward(
 def _run_within(
     unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``forward`` in a run of the same module, which keeps its parameters to its own end.
+    """Call ``forward`` inside a forward call of the same module.
 
-    So a registered method may call its module, or a module itself. What comes out is hooked all the
-    same: a backward may begin inside.
+    A module may call itself, and a registered method may call its module. The parameters stay
+    unsharded until the outer call ends. The outputs are hooked, because a backward may begin
+    inside.
     """
     run, before = unit.run, unit.run.within
     run.within = (*before, module)
@@ -78,10 +79,10 @@ def _run_within(
 
 
 def end_in_hook(unit: Unit, module: nn.Module) -> None:
-    """Let a hook end the module's forward from now on, before those that are registered later.
+    """Register a forward hook that ends the module's forward, before hooks that are added later.
 
-    So these see the parameters resharded, as under torch's ``fully_shard``. Without other hooks
-    `run_forward` does it, and a module without any is called in fewer steps.
+    Later hooks then have the sharded parameters, as with torch's ``fully_shard``. A module without
+    forward hooks is ended by `run_forward`, which takes fewer calls.
     """
 
     @uncompiled
@@ -95,24 +96,24 @@ def end_in_hook(unit: Unit, module: nn.Module) -> None:
 
 
 def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Gather; return the inputs, cast, and marked so that the end of backward is seen."""
+    """Unshard; return the inputs, cast, and marked to detect the end of the unit's backward."""
     schedule = unit.schedule
     if schedule is None:
         schedule = Schedule(unit.modules)
     if unit.options.precision.param_dtype is not None:
         args, kwargs = _cast_inputs(unit, args, kwargs)
     if graph_task() >= 0:
-        # Activation checkpointing runs the forward again, and may leave it half way: nothing here
-        # may wait for what runs after forward.
+        # Activation checkpointing runs the forward again, and may leave it before its end.
         outside_transforms(_gather_now, unit)
         if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
-            # No forward announced these gradients (reentrant checkpointing runs it without).
+            # Reentrant checkpointing runs the first forward without gradients, so it did not expect
+            # a backward.
             unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
             schedule.begin_backward()
         return args, kwargs
     if schedule.in_backward:
         schedule.check_no_backward()
-    # A module that never ended, or that runs within itself, starts its unit over.
+    # If a module did not end its last forward, or calls itself, its unit starts again.
     first = module not in unit.waiting or module in unit.running
     if first:
         unit.running.clear()
@@ -130,7 +131,7 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
         outside_transforms(unit.unshard)
     else:
         unit.unshard()
-        # Without parameters nothing is given up or reduced when backward is past.
+        # A unit without parameters has nothing to do at the end of its backward.
         if first and unit.groups and torch.is_grad_enabled():
             args, kwargs = _mark_inputs(unit.run, args, kwargs)
     return args, kwargs
@@ -151,10 +152,10 @@ def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
-    """Expect the backward, reshard, and return the output, cast."""
+    """Hook the outputs, reshard, and return the outputs, cast."""
     dtype = unit.options.precision.output_dtype
     output = output if dtype is None else cast_floating(output, dtype)
-    if graph_task() >= 0:  # a forward that runs again
+    if graph_task() >= 0:  # recomputation in backward
         return output
     schedule = unit.schedule
     if schedule is None:
@@ -188,15 +189,16 @@ def _forward_failed(unit: Unit, module: nn.Module) -> None:
 
 
 def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
-    """Hook what backward comes in by; return the output, with views in place of some tensors.
+    """Hook the output tensors, to detect the begin of the unit's backward.
 
-    A hook on a leaf, such as the unit's own parameter, would stay for good, and one on an input
-    that the hook of the unit before is on would tell of both at once.
+    Returns:
+        The output. A leaf is replaced by a view, because a hook on a leaf would stay forever. So is
+        an input that is an output of another unit, because it has the hook of that unit.
     """
     tensors = tensors_with_gradient(output)
     if inside_transform():
-        # Its backwards come and go unseen, several on one graph: the parameters stay, and are back
-        # for one that comes after others. Only gradients of parameters end up anywhere.
+        # Several backwards of a transform may run on one graph, and their end cannot be detected.
+        # So the parameters stay unsharded, and each backward unshards them if necessary.
         for tensor in tensors:
             tensor.register_hook(partial(_before_transform, unit))
         tensors = []
@@ -213,7 +215,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         unit.run.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
         unit.run.expected = True
     elif not (unit.hook_gradients(partial(_gradient_came, unit, schedule)) or _hides(run, output)):
-        return output  # all is frozen: no backward comes through here
+        return output  # everything is frozen: no backward reaches this unit
     else:
         unit.hidden = True
     unit.expects_backward = True
@@ -222,7 +224,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
 
 
 def _hides(run: Run, output: Any) -> bool:
-    """Return whether backward may go through a frozen unit in what cannot be looked into."""
+    """Return whether backward may pass a frozen unit through objects of unknown type."""
     if not (run.marked or run.hidden_input):
         return False
     return not (can_look_into(output) and tensors_in(output))
@@ -260,8 +262,8 @@ def _before_backward(run: Run, gradient: Tensor) -> None:
 def _expect_second_backward(run: Run, schedule: Schedule) -> None:
     """Prepare a unit for a second backward, through the graph that ``create_graph=True`` makes.
 
-    That backward does not reach the hooks on the unit's outputs, so hooks on the gradients of the
-    parameters signal it. They stay as long as the graph can be alive.
+    The second backward does not reach the hooks on the unit's outputs. So hooks on the gradients of
+    the parameters detect it. They stay while the graph may exist.
     """
     unit = run.unit
     if not unit.keeps_parameters(schedule.units[0] is unit):
@@ -278,10 +280,11 @@ def _expect_second_backward(run: Run, schedule: Schedule) -> None:
 
 
 def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the inputs; those that take a gradient tell when backward is past.
+    """Return the inputs, marked to detect the end of the unit's backward.
 
-    Where that is the output of the unit before, its own hook tells. Without any, the end of the
-    whole backward will do.
+    The inputs that require grad pass through `_AfterBackward`. If the only one is the output of the
+    previous unit, the hook of that output is used instead. If no input requires grad, the end of
+    the whole backward ends the unit.
     """
     alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
     tensors = list(args) if alone else tensors_with_gradient((args, kwargs))

@@ -9,7 +9,7 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
 from ._agreement import is_exact
-from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
+from ._buffers import Buffer, as_sent, in_own_storage
 from ._layout_exact import ExactPlan
 from ._layout_ragged import RaggedPlan
 from ._streams import Streams, Waitable
@@ -38,7 +38,6 @@ class Layout:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        buffers: Buffers,
         pinned: bool = False,
     ) -> None:
         """Copy this rank's part of each parameter (``locals_``) into a new flat shard.
@@ -63,12 +62,12 @@ class Layout:
             # Parameters start at their shard's offset, and the shard is the output.
             memory = self.shard.data
         else:
-            self._output = buffers.buffer(plan.full_numel, dtype, device)
+            self._output = Buffer(plan.full_numel, dtype, device)
             memory = self._output.tensor
         self._view(memory)
         self._sent: Buffer | None = None
         if not as_stored:
-            self._sent = Resize().buffer(plan.shard_numel, dtype, device)
+            self._sent = Buffer(plan.shard_numel, dtype, device)
         self._send_from(self.shard if self._sent is None else self._sent.tensor)
         self._outputs: list[Tensor] = []
         # The tags of all ranks, views of the output: one digit or a list of digits per rank.
@@ -112,11 +111,6 @@ class Layout:
             own.copy_(torch.tensor(tag_digits(number, itemsize)))
             digits = own.tolist()
             self.expected_tags = [digits[0] if count == 1 else digits] * self.plan.degree
-
-    @property
-    def available(self) -> bool:
-        """Return whether there is memory to gather into."""
-        return self._output is None or self._output.available
 
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None

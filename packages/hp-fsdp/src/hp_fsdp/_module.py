@@ -31,7 +31,7 @@ from ._group import ParameterGroup
 from ._hooks import end_in_hook, post_forward, pre_forward, run_forward
 from ._mesh import new_axis
 from ._options import ReductionHook, check_bool
-from ._schedule import Schedule, drop_gradients, release_gradients
+from ._schedule import Schedule, drop_gradients
 from ._torch import (
     GROUP_MEMORY,
     TORCH_MODULE,
@@ -55,8 +55,6 @@ class ParameterReport:
         rows_per_rank: Largest number of rows that a rank holds.
         direct: True if the parameter is all-gathered directly into its unsharded memory. False if
             it is packed with other parameters and copied.
-        unfused: Reason why matrix products do not write the gradient directly into the packed
-            gradients. Empty if they do.
 
     Examples:
         On 4 ranks:
@@ -70,12 +68,6 @@ class ParameterReport:
     shape: tuple[int, ...]
     rows_per_rank: int
     direct: bool
-    unfused: str
-
-    @property
-    def fused(self) -> bool:
-        """Whether matrix products write the gradient directly into the packed gradients."""
-        return not self.unfused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +132,7 @@ class PlanReport:
             )
             lines += [
                 f"  {p.name} {list(p.shape)}: {p.rows_per_rank} rows per rank, "
-                f"{'direct' if p.direct else 'packed'}, "
-                f"gradient {'fused' if p.fused else f'not fused: {p.unfused}'}"
+                f"{'direct' if p.direct else 'packed'}"
                 for p in group.parameters
             ]
         return "\n".join(lines)
@@ -162,7 +153,6 @@ def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
                 shape=group.layout.specs[i].shape,
                 rows_per_rank=plan.rows_per_rank(i),
                 direct=plan.direct[i],
-                unfused=group.unfused[i],
             )
             for i, parameter in enumerate(group.parameters)
         ),
@@ -361,7 +351,6 @@ class FSDPModule:
             for group in unit.groups:
                 for parameter in group.parameters if group.unsharded else ():
                     parameter.clear_gradient(set_to_none)
-        release_gradients(units)
 
     def reset(self) -> None:
         """Abort the current step, in any state, so that the next step starts clean.
@@ -691,9 +680,9 @@ class FSDPModule:
 
         With more buffers, more reduce-scatters overlap with backward, and more memory is used. If
         units have different settings, the largest number applies. On accelerators, the limit has
-        two exceptions: the buffer that a unit fills during its backward (``grads="accumulate"`` or
-        ``"fused"``) does not count, and the buffers of one unit with several dtypes or meshes may
-        exist together.
+        two exceptions: the buffer that a unit fills during its backward (``grads="accumulate"``)
+        does not count, and the buffers of one unit with several dtypes or meshes may exist
+        together.
 
         Args:
             max_input_buffers: An integer of at least 1. Initially 1.

@@ -125,9 +125,9 @@ class Extent:
         shape = (self.spec.degree, self.spec.shard_numel)
         return flat.as_strided(shape, (self.stride, 1), flat.storage_offset() + self.start)
 
-    def full_runs(self, flat: Tensor, count: int | None = None) -> Tensor:
-        """Return the runs without padding, or the first ``count``, as ``[count, *run_shape]``."""
-        shape = (self.full if count is None else count, *self.run_shape)
+    def full_runs(self, flat: Tensor) -> Tensor:
+        """Return the runs without padding as ``[full, *run_shape]``."""
+        shape = (self.full, *self.run_shape)
         return flat.as_strided(shape, self.strides, flat.storage_offset() + self.start)
 
     def tail(self, flat: Tensor) -> Tensor:
@@ -211,7 +211,11 @@ class GradientRows:
 
     def views(self, reduced: Tensor) -> list[Tensor]:
         """Return this rank's part of each parameter, as views of its reduced row."""
-        return [reduced[start : start + math.prod(shape)].view(shape) for start, shape in self.held]
+        # Only `map` calls functions in C without a step of the interpreter for each parameter.
+        starts, shapes = [start for start, _ in self.held], [shape for _, shape in self.held]
+        rows, dims, counts = itertools.repeat(reduced), itertools.repeat(0), map(math.prod, shapes)
+        flats = map(Tensor.narrow, rows, dims, starts, counts)
+        return list(map(Tensor.view, flats, shapes))
 
 
 def rows_by_rank(specs: Sequence[ShardSpec], index: int, itemsize: int) -> GradientRows:

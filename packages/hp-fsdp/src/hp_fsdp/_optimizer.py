@@ -1,4 +1,4 @@
-"""`sharded_optimizer`: neighbours in a flat shard are stepped as one tensor."""
+"""`sharded_optimizer`: neighbouring parameters of a flat shard are updated as one tensor."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,14 +24,14 @@ from ._errors import (
 )
 from ._group import ParameterGroup
 from ._param import ShardedParameter
-from ._schedule import drop_gradients, release_gradients
-from ._torch import training
+from ._schedule import drop_gradients
+from ._torch import gradient_of, training
 from ._unit import Unit, units_in
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One parameter's part of a segment, from element ``start`` on."""
+    """The part of one parameter in a segment, which starts at element ``start``."""
 
     owner: ShardedParameter
     start: int
@@ -42,42 +42,57 @@ class Piece:
         return self.owner.sharded
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return this parameter's view of a tensor that is laid out like the segment."""
+        """Return this parameter's part of a tensor with the layout of the segment, as a view."""
         local = self.owner.part(self.parameter)
         held = flat[self.start : self.start + local.numel()]
         return self.owner.wrap(in_own_storage(held.view(local.shape)))
 
 
 class Segment:
-    """Trainable neighbours in one flat shard. ``flat`` is their memory, as a parameter."""
+    """Neighbouring trainable parameters of one flat shard.
+
+    Args:
+        group: The group of the parameters.
+        members: Indices of the parameters in the group, in the order of the flat shard.
+
+    Attributes:
+        flat: A parameter over their memory in the flat shard, for the optimizer.
+        pieces: The parameters, in the order of the flat shard.
+    """
 
     def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
-        """Take the parameters of ``group`` at ``members``, in the order of the flat shard."""
         spans = [group.layout.spans[i] for i in members]
         first, end = spans[0][0], spans[-1][1]
         self._group = group
         self._members = tuple(members)
         self._sharded = [group.table.sharded[i] for i in members]
+        self._part = group.parameters[0].part
         self._shard = group.layout.shard
         self.pieces = [
             Piece(group.parameters[i], start - first)
             for i, (start, _) in zip(members, spans, strict=True)
         ]
-        # Where shards are uneven, many of a rank's parts may be empty.
-        self._filled = [
-            (position, piece)
-            for position, (piece, i) in enumerate(zip(self.pieces, members, strict=True))
-            if group.layout.shards[i].numel()
+        # If shards are uneven, many parts of a rank may be empty, and an empty part has no address.
+        self._filled = [k for k, i in enumerate(members) if group.layout.shards[i].numel()]
+        self._starts = [self.pieces[k].start for k in self._filled]
+        self._offsets = [
+            (start - self._starts[0]) * self._shard.element_size() for start in self._starts
         ]
         self.flat = nn.Parameter(self._shard[first:end])
         group.table.moved()  # looks at each shard, and counts this view in from now on
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
-        """Give ``flat`` the gradients of the pieces, without a copy where they are contiguous.
+        """Set ``flat.grad`` to the gradients of all parameters.
 
-        Where no piece has one, neither has ``flat``; return False where only some have: `split`
-        then. Raises `StateError` if the group was laid out anew.
+        No data is copied if the gradients are views of one reduced row, as backward makes them. If
+        no parameter has a gradient, ``flat.grad`` is None.
+
+        Returns:
+            False if only some parameters have a gradient. The caller then has to `split`.
+
+        Raises:
+            StateError: The group has another flat shard or other parameters than before.
         """
         sharded = map(self._group.table.sharded.__getitem__, self._members)
         if (
@@ -89,61 +104,59 @@ class Segment:
                 "parameters were replaced, converted or moved after the optimizer was made; make "
                 "it anew"
             )
-        reduced = self._group.reduced_gradients(self._members)
-        if reduced is not None:
-            output, start = reduced
-            self.flat.grad = output.run(start, len(self.flat))
-            return True
-        found = [piece.owner.sharded.grad for piece in self.pieces]
+        found = list(map(gradient_of, self._sharded))
         gradients = [gradient for gradient in found if gradient is not None]
         if len(gradients) < len(found):
             self.flat.grad = None
             return not gradients
-        parts = [(p.start, p.owner.part(gradients[i])) for i, p in self._filled]
-        side_by_side = self._side_by_side(parts)
-        self.flat.grad = self._packed(parts) if side_by_side is None else side_by_side
+        parts = [self._part(gradients[k]) for k in self._filled]
+        adjacent = self._adjacent(parts)
+        self.flat.grad = self._packed(parts) if adjacent is None else adjacent
         return True
 
     def split(self, key: Callable[[Piece], object]) -> "list[Segment]":
-        """Return the runs of neighbours of one ``key``: this segment alone where all have the same.
+        """Return one segment for each run of neighbours with the same ``key``.
 
-        The new segments have the same memory.
+        The segments use the same memory. If all parameters have the same key, the result is this
+        segment.
         """
         pairs = zip(self._members, map(key, self.pieces), strict=True)
         runs = [[i for i, _ in run] for _, run in groupby(pairs, lambda pair: pair[1])]
         return [self] if len(runs) == 1 else [Segment(self._group, run) for run in runs]
 
     def cut(self, part: "Segment", value: Tensor) -> Tensor:
-        """Return the view, of a tensor that is laid out like this segment, of a part of it."""
+        """Return the elements of ``value`` that belong to ``part``, a result of `split`, as a view.
+
+        ``value`` has the layout of this segment.
+        """
         start = part.flat.storage_offset() - self.flat.storage_offset()
         return value[start : start + len(part.flat)]
 
-    def _side_by_side(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
-        if not parts:
+    def _adjacent(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """Return a flat view of all ``parts`` if they lie in memory as in the flat shard."""
+        addresses = list(map(Tensor.data_ptr, parts))
+        if not parts or [address - addresses[0] for address in addresses] != self._offsets:
             return None
-        start, first = parts[0]
-        storage, begin = first.untyped_storage(), first.storage_offset() - start
-        memory = storage.data_ptr()
-        for start, part in parts:
-            inside = part.untyped_storage().data_ptr() == memory and part.is_contiguous()
-            if not inside or part.storage_offset() - start != begin:
-                return None
-        end = (begin + len(self.flat)) * first.element_size()
-        if begin < 0 or end > storage.nbytes():
+        begin = parts[0].storage_offset() - self._starts[0]
+        end = (begin + len(self.flat)) * parts[0].element_size()
+        # Inside this range of its storage, equal addresses are the same memory.
+        inside = begin >= 0 and end <= parts[0].untyped_storage().nbytes()
+        if not inside or not all(map(Tensor.is_contiguous, parts)):
             return None
-        return first.as_strided((len(self.flat),), (1,), begin)
+        return parts[0].as_strided((len(self.flat),), (1,), begin)
 
-    def _packed(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
         out = torch.zeros_like(self.flat)
-        for start, part in parts:
+        for start, part in zip(self._starts, parts, strict=True):
             out[start : start + part.numel()].copy_(part.reshape(-1))
         return out
 
 
 def segments_of(group: ParameterGroup) -> list[Segment]:
-    """Return the segments of a group: cut where a frozen parameter or alignment comes between.
+    """Return the segments of a group.
 
-    Empty where shards are not in one buffer.
+    A frozen parameter or a gap between two parameters ends a segment. A group without a flat shard
+    has no segments.
     """
     if not group.flat:
         return []
@@ -235,7 +248,17 @@ def sharded_optimizer(
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """What `sharded_optimizer` returns: parameters outside, segments of flat shards inside."""
+    """The optimizer of `sharded_optimizer`: has sharded parameters, and updates segments.
+
+    Args:
+        cls: Class of the inner optimizer, which updates the segments.
+        parameters: All optimized parameters, in the order of their numbers in a state dict.
+        segments: Segments of flat shards.
+        others: Optimized parameters that are in no segment.
+        units: Units of the module, for `zero_grad`.
+        options: Options of ``cls``.
+        frozen: Parameters of the module that are not optimized, by name.
+    """
 
     def __init__(
         self,
@@ -247,11 +270,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         options: dict[str, Any],
         frozen: Mapping[str, nn.Parameter],
     ) -> None:
-        """Make ``cls`` with ``options`` on the segments; ``others`` are stepped as they are.
-
-        ``parameters`` are all of them, in the order that a state dict numbers them in; ``frozen``
-        are none of them, by name.
-        """
         self._frozen = dict(frozen)
         self._segments = list(segments)
         self._others = list(others)
@@ -266,9 +284,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are stepped one by one from now on.
-
-        Their shards may be next to those of a segment, which is not made anew for them.
+        """Add parameters, which are updated one by one, also if their shards are neighbours.
 
         Args:
             param_group: Parameters and options, as ``cls`` takes them.
@@ -284,9 +300,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._listed.append(list(added["params"]))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters from their gradients; ``closure`` runs first, with gradients.
+        """Update all parameters with their gradients.
 
-        Raises `StateError` where the parameters of a group are not those that it was made with.
+        Args:
+            closure: Called first, with gradients enabled. Returns the loss.
+
+        Returns:
+            The result of ``closure``, or None.
+
+        Raises:
+            StateError: A parameter group has other parameters than before, or parameters of the
+                module were replaced, converted or moved.
         """
         for number, (group, listed) in enumerate(zip(self.param_groups, self._listed, strict=True)):
             if not _are_same(group["params"], listed):
@@ -317,7 +341,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _warn_of_unfrozen(self) -> None:
-        """Warn, once, of what trains now and is in no group."""
+        """Warn once about parameters that require grad now and are in no parameter group."""
         added = {id(p) for group in self.param_groups for p in group["params"]}
         self._frozen = {name: p for name, p in self._frozen.items() if id(p) not in added}
         unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
@@ -331,15 +355,18 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, and what backwards left that is not reduced yet."""
+        """Clear all gradients, also gradients that are not reduced yet.
+
+        Args:
+            set_to_none: If True, set gradients to None. If False, set them to zero.
+        """
         drop_gradients(self._units)
         super().zero_grad(set_to_none)
-        release_gradients(self._units)
 
     def _split(self, key: Callable[[Piece], object]) -> None:
-        """Step neighbours of different ``key`` as tensors of their own from now on.
+        """Split each segment where ``key`` changes.
 
-        A parameter without gradient is skipped, and its step number is another one ever after.
+        This is permanent: a parameter that was skipped has another step number from then on.
         """
         parts = [segment.split(key) for segment in self._segments]
         if all(len(each) == 1 for each in parts):
@@ -363,7 +390,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _show_state(self) -> None:
-        """Make each parameter's state a view of its segment's."""
+        """Set the state of each parameter to views of the state of its segment."""
         self._shown = len(self._inner.state)
         for segment in self._segments:
             state: dict[str, Any] = self._inner.state.get(segment.flat, {})
@@ -381,13 +408,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._states = list(self.state.values())
 
     def _is_shown(self) -> bool:
-        """Return whether ``state`` is what `_show_state` made it, and nothing was put into it."""
+        """Return whether ``state`` has not been changed since `_show_state`."""
         values = chain.from_iterable(map(dict.values, self._views))
         return _are_same(self.state.values(), self._states) and _are_same(values, self._values)
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Step with what ``state`` has now; it was loaded, or someone put it there."""
+        """Copy ``state``, which was loaded or edited, to the state of the segments."""
         self._inner.state.clear()
         self._split(self._loaded)
         for segment in self._segments:
@@ -404,9 +431,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state per parameter; what a segment has once, each parameter has of its own.
+        """Return the state per parameter.
 
-        Another optimizer that loads it would count a shared step once for each parameter.
+        Each parameter gets a copy of the step number of its segment. An optimizer that loads a
+        shared tensor would increment it once per parameter.
+
+        Returns:
+            A state dict as of the inner optimizer on the parameters.
         """
         found = super().state_dict()
         found["state"] = {
@@ -416,12 +447,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state per parameter, this optimizer's or that of ``cls`` on the parameters."""
+        """Load a state dict of this optimizer, or of ``cls`` on the separate parameters.
+
+        Args:
+            state_dict: The state dict.
+        """
         super().load_state_dict(state_dict)
         self._take_state()
 
     def _loaded(self, piece: Piece) -> object:
-        """Return what a parameter's state has once, such as its step number."""
+        """Return the state of a parameter that is not per element, such as its step number."""
         state = self.state.get(piece.parameter, {})
         return {
             name: value.tolist() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""The one frozen value that a unit's setters edit."""
+"""Settings of a unit, which its setters change, and of a parameter group, which are fixed."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ._buffers import Buffers
 from ._errors import ArgumentTypeError, ShardingError, is_int, shown
 
 GradientReduction = Literal["mean", "sum"]
@@ -18,13 +17,13 @@ GradientReduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionHook:
-    """What a user runs on each reduced flat gradient, and the stream to run it on."""
+    """A user's function of each reduced flat gradient, and the stream on which it runs."""
 
     function: Callable[[Tensor], Any]
     stream: torch.Stream | None = None
 
     def __call__(self, reduced: Tensor) -> None:
-        """Run the function; the current stream then waits for it. A CPU has one order of work."""
+        """Run the function, and let the current stream wait for it. CPUs ignore the stream."""
         stream = None if reduced.device.type == "cpu" else self.stream
         with nullcontext() if stream is None else _waiting_for_current(stream):
             self.function(reduced)
@@ -41,10 +40,22 @@ def _waiting_for_current(stream: torch.Stream) -> torch.Stream:
 class Options:
     """How a unit computes and communicates.
 
-    ``reshard_after_forward`` None: the schedule decides; an int is the number of ranks to reshard
-    to. ``divide`` None: what ``reduction`` says. ``in_flight``: packed gradients alive at once,
-    on accelerators without those that a unit packs during its backward.
-    Before the last backward of a step nothing is waited for.
+    Attributes:
+        reshard_after_forward: True, False, or the number of ranks that then hold the parameters.
+            None: the schedule decides.
+        reshard_after_backward: Whether to free the unsharded parameters after backward.
+        unshard_in_backward: Whether backward needs the unsharded parameters.
+        gradient_sync: Whether backward reduces gradients.
+        all_reduce: Whether a reduction includes the all-reduce over replicas.
+        reduction: Whether gradients are the mean or the sum over ranks.
+        divide: Divisor of the sum over ranks. None: ``reduction`` decides.
+        force_sum: Whether a mean is always a sum and a division.
+        hook: Called with each reduced flat gradient.
+        in_flight: Largest number of packed gradients at once. On accelerators, a gradient that a
+            unit packs during its backward does not count.
+        is_last_backward: Whether the next backward is the last one of the step. Only the last one
+            waits for reductions.
+        precision: Dtypes of computation, reduction and outputs.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -61,7 +72,7 @@ class Options:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning."""
+        """Raise `ShardingError` for invalid values."""
         for name, value in (
             ("reshard_after_backward", self.reshard_after_backward),
             ("unshard_in_backward", self.unshard_in_backward),
@@ -88,11 +99,11 @@ class Options:
 
     @property
     def in_pipeline(self) -> bool:
-        """Return whether a pipeline schedule has the unit neither reduce nor reshard for now."""
+        """Return whether a pipeline schedule has disabled reductions and resharding."""
         return not (self.is_last_backward or self.gradient_sync or self.reshard_after_backward)
 
     def divisor(self, size: int) -> float:
-        """Return what the sum of the gradients of ``size`` ranks is divided by."""
+        """Return the divisor of the sum of gradients over ``size`` ranks."""
         if self.divide is not None:
             return self.divide
         return float(size) if self.reduction == "mean" else 1.0
@@ -105,9 +116,9 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_reshard(choice: object, degree: int) -> bool | int | None:
-    """Return the choice of what to do after forward, with ints that say True or False replaced.
+    """Return ``reshard_after_forward``, with 1 replaced by False and ``degree`` by True.
 
-    Raises `ShardingError` for what is neither True, False, None nor a divisor of ``degree``.
+    Raises `ShardingError` for other values than True, False, None and a divisor of ``degree``.
     """
     if isinstance(choice, bool | None):
         return choice
@@ -134,17 +145,25 @@ def check_precision(policy: object) -> None:
         raise ShardingError(f"{name} is {said}; legal are floating-point dtypes and None")
 
 
-GradientMode = Literal["copy", "accumulate", "fused"]
+GradientMode = Literal["copy", "accumulate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
-    """Where a group computes, in which dtypes, and where its shards rest in the meantime."""
+    """Settings of a parameter group that cannot change after `fully_shard`.
+
+    Attributes:
+        precision: Dtypes of computation, reduction and outputs.
+        device: Device of computation.
+        rest: Device of the shards: the CPU with ``CPUOffloadPolicy``.
+        grads: How gradients are packed.
+        pinned: Whether the memory of the shards is pinned.
+        direct_bytes: Bytes per rank from which a parameter is all-gathered without a copy.
+    """
 
     precision: MixedPrecisionPolicy
     device: torch.device
     rest: torch.device
-    buffers: Buffers
     grads: GradientMode = "copy"
     pinned: bool = False
     direct_bytes: float | None = None

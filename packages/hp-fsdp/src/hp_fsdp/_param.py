@@ -247,10 +247,6 @@ class ShardedParameter:
         """Return whether modules compute with a plain tensor, not with a DTensor."""
         return self._own is None
 
-    def is_unsharded(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is the unsharded parameter."""
-        return tensor is self.unsharded
-
     def hold_gradient(self, dtype: torch.dtype) -> None:
         """Put the unsharded gradient aside in ``dtype``, added to what is there already."""
         gradient, self.unsharded.grad = self.unsharded.grad, None
@@ -299,15 +295,12 @@ class ShardedParameter:
             return local_of(laid_out).contiguous()
         return gradient.contiguous()
 
-    def add_gradient(self, local: Tensor, made: Tensor | None = None) -> None:
-        """Make ``local`` the sharded gradient, or add it to the one that is there.
-
-        ``made`` is a tensor over ``local`` that is laid out as the sharded parameter, if there is.
-        """
+    def add_gradient(self, local: Tensor) -> None:
+        """Set the sharded gradient to ``local``, or add ``local`` to it, and run hooks on it."""
         sharded = self.sharded
         present = sharded.grad
         if present is None:
-            sharded.grad = self.wrap(local) if made is None else made
+            sharded.grad = self.wrap(local)
         else:
             self.part(present).add_(local)
         if (hooks := hooks_after_gradient(sharded)) is not None:

@@ -1,18 +1,292 @@
 """Reductions: from the packed gradients of one group to the gradients of its sharded parameters."""
 
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives
+from hp_dtensor import Axis, Collectives, TorchCollectives
 
+from ._agreement import Tag, is_exact
+from ._errors import StateError
 from ._mesh import DataAxes
+from ._offsets import GradientRows
 from ._options import Options
-from ._reduction_plan import ReducedGradients, ReductionPlan, StartScatter
+from ._param import ShardedParameter
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, give_gradients, named_range, profiled
+from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major
+
+_dtype_of = attrgetter("dtype")
+
+
+StartScatter = Callable[[Tensor, Tensor], Waitable]  # called with the output and the input
+
+
+def _prepared_scatter(
+    collectives: Collectives, axis: Axis, op: Literal["sum", "avg"], device: torch.device
+) -> StartScatter:
+    """Return a function that starts the reduce-scatter, with all lookups done once."""
+    divides = op == "sum" or averages(axis.group, device)
+    if type(collectives) is TorchCollectives and divides and axis.size > 1:
+        return collectives.prepare_reduce_scatter(axis, op)
+    return lambda output, rows: collectives.reduce_scatter(axis, [rows], [output], op=op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Divisors of gradients before and after the reduction, and axes of the all-reduces.
+
+    Attributes:
+        before: Divisor before the reduction. None: no division.
+        after: Divisor after the reduction, a CPU tensor of one number. None: no division.
+        op: "avg" if the communication divides.
+        sums: The replicate axes of two or more ranks.
+    """
+
+    before: float | None
+    after: Tensor | None
+    op: Literal["sum", "avg"]
+    sums: tuple[Axis, ...]
+
+    @staticmethod
+    def of(
+        options: Options, axes: DataAxes, dtype: torch.dtype, device: torch.device
+    ) -> "Division":
+        """Return the division of gradients that are reduced in ``dtype`` over ``axes``.
+
+        Large sums overflow in float16. Therefore about half of the factor, as a power of two, is
+        divided before the reduction.
+        """
+        sums = tuple(axis for axis in axes.replicate if axis.size > 1)
+        before, factor = None, None
+        if options.divide is not None or options.reduction != "mean":
+            factor = options.divisor(axes.size)
+        elif options.force_sum or (dtype == torch.float16 and axes.size > 1):
+            factor = float(axes.size)
+        elif not sums and options.hook is None and not averages(axes.shard.group, device):
+            factor = float(axes.shard.size)  # one division of the result
+        if factor is not None and dtype == torch.float16 and axes.size > 1:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            factor /= before
+        after = None
+        if factor is not None and factor != 1.0:
+            # torch would convert a Python number to a tensor of this dtype in each step.
+            exact = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+            with torch.inference_mode(False):
+                after = torch.tensor(factor, dtype=exact, device="cpu")
+        return Division(
+            before=before, after=after, op="avg" if factor is None else "sum", sums=sums
+        )
+
+
+class PartialSum:
+    """Accumulates reduce-scattered gradients, ``flat``, until the all-reduce over replicas."""
+
+    def __init__(self) -> None:
+        self.flat: Tensor | None = None
+        self._names: tuple[str, ...] = ()
+        self._scale: object = None
+        self._used: list[bool] = []
+
+    @property
+    def waits(self) -> bool:
+        """Return whether there is a sum."""
+        return self.flat is not None
+
+    def add(
+        self, flat: Tensor, names: tuple[str, ...], used: list[bool], scale: object
+    ) -> tuple[Tensor, list[bool]]:
+        """Add ``flat`` to the accumulated sum.
+
+        Args:
+            flat: Reduced row of this rank. It is updated in place and kept.
+            names: Names of the parameters. They must be the same until the all-reduce.
+            used: Whether this rank has a gradient, per parameter.
+            scale: How ``flat`` was divided. It must be the same until the all-reduce.
+
+        Returns:
+            The sum, and per parameter whether this rank had a gradient in any of its terms.
+        """
+        if self.flat is not None:
+            if names != self._names:
+                raise StateError(
+                    f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
+                    f"of {list(names)}; freeze parameters only after a reduction over all axes"
+                )
+            if self._scale not in (None, scale):
+                raise StateError(
+                    f"gradients of {list(names)} wait for an all-reduce as averages, and now come "
+                    "sums to divide at the end, or the other way round; set divide factors and "
+                    "force_sum_reduction_for_comms after a reduction over all axes"
+                )
+            flat = flat.add_(self.flat)
+            used = [now or before for now, before in zip(used, self._used, strict=True)]
+        self.flat, self._names, self._used, self._scale = flat, names, used, scale
+        return flat, used
+
+    def drop(self) -> None:
+        """Set this rank's sum to zero. Other replicas still all-reduce their sums with it."""
+        if self.flat is not None:
+            self.flat.zero_()
+            self._used, self._scale = [False] * len(self._used), None
+
+    def clear(self) -> None:
+        """Forget the sum."""
+        self.flat, self._names, self._used = None, (), []
+
+
+# Up to this many elements, copying the packed gradients once more to append the flags costs less
+# than a second tensor in the reduce-scatter.
+COPIED_NUMEL = 2**16
+
+
+class ReductionPlan:
+    """State that all reductions of the same parameters of a group share.
+
+    Attributes:
+        path: Path of the module, for profiles.
+        tag: Tag of the unit, sent with every reduction.
+        offloaded: Whether shards are on the CPU and computed on another device.
+        rows: Layout of the packed gradients.
+        shard: The flat shard. Gradients get its dtype and device.
+        has_flags: Whether `pack` writes the flags into the rows. Otherwise they are a second
+            tensor, `flags`, that is reduced in the same call.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        rows: GradientRows,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Tensor,
+        partial: PartialSum,
+        offloaded: bool,
+        tag: Tag,
+    ) -> None:
+        self.path = ""
+        self.tag = tag
+        self.offloaded = offloaded
+        self.parameters = list(parameters)
+        self.sharded = [parameter.sharded for parameter in parameters]
+        self.unsharded = [parameter.unsharded for parameter in parameters]
+        self.rows = rows
+        self.dtype = dtype
+        self.device = device
+        self.shard = shard
+        self.partial = partial
+        self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
+        self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
+        self._flags_shape = self._ranks, rows.flag_count
+        self._gaps = rows.gaps[::-1]  # backwards, so that insertions shift no later gap
+        self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
+        self._has_empty = any(not extent.spec.numel for extent in rows.extents)
+        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
+        with torch.inference_mode(False):
+            self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
+        self.is_exact = False  # whether the collectives send every element unchanged
+        self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
+        self.all_used = [True] * len(self.parameters)
+        self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
+
+    def prepared(
+        self, options: Options, axes: DataAxes, collectives: Collectives
+    ) -> tuple[Division, StartScatter]:
+        """Return the division of a reduction, and a function that starts its reduce-scatter.
+
+        Both are cached for the same options, axes and collectives, which are frozen.
+        """
+        known = self._prepared
+        if (
+            known is None
+            or known[0] is not options
+            or known[1] is not axes
+            or known[2] is not collectives
+        ):
+            division = Division.of(options, axes, self.dtype, self.device)
+            start = _prepared_scatter(collectives, axes.shard, division.op, self.device)
+            known = self._prepared = options, axes, collectives, division, start
+            self.is_exact = is_exact(collectives)
+        return known[3], known[4]
+
+    def pack(self, gradients: list[Tensor], used: Sequence[bool]) -> Tensor:
+        """Return the packed rows, flat.
+
+        Args:
+            gradients: One contiguous gradient per parameter; zeros if it is not ``used``.
+            used: Whether this rank has a gradient, per parameter.
+        """
+        rows, pieces = self.rows, gradients
+        for i, spec in self._rearranged:
+            pieces[i] = spec.by_rank(pieces[i]).contiguous()
+        if len(set(map(_dtype_of, pieces))) > 1:
+            pieces = [piece.to(self.dtype) for piece in pieces]
+        dtype = pieces[0].dtype
+        for i, start, end in self._gaps:
+            pieces.insert(i, self._gap(start, end, used, dtype))
+        if self._has_empty:
+            pieces = [piece for piece in pieces if piece.numel()]
+        flat = torch.empty(rows.numel, dtype=self.dtype, device=self.device)
+        if pieces:
+            pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
+        if rows.flags_apart and self.has_flags:
+            shares = flat.view(self._ranks, rows.flags)
+            flat = torch.cat((shares, self.flags(used, self.dtype)), 1).view(-1)
+        return flat
+
+    def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
+        """Return ``[ranks, flags]``: in each row 1 or 0 per parameter, then the tag's flags."""
+        return self._made("flags", self._flags_shape, 0, used, dtype)
+
+    def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
+        """Return zeros, and maybe flags, for columns without a parameter."""
+        shape, flags = (self.rows.degree, end - start), self.rows.flags
+        if self.rows.flags_apart or not start <= flags < end:
+            return self._made(start, shape, 0, (), dtype)
+        return self._made(start, shape, flags - start, used, dtype)
+
+    def _made(
+        self,
+        what: object,
+        shape: tuple[int, int],
+        first: int,
+        used: Sequence[bool],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return a tensor of zeros, with the flags from column ``first`` on if ``used`` is given.
+
+        The flags are 1 or 0 for each parameter, then the flags of the tag. The tensor is cached if
+        all parameters are used.
+        """
+        known = self._known.get((what, dtype)) if all(used) else None
+        if known is not None:
+            return known
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.zeros(shape, dtype=dtype, device=self.device)
+            if used:
+                end = first + len(used)
+                made[:, first:end] = 1
+                made[:, end : end + TAG_FLAGS] = self.tag_flags
+            for i in (i for i, is_used in enumerate(used) if not is_used):
+                made[:, first + i] = 0
+        if all(used) and made.numel() <= COPIED_NUMEL:
+            self._known[what, dtype] = made
+        return made
+
+    def report(self, error: Exception, doing: str, axis: Axis) -> None:
+        """Raise `DisagreementError` if ``error`` means that ranks were in different collectives."""
+        self.tag.report(error, f"{doing} ({len(self.parameters)} parameters)", axis)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the parameters."""
+        return tuple(parameter.name for parameter in self.parameters)
 
 
 class Reduction:
@@ -21,7 +295,7 @@ class Reduction:
     Args:
         plan: The parameters and their layout.
         gradients: One contiguous gradient per parameter, if ``rows`` is None.
-        rows: Gradients that are packed already. The buffer is returned after the reduce-scatter.
+        rows: Gradients that are packed already.
         used: Whether this rank has a gradient, per parameter. A parameter without one counts as
             zeros, and gets a gradient only if another rank has one.
         axes: Axes to reduce over.
@@ -32,7 +306,7 @@ class Reduction:
         scattering: The reduce-scatter. The packed gradients are alive until it is None.
     """
 
-    _reads_tags_early = True  # as soon as a sum has ended
+    _reads_tags_early = True  # when a collective has ended, not at the end of backward
 
     def __init__(
         self,
@@ -53,24 +327,20 @@ class Reduction:
         self._scale = division.op, division.before
         self._sums = list(division.sums)
         self._ready = True
-        self._shard_axis = self._sum_axis = axes.shard  # the latter is that of the last sum
+        self._shard_axis = axes.shard
+        self._sum_axis = axes.shard  # axis of the latest all-reduce
         self.scattering: Waitable | None = None
         self._summing: Waitable | None = None
         self._gradients = gradients  # released when they are packed
         self._used = used
-        self._output: ReducedGradients | None = None
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
-        # In the rows, but where they were written in place, and the layout has no room there.
+        # Rows that are packed already have flags if the layout has columns for them.
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
-            self._flat = self._target(rows)
-            if profiled():
-                with named_range("reduce_scatter", plan.path, axes.shard.name):
-                    self.scattering = self._scatter(axes.shard, start, rows, self._flat)
-            else:
-                self.scattering = self._scatter(axes.shard, start, rows, self._flat)
+            with named_range("reduce_scatter", plan.path, axes.shard.name):
+                self.scattering = self._scatter(axes.shard, start, rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows, division.before))
 
@@ -78,12 +348,9 @@ class Reduction:
         plan, gradients = self._plan, self._gradients
         if rows is None:
             self._gradients = []
-            if profiled():
-                with named_range("pack_gradients", plan.path):
-                    rows = plan.pack(gradients, self._used)
-            else:
+            with named_range("pack_gradients", plan.path):
                 rows = plan.pack(gradients, self._used)
-        if before and self._has_flags:  # a flag could become zero
+        if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
             width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
             rows.view(-1, width)[:, : layout.flags].div_(before)
@@ -91,17 +358,8 @@ class Reduction:
             rows.div_(before)
         return rows
 
-    def _target(self, rows: Tensor) -> Tensor:
-        """Return memory for the reduced row: that of the gradients if dtype and device match."""
-        plan = self._plan
-        # Hooks that step an optimizer in backward also free the gradients, so do not keep memory.
-        if not self._hooked and (self._options.all_reduce or not self._sums):
-            self._output = plan.output()
-        if self._output is not None and _is_alike(self._output.flat, rows):
-            return self._output.flat
-        return rows.new_empty(plan.rows.reduced_numel)
-
-    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor, flat: Tensor) -> Waitable:
+    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
+        self._flat = flat = rows.new_empty(self._plan.rows.reduced_numel)
         if self._has_flags:
             return start(flat, rows)
         flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
@@ -122,19 +380,15 @@ class Reduction:
     def _sum(self, axis: Axis) -> Waitable:
         self._sum_axis = axis
         flats = [] if self._flat is None else [self._flat]
-        try:
-            with named_range("all_reduce", self._plan.path, axis.name):
-                return self._collectives.all_reduce(axis, flats, op=self._op)
-        except BaseException:  # it may have been started all the same
-            self._lose_output()
-            raise
+        with named_range("all_reduce", self._plan.path, axis.name):
+            return self._collectives.all_reduce(axis, flats, op=self._op)
 
     @property
     def ends_early(self) -> bool:
         """Return whether to finish during backward, because parameters have post-gradient hooks.
 
-        Only some ranks may have such hooks. So this is False if finishing would start another
-        collective, whose order must be the same on all ranks.
+        Only some ranks may have such hooks. So this is False if `finish` would start another
+        collective, because all ranks must start collectives in the same order.
         """
         return self._hooked and (self.scattering is not None or not self._sums)
 
@@ -142,35 +396,24 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                if profiled():
-                    with named_range("wait_reduce_scatter", self._plan.path):
-                        self.scattering.wait()
-                else:
+                with named_range("wait_reduce_scatter", self._plan.path):
                     self.scattering.wait()
-            except Exception as error:  # it has ended with this error, unlike after an interrupt
+            except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
-                self._lose_output()
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
                 raise
             self.scattering = None
-            self._give_back()
-            output = self._output
-            if self._reads_tags_early and (
-                output is None
-                or self._flat is not output.flat
-                or not output.tag_flags.equal(output.right_flags)
-            ):
+            self._release_packed()
+            if self._reads_tags_early:
                 self._check_tags()
             if self._sums and self._flat is not None:
                 self._begin_sum(self._flat)
 
-    def _give_back(self) -> None:
-        if self._rows is not None:
-            self._plan.buffers.give(self._rows)
-            self._rows = None
+    def _release_packed(self) -> None:
+        self._rows = None
 
     def wait(self) -> None:
-        """Wait for everything; afterwards nothing of this reduction is in flight."""
+        """Wait for all collectives of this reduction."""
         self.finish_scatter()
         while self._summing is not None:
             try:
@@ -178,18 +421,11 @@ class Reduction:
                     self._summing.wait()
             except Exception as error:
                 self._summing, self._ready = None, False
-                self._lose_output()
                 self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
             if self._summing is None and self._reads_tags_early:
                 self._check_tags()
-
-    def _lose_output(self) -> None:
-        """Stop using the result's memory, because a failed collective may still write to it."""
-        plan = self._plan
-        plan.outputs = [output for output in plan.outputs if output is not self._output]
-        self._output = None
 
     def drop(self) -> None:
         """Wait for the collectives in flight and discard the result. Starts no other collective."""
@@ -199,78 +435,57 @@ class Reduction:
         if self.scattering is not None:
             self.scattering.wait()
             self.scattering = None
-            self._give_back()
-        self._release_output()
+            self._release_packed()
 
     def finish(self) -> None:
-        """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
+        """Wait, divide, and set the gradients of the sharded parameters."""
         self.wait()
         if self._ready:
             self._put_gradients()
-        self._release_output()
 
     def _check_tags(self) -> None:
         """Raise `DisagreementError` if other ranks reduced other units."""
-        flat, output, plan = self._flat, self._output, self._plan
+        flat, plan = self._flat, self._plan
         if flat is None or not plan.is_exact:
             return
-        if output is not None and flat is output.flat:
-            flags = output.tag_flags
-        else:
-            output, flags = None, flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
+        flags = flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
         if plan.tag.log is None and flags_agree(flags.tolist()):
-            if output is not None:
-                output.right_flags = flags.clone()
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
         if error is not None:
             self._ready = False
-            self._release_output()
             raise error
-
-    def _release_output(self) -> None:
-        if self._output is not None:
-            self._output.in_flight = False
 
     def _put_gradients(self) -> None:
         plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
-        locals_ = self._results()
-        made = plan.nothing if self._output is None else self._output.gradients
-        if self._output is not None and all(used):
-            for i in give_gradients(plan.sharded, self._output.gradients):
-                plan.parameters[i].add_gradient(locals_[i])
-            return
-        parts = zip(plan.parameters, locals_, made, used, strict=True)
-        for parameter, local, gradient, is_used in parts:
-            if is_used:
-                parameter.add_gradient(local, gradient)
+        hooked = any_hooks_after_gradient(plan.sharded)
+        for parameter, local, is_used in zip(plan.parameters, self._results(), used, strict=True):
+            if is_used and not hooked and parameter.sharded.grad is None:
+                parameter.sharded.grad = parameter.wrap(local)
+            elif is_used:
+                parameter.add_gradient(local)
 
     def _used_by_any(self) -> list[bool]:
-        """Return which parameters any rank used; reads flags only where this rank did not."""
+        """Return whether any rank used the parameter, per parameter. Reads the reduced flags."""
         if self._flat is None:
             return self._used
         first = self._plan.rows.flags
         return self._flat[first : first + len(self._used)].ne(0).tolist()
 
     def _results(self) -> list[Tensor]:
-        """Return this rank's part of each gradient, in the dtype and on the device of shards."""
+        """Return this rank's part of each gradient, with the dtype and device of the shards.
+
+        The parts are views of one new flat tensor, which lives as long as one of them.
+        """
         plan, flat = self._plan, self._flat
         if flat is None:
             return [self._divided(gradient).to(plan.shard) for gradient in self._gradients]
-        output = self._output
-        ours = output is not None and flat is output.flat
-        values = output.values if ours and output is not None else flat[: plan.rows.flags]
-        values = self._final(values)
-        if output is None:
-            return plan.rows.views(values.to(plan.shard))
-        if not ours:
-            output.values.copy_(values)
-        return output.locals_
+        return plan.rows.views(self._final(flat[: plan.rows.flags]).to(plan.shard))
 
     def _final(self, values: Tensor) -> Tensor:
-        """Return the reduced values after the user's hook, divided."""
+        """Call the user's hook with the reduced values, then divide them."""
         if self._options.hook is not None:
-            self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
+            self._options.hook(values)
         return values if self._after is None else values.div_(self._after)
 
     def _divided(self, reduced: Tensor) -> Tensor:
@@ -302,23 +517,15 @@ class StreamedReduction(Reduction):
         self._streams = streams
         self._made: list[Tensor] | None = None
         self._ended: Begun | None = None
-        self._held: list[Tensor] = []  # what a side stream uses, until the end was waited for
+        self._held: list[Tensor] = []  # used by a side stream until `_ended` was waited for
         super().__init__(plan, gradients, rows, used, axes, collectives, options)
-        try:
-            self._go_on()
-        except BaseException:  # of a collective that may still write to the result
-            self._lose_output()
-            raise
+        self._go_on()
 
-    def _target(self, rows: Tensor) -> Tensor:
-        # The result is memory of this stream.
+    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
+        # The result is memory of this stream. The packed rows are memory of the current stream, so
+        # they are kept until it has waited.
         with self._streams.reduce.after_current():
-            return super()._target(rows)
-
-    def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor, flat: Tensor) -> Waitable:
-        # The packed rows, memory of the current stream, are kept.
-        with self._streams.reduce.after_current():
-            work = super()._scatter(axis, start, rows, flat)
+            work = super()._scatter(axis, start, rows)
             work.wait()  # lets this stream wait, and with gloo the host
         return self._streams.reduce.begun()
 
@@ -326,7 +533,7 @@ class StreamedReduction(Reduction):
         self._flat = flat  # `_go_on` has begun it, or will
 
     def _go_on(self) -> None:
-        """Begin all that follows the reduce-scatter; the memory of its result is kept for that."""
+        """Enqueue all steps after the reduce-scatter."""
         streams = self._streams
         if self._flat is None:
             if self._plan.offloaded:
@@ -339,7 +546,7 @@ class StreamedReduction(Reduction):
         with side.after_current():
             if self.scattering is not None:
                 self.scattering.wait()
-            # Another stream may be lent the memory of the last sum, or of a result that was cast.
+            # Keep the memory of the last sum and of a result that is cast: this stream reads it.
             self._held = [x for x in (self._flat, self._plan.partial.flat) if x is not None]
             super()._begin_sum(self._flat)
             while self._summing is not None:
@@ -353,18 +560,16 @@ class StreamedReduction(Reduction):
                 self._ended = side.begun()
 
     def _copy_to_cpu(self, side: SideStream) -> None:
-        """Copy the reduced row, flags included, and give its memory up."""
-        flat, output, out = cast(Tensor, self._flat), self._output, self._streams.offload
+        """Copy the reduced row, flags included, and release its memory on the device."""
+        flat, out = cast(Tensor, self._flat), self._streams.offload
         self._final(flat[: self._plan.rows.flags])
         with out.after_current("copy_gradients"):
-            row = self._on_cpu(flat) if output is None else output.flat
-            if output is not None:
-                row.copy_(flat, non_blocking=True)
-        for each in self._held:  # the reduced row, and the partial sum that was added to it
+            row = self._on_cpu(flat)
+        for each in self._held:  # the reduced row and the partial sum
             side.uses(each)
         out.uses(flat)
         self._flat, self._held = row, []
-        self._made = self._plan.rows.views(row) if output is None else output.locals_
+        self._made = self._plan.rows.views(row)
         self._ended = out.begun()
 
     def _on_cpu(self, tensor: Tensor) -> Tensor:
@@ -373,13 +578,13 @@ class StreamedReduction(Reduction):
         made = torch.empty(tensor.shape, dtype=shard.dtype, device="cpu", pin_memory=pinned)
         return made.copy_(tensor, non_blocking=True)
 
-    def _give_back(self) -> None:
+    def _release_packed(self) -> None:
         if self._made is not None:
             self._gradients = []
-        super()._give_back()
+        super()._release_packed()
 
     def wait(self) -> None:
-        """Wait for everything, on the host too for what was copied to the CPU."""
+        """Wait for all steps. If gradients are copied to the CPU, the host waits for the copy."""
         self.finish_scatter()
         if self._ended is not None:
             with named_range("wait_reduction", self._plan.path):
@@ -389,19 +594,14 @@ class StreamedReduction(Reduction):
             self._ended, self._held = None, []
 
     def finish(self) -> None:
-        """Wait, note the tags, and put the results on the parameters' ``grad``."""
+        """Wait, check the tags, and set the gradients of the sharded parameters."""
         self.wait()
         self._check_tags()
         super().finish()
 
     def drop(self) -> None:
-        """Wait for what is under way: it was begun to its end."""
+        """Wait for all steps, which were enqueued at once, and discard the result."""
         self.wait()
-        self._release_output()
 
     def _results(self) -> list[Tensor]:
         return super()._results() if self._made is None else self._made
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device

@@ -1,4 +1,4 @@
-"""When units gather, prefetch and reduce: the order is learned, never asked of the data."""
+"""When units gather, prefetch and reduce, in an order that the first step records."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,63 +20,61 @@ from ._streams import Streams
 from ._torch import call_after_backward, inside_forward_ad, without_tangents
 from ._unit import Act, Run, Unit, unit_of, units_in
 
-# In the time of so many units that backward reaches first, most activations are alive.
+# The first units in backward. Most activations are allocated during their backwards.
 LATE_UNITS = 2
 
-Order = list[tuple[Run, bool]]  # where the runs of one pass begin (False) and end (True)
-LearnedOrder = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
+Order = list[tuple[Run, bool]]  # begins (False) and ends (True) of the forward calls of one pass
+LearnedOrder = tuple[list[Unit], list[Unit]]  # the order of begins, and the order of ends
 
 
 class Schedule:
-    """The step of all units under the modules of one call, the root.
+    """Runs all units under a root: gathers, prefetches and reductions.
 
-    Every forward pass records the order in which units begin and end, for the unit that it began
-    with: the root, or a part that is called alone. The next pass that begins there follows it: a
-    unit that begins starts the gather of the one that began after it. Backward goes through the
-    ends that the last pass recorded in reverse, one gather ahead, and where it comes to a unit of
-    an earlier pass goes on with that one's. Where a pass leaves the recorded order,
-    it does without prefetch to its end. Where gradients are packed as they come, in memory of their
-    own, the first units that backward reaches start the next gather when they are left, so that the
-    peak has no more gathered parameters than it needs. All collectives are thus issued in program
-    order, the same on all ranks that run the same program.
+    - A forward pass starts with the root, or with a unit that is called alone. It records the order
+      in which units begin and end.
+    - The next pass from the same unit follows this order: when a unit begins, its successor is
+      prefetched. If the pass leaves the order, it continues without prefetch.
+    - Backward follows the ends of the last pass in reverse order, and prefetches one unit. If it
+      reaches a unit of an earlier pass, it continues with the order of that pass.
+    - With ``grads="accumulate"``, the first units in backward start the prefetch at the end of
+      their backward, because it would raise the peak of memory.
+    - Backward may skip a unit on one rank and reach it on another. When a rank reaches an earlier
+      unit or the end of backward, it first gathers and reduces the units that it skipped, with
+      gradients of zero. So all ranks issue the same collectives in the same order.
 
-    Backward may pass by a unit on one rank, whose loss does not depend on it there, and reach it on
-    another. A rank that comes to an earlier unit, or to the end, does first for those in between
-    what ranks do that reached them: it gathers and reduces them, without gradients of its own.
+    Args:
+        roots: The modules of the root unit. The schedule takes over the units of the schedules of
+            parts of the model, and finishes their reductions.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        """Take over all units under ``roots``, a unit's modules, also from schedules of parts.
-
-        What these have under way is ended, as it was begun on all ranks.
-        """
         self._roots = roots
         self.units = units_in(*roots)
         self.device = self.units[0].device
-        # The host writes to memory that copies from the CPU read.
+        # Whether copies to the device may still read shards that the host writes next.
         self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)
         self.starts_after: torch.Event | torch.cpu.Event | None = None
         self._pass_root: Unit | None = None
         self._checked = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
-        self._orders: dict[Unit, LearnedOrder] = {}  # by the root of the pass, the latest pass last
-        self._begin_order: list[Unit] = []  # what this pass follows
-        self._end_order: list[Unit] = []  # what a backward goes through
+        self._orders: dict[Unit, LearnedOrder] = {}  # by the root of the pass; the latest is last
+        self._begin_order: list[Unit] = []  # expected in this pass
+        self._end_order: list[Unit] = []  # backward follows it in reverse
         self._following = False
         self.in_backward = False
-        self._backwards = 0  # how many have begun
-        self._cursor = 0
-        self._order: Order = []  # of the pass under way, or the last one
-        self._walked: Order | None = None  # what a backward goes through, up to `_ahead`
-        self._ahead = 0
-        self._reductions: list[Reduction] = []
-        self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
-        self._hooked: list[Reduction] = []  # those of them that end early
-        self._in_flight = 1
-        self._turn = 0  # how many passes and backwards have begun
-        self._dual = False  # whether this backward began inside a dual level of forward-mode AD
-        self._late: Unit | None = None  # gathered when the unit that backward is in was left
+        self._backwards = 0  # number of backwards that have begun
+        self._cursor = 0  # position of backward in `_end_order`
+        self._order: Order = []  # of the current pass, or of the last one
+        self._walked: Order | None = None  # order that the current backward traverses in reverse
+        self._ahead = 0  # position of the last event that it has reached
+        self._reductions: list[Reduction] = []  # in flight
+        self._scattering: list[Reduction] = []  # in flight, with packed gradients allocated
+        self._hooked: list[Reduction] = []  # in flight, to be finished during backward
+        self._in_flight = 1  # largest number of packed gradients at once
+        self._turn = 0  # number of passes and backwards that have begun
+        self._dual = False  # whether this backward began inside forward-mode differentiation
+        self._late: Unit | None = None  # prefetched at the end of the current unit's backward
         for part in dict.fromkeys(unit.schedule for unit in self.units):
             if part is not None:
                 part.check_no_backward()
@@ -84,18 +82,18 @@ class Schedule:
                 part.wait_for_optimizer()
                 if part._pinned:
                     part._finish_copies()
-        # Nothing above, and nothing in the first of these, is left half done if it raises.
+        # If the code above or `_split_axes` raises, it can be repeated.
         self._split_axes()
         self._name_groups()
         made = sorted(self.units, key=lambda unit: unit.made)
         places = {unit: place for place, unit in enumerate(made)}
-        owner = object()  # stands for this schedule, which histories must not keep alive
+        owner = object()  # represents this schedule in histories, which must not keep it alive
         for number, unit in enumerate(self.units):
-            unit.schedule, unit.checked = self, 0  # turns are counted anew
+            unit.schedule, unit.checked = self, 0
             unit.join(owner, number, places[unit], self.paths)
 
     def paths(self) -> list[str]:
-        """Return where the units are, under the root."""
+        """Return the paths of all units from the root."""
         found: dict[Unit, str] = {self.units[0]: "(root)"}
         for path, module in named_modules(self._roots):
             unit = unit_of(module)
@@ -104,7 +102,7 @@ class Schedule:
         return [found.get(unit, "(removed)") for unit in self.units]
 
     def path_of(self, unit: Unit) -> str:
-        """Return where a unit is, under the root."""
+        """Return the path of a unit from the root."""
         return self.paths()[self.units.index(unit)]
 
     def _name_groups(self) -> None:
@@ -132,15 +130,15 @@ class Schedule:
         return log
 
     def check_tags(self) -> None:
-        """Raise `DisagreementError` for mix-ups until now; the host waits on accelerators."""
+        """Raise `DisagreementError` if ranks mixed up units. The host waits for accelerators."""
         if self._tag_log is not None:
             self._tag_log.send("in the last step: ")
             self._tag_log.check(wait=True)
 
     def _split_axes(self) -> None:
-        """Make the process groups of units that reshard to fewer ranks, one per set of ranks.
+        """Create the process groups of units with an int ``reshard_after_forward``.
 
-        Those that the schedules of parts made are used.
+        There is one per set of ranks. Groups that an earlier schedule made are used again.
         """
         chosen = [
             (group, (group.axes.shard.ranks, int(size or 0)))
@@ -155,7 +153,7 @@ class Schedule:
             group.post_forward_axis = made.get(key)
 
     def check_no_backward(self) -> None:
-        """Raise `StateError` if an earlier backward never came to its end."""
+        """Raise `StateError` if an earlier backward did not end."""
         if self.in_backward:
             raise StateError(
                 "an earlier backward ended with an exception; call reset() on the root module "
@@ -163,12 +161,13 @@ class Schedule:
             )
 
     def pre_forward(self, run: Run) -> bool:
-        """Note that a unit's forward begins; start its all-gather and that of its successor.
+        """Record that a forward call begins, and start its all-gather and the prefetch.
 
-        Return whether it is the root of the pass.
+        Returns:
+            Whether the unit is the root of the pass.
         """
         unit = run.unit
-        # The root's ends one that never ended, as that of one module of a list alone.
+        # The root starts a new pass if the last one did not end: one module of a list ran alone.
         if self._pass_root is None or self._pass_root is unit or unit is self.units[0]:
             self._begin_pass(unit)
         run.order, run.begin = self._order, len(self._order)
@@ -180,12 +179,10 @@ class Schedule:
         if unit.hidden and unit.gradients is GradientState.EMPTY and not unit.create_graph_runs:
             unit.forget_hidden()
         if unit.stays and unit.stale:
-            unit.reshard()  # an optimizer stepped since
+            unit.reshard()  # an optimizer has stepped
         elif unit.stays:
             unit.train_as_shown()
             unit.train_as_sharded()
-        if unit.in_ring:
-            self._free_slots(unit)
         unit.gather_in_turn(Act.FORWARD, self._turn)
         run.laid_out = unit.laid_out
         if unit.forward_prefetch is not None:
@@ -213,22 +210,20 @@ class Schedule:
         self._begin_order = self._orders[root][0] if root in self._orders else []
         self._order = []
         self._following = True
-        # What an earlier pass left gathered never met its backward (an exception, a discarded
-        # loss); an optimizer may have stepped since.
+        # An earlier pass without a backward (after an exception, or if the loss was discarded) left
+        # units unsharded. An optimizer may have stepped.
         for unit in self.units:
             if unit.waiting and unit is not root:
                 unit.forget_forward()
             if unit.in_pass or (unit.stays and unit.stale):
                 unit.train_as_shown()
                 unit.reshard()
-        release_gradients(self.units)
         self._check_together(self._begin_order, backward=False)
 
     def _check_together(self, units: Iterable[Unit], backward: bool) -> None:
-        """Check the parameters of units that a new pass or backward comes to.
+        """Check at once that the parameters of ``units`` were not replaced or moved.
 
-        Looked at together they are mostly as they were. Otherwise each unit is checked, and raises,
-        when it is gathered.
+        If some were, each unit is checked when it is gathered.
         """
         self._turn += 1
         chosen = list(dict.fromkeys(units))
@@ -238,13 +233,13 @@ class Schedule:
                 unit.checked = self._turn
 
     def wait_for_optimizer(self) -> None:
-        """Let the device wait for the event after an optimizer step that was set, once."""
+        """Let the device wait for the event of `FSDPModule.set_post_optim_event`, once."""
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
 
     def _warn_of_divisors(self) -> None:
-        """Warn where units divide their gradients by different numbers."""
+        """Warn if units divide their gradients by different numbers."""
         found: dict[float, dict[str, None]] = {}
         for unit, path in zip(self.units, self.paths(), strict=True):
             for group in unit.groups:
@@ -261,7 +256,7 @@ class Schedule:
             )
 
     def _warn_of_added(self) -> None:
-        """Warn of parameters that came after `fully_shard`."""
+        """Warn about parameters that were added after `fully_shard`."""
         if added := added_parameters(self._roots):
             warnings.warn(
                 f"{', '.join(added)} train and belong to no unit, because they were added after "
@@ -271,18 +266,18 @@ class Schedule:
             )
 
     def end_forward(self, unit: Unit) -> None:
-        """End a unit's forward, with modules of its list unrun if the root says so.
+        """End a unit's forward. The end of the root closes the pass.
 
-        Without a backward to come nobody would come back for the parameters, so they are given up
-        unless they were asked to stay. Where its beginning cannot be seen, nobody could gather them
-        again in time. The root's end closes the pass.
+        - Without a backward to follow, the unit is resharded, unless the user wants to retain it.
+        - If the begin of its backward cannot be detected, the unit stays unsharded.
+        - If the root ends, units of which only some modules have run are ended, too.
         """
         if unit.waiting:
             unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
         elif unit.hidden:
-            unit.note_writes()  # its parameters stay until the end of backward
+            unit.note_writes()  # unsharded until the end of backward
         else:
             self._reshard_after_forward(unit)
         run = unit.run
@@ -300,7 +295,7 @@ class Schedule:
         self._end_order = self._ended
         self._cursor = len(self._end_order)
         self._pass_root = None
-        self._drop_unused_gathers(self.units)
+        self._drop_unused_gathers()
         if not unit.expects_backward:
             if self._pinned:
                 self._finish_copies()
@@ -308,16 +303,16 @@ class Schedule:
                 self._tag_log.send("in a forward without backward: ")
 
     def forward_failed(self, unit: Unit) -> None:
-        """Note that a unit's forward raised; the root's closes the pass without an order."""
+        """Record that a forward raised. If it is the root's, the pass ends without an order."""
         if unit is self._pass_root:
             self._pass_root = None
             self._following = False
 
     def _reshard_after_forward(self, unit: Unit) -> None:
-        """Let a unit give up its parameters between forward and backward, or some, or none.
+        """Reshard a unit after forward as its options say.
 
-        By default all do but the root and, once the order is known, the last unit to end before it,
-        there: backward needs these two at once.
+        By default all units are resharded except the root and, if the order is known, the last unit
+        before it, because backward needs these two first.
         """
         chosen = unit.options.reshard_after_forward
         if chosen is None:
@@ -332,7 +327,7 @@ class Schedule:
             unit.reshard_to_fewer()
 
     def begin_backward(self) -> None:
-        """Ask autograd, once per backward, to call when it is done."""
+        """Begin a backward, once, and let autograd call `_finish_backward` at its end."""
         if not self.in_backward:
             self.in_backward = True
             self._backwards += 1
@@ -349,7 +344,7 @@ class Schedule:
             self._check_together(self.units, backward=True)
 
     def backward_reached(self, run: Run) -> None:
-        """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
+        """Begin the backward of a forward call: start its all-gather and the prefetch."""
         if run.laid_out != run.unit.laid_out:
             raise StateError(
                 f"parameters of {self.path_of(run.unit)} were converted or moved "
@@ -362,7 +357,7 @@ class Schedule:
         unit = run.unit
         if not self.in_backward:
             self.begin_backward()
-        if run.backward == self._backwards:  # by another of its outputs
+        if run.backward == self._backwards:  # reached through another output before
             unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
             if unit.options.unshard_in_backward:
                 unit.gather_in_turn(Act.BACKWARD, self._turn)
@@ -375,7 +370,7 @@ class Schedule:
         self._reach(run)
 
     def check_hidden(self, unit: Unit) -> None:
-        """Raise `StateError` where a backward came to a hidden unit that has ended its last one."""
+        """Raise `StateError` if a second backward reaches a unit whose outputs have no hooks."""
         if not all([group.unsharded for group in unit.groups]):
             path = self.path_of(unit)
             raise StateError(
@@ -386,10 +381,10 @@ class Schedule:
             )
 
     def backward_left(self, run: Run) -> None:
-        """Note that a unit's backward is past; reduces its gradients."""
+        """End the backward of a forward call: reshard the unit and reduce its gradients."""
         if run.unit.hidden:
             self.check_hidden(run.unit)
-            return  # more may come: the end of backward reduces
+            return  # more gradients may follow, so the end of backward reduces
         if run.order is self._walked and self._ahead == run.begin + 1:
             self._ahead = run.begin
         else:
@@ -398,9 +393,9 @@ class Schedule:
         self._finish_unit(run.unit)
 
     def _walk_to(self, run: Run, position: int) -> None:
-        """Come to an event of a pass, past all after it."""
+        """Move to an event of a pass, and handle the units of all events after it."""
         if run.order is None or position < 0:
-            return  # a forward that did not end
+            return  # its forward did not end
         if run.order is not self._walked:
             self._end_walk()
             self._walked, self._ahead = run.order, len(run.order)
@@ -410,16 +405,16 @@ class Schedule:
             self._ahead = position
 
     def _end_walk(self) -> None:
-        """Pass by all that is left of a pass, and after the last backward forget it."""
+        """Handle the remaining events of a pass. After the last backward, forget the pass."""
         self._pass_by(0)
         if self._walked is not None and self._last:
             self._walked.clear()
         self._walked = None
 
     def _pass_by(self, end: int) -> None:
-        """Reach and leave the units of events from ``end`` on that backward did not.
+        """Gather and reduce the units of events from ``end`` on that backward skipped.
 
-        Not before the last backward, after which they may have theirs to come.
+        This happens in the last backward of a step only: a later one may reach these units.
         """
         while self._walked is not None and self._ahead > end:
             self._ahead -= 1
@@ -435,16 +430,14 @@ class Schedule:
     def _reach(self, run: Run) -> None:
         unit = run.unit
         run.reached, run.backward = True, self._backwards
-        # On a CPU, wait here so that one buffer of packed gradients is alive at a time. On an
-        # accelerator this wait would leave nothing to run during the reduce-scatter, so that only
+        # On a CPU, wait here so that one buffer of packed gradients is allocated at a time. On an
+        # accelerator, this wait would leave no computation to overlap with the reduce-scatter, so
         # `_reduce` waits, after the backward of this unit.
         if unit.packs_early and unit.groups[0].streams is None:
             self._make_room()
         if unit is self._late:
             self._late = None
         if unit.options.unshard_in_backward:
-            if unit.in_ring:
-                self._free_slots(unit)
             unit.gather_in_turn(Act.BACKWARD, self._turn)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
@@ -462,10 +455,10 @@ class Schedule:
             at = _last_place(order, unit, len(order))
         if at is not None:
             self._end_order, self._cursor = order, at
-            # The last in the order is the root, whose backward lasts to the end.
+            # The last unit in the order is the root, whose backward ends last.
             first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
             if at and order[at - 1].options.unshard_in_backward:
-                if first and unit.adds_to_peak:
+                if first and unit.packs_early:
                     self._late = order[at - 1]
                 else:
                     order[at - 1].gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
@@ -480,7 +473,7 @@ class Schedule:
             self._reduce(unit, unit.options)
 
     def _reduce(self, unit: Unit, options: Options) -> None:
-        """Start a unit's reductions; earlier ones are waited for so that few are in flight."""
+        """Start the reductions of a unit, after waiting until few enough are in flight."""
         if self._dual and inside_forward_ad():
             with without_tangents():
                 self._reduce(unit, options)
@@ -494,8 +487,8 @@ class Schedule:
         unit.unreduced = False
         pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
         for position, (group, own) in enumerate(pairs):
-            # On accelerators, nothing of the computation runs between the groups of one unit, so
-            # that only the first one waits, for the unit before.
+            # On accelerators, no computation runs between the groups of one unit, so only the
+            # first group waits, for the unit before.
             waits = position == 0 or group.streams is None
             if waits and (self._scattering or self._hooked):
                 self._make_room()
@@ -510,11 +503,11 @@ class Schedule:
                     self._hooked.append(reduction)
 
     def _make_room(self) -> None:
-        """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""
+        """Wait for reduce-scatters until one more packed gradient may be allocated."""
         while len(self._scattering) >= self._in_flight:
-            self._scattering[0].finish_scatter()  # nothing, where it was waited for before
+            self._scattering[0].finish_scatter()  # a no-op if it was called before
             del self._scattering[0]
-        # Its hooks may step an optimizer and free the gradients, while backward goes on.
+        # Hooks on gradients may step an optimizer and free the gradients during backward.
         while self._hooked and not self._hooked[0].scattering:
             with torch.no_grad():
                 self._hooked[0].finish()
@@ -525,20 +518,20 @@ class Schedule:
         last = self._last
         self._end_walk()
         for unit in reversed(self.units):
-            # Before the last backward, units that this one did not reach may have theirs to come,
-            # and nobody sees when it comes again to those that are hidden.
+            # Before the last backward, a later one may reach the other units, and nothing shows
+            # when it reaches a hidden unit.
             written = unit.gradients is GradientState.WRITING and not unit.hidden
             if written or (last and unit.gradients is not GradientState.EMPTY):
                 self._finish_unit(unit)
             if last:
-                # What earlier backwards left in units that this one did not reach.
+                # Earlier backwards left gradients in units that this one did not reach.
                 if unit.unreduced and unit.options.gradient_sync:
                     self._reduce(unit, unit.options)
                 if unit.waiting:
                     unit.forget_forward()
         if last:
             self._finish_reductions()
-            self._drop_unused_gathers(self.units)
+            self._drop_unused_gathers()
             if self._tag_log is not None:
                 self._tag_log.send(f"the gradients of backward {self._backwards} are wrong: ")
             self._cursor = len(self._end_order)
@@ -549,68 +542,53 @@ class Schedule:
         return all([unit.options.is_last_backward for unit in self.units])
 
     def _finish_reductions(self) -> None:
-        """Wait for all reductions and put their results on the parameters' ``grad``.
+        """Wait for all reductions and set the gradients of the sharded parameters.
 
-        After an exception those that are not finished are still known, for `reset` to wait for.
+        If one raises, `reset` waits for the others.
         """
         self._hooked, self._scattering = [], []
         if self._pinned:
             self._finish_copies()  # hooks on gradients may step an optimizer
-        with torch.no_grad():
+        # Gradients are used outside of inference mode, which creates tensors of another kind.
+        with torch.inference_mode(False), torch.no_grad():
             while self._reductions:
                 self._reductions[0].finish()
                 del self._reductions[0]
 
     def _finish_copies(self) -> None:
-        """Wait, on the host, for copies from the CPU: an optimizer may write there next."""
+        """Wait on the host for copies from the CPU, because an optimizer may write there next."""
         for unit in self.units:
             unit.finish_copies()
 
     def finish_early(self) -> None:
-        """Finish reductions that a backward before the last one left under way.
+        """Finish reductions in flight that belong to a backward before the last one.
 
-        Not during a backward, nor after one that failed: other ranks may never come to theirs.
+        A no-op during a backward and after one that raised, because other ranks may not do it.
         """
         if self._reductions and not self.in_backward:
             self._finish_reductions()
 
-    @torch.no_grad()
     def reduce_all(self, units: Iterable[Unit]) -> None:
-        """Reduce all gradients of ``units`` that wait, last unit first.
+        """Reduce the accumulated gradients of ``units``, in this order.
 
-        After an exception a forward demands a `reset`, as after one in backward.
+        If this raises, the next forward requires a `reset`, as after an exception in backward.
         """
         self.check_no_backward()
         self.in_backward, self._dual = True, inside_forward_ad()
-        for unit in units:
-            if unit.unreduced or any(group.partial.waits for group in unit.groups):
-                self._reduce(unit, replace(unit.options, all_reduce=True))
+        with torch.inference_mode(False), torch.no_grad():  # as in `_finish_reductions`
+            for unit in units:
+                if unit.unreduced or any(group.partial.waits for group in unit.groups):
+                    self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
         self.in_backward = False
 
-    def _drop_unused_gathers(self, units: Iterable[Unit]) -> None:
-        for unit in units:
+    def _drop_unused_gathers(self) -> None:
+        for unit in self.units:
             if unit.in_pass and unit.gathering:
                 unit.reshard()
 
-    def _free_slots(self, unit: Unit) -> None:
-        """Let others give back the slot of a ring that a unit needs, where they can do without.
-
-        Those that are gathered ahead of their time, and one that was kept for its backward by
-        default, which gathers it again.
-        """
-        if not unit.lacks_memory():
-            return
-        others = [other for other in self.units if other.in_ring and other is not unit]
-        self._drop_unused_gathers(others)
-        for other in others:
-            kept = other.in_pass and other.stays and other.options.reshard_after_forward is None
-            awaited = other.gradients is GradientState.EXPECTED and not other.hidden
-            if kept and awaited and not other.waiting and unit.lacks_memory():
-                other.reshard()
-
     def reset(self) -> None:
-        """Forget the step under way; see `FSDPModule.reset`."""
+        """Abort the current step; see `FSDPModule.reset`."""
         drops = [reduction.drop for reduction in self._reductions]
         error = first_error([*drops, *(unit.reset for unit in self.units)])
         self._reductions, self._scattering, self._hooked = [], [], []
@@ -626,20 +604,13 @@ class Schedule:
 
 
 def drop_gradients(units: Sequence[Unit]) -> None:
-    """Forget gradients that are not reduced yet; reductions under way are finished first."""
+    """Finish the reductions in flight, and drop the gradients that are not reduced yet."""
     for unit in units:
         if unit.schedule is not None:
             unit.schedule.finish_early()
         unit.drop_gradients()
 
 
-def release_gradients(units: Sequence[Unit]) -> None:
-    """Give back the memory of reduced gradients that no parameter has any more."""
-    for unit in units:
-        for group in unit.groups:
-            group.release_gradients()
-
-
 def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:
-    """Return the last place before ``end`` that a unit has in an order; None if it has none."""
+    """Return the last position of ``unit`` in ``order`` before ``end``; None if there is none."""
     return next((i for i in reversed(range(end)) if order[i] is unit), None)

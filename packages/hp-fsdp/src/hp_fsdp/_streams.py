@@ -1,17 +1,17 @@
-"""Streams beside the computation's, for copies and reductions that it does not wait for.
+"""Side streams: copies and reductions that overlap with the computation on the current stream.
 
-Each use begins after all that the current stream was given until then, and each result is waited
-for by the current stream before anyone reads it. Two rules keep memory right, whichever allocator
-pool (of which stream) it came from:
+A side stream starts each use after all work that is enqueued on the current stream. The current
+stream waits for a result before it is read. The allocator has one pool of memory per stream. Three
+rules ensure that no stream writes to memory that another stream still uses:
 
-- Memory of the current stream that a side stream uses is held until the current stream has waited
-  for that use.
-- Memory of a side stream may be given up by the current stream at any time after its last use: the
-  pool lends it only to later work of that side stream, which begins after the current one.
+- Memory of the current stream that a side stream uses is kept until the current stream has waited
+  for this use.
+- Memory of a side stream may be freed on the current stream at any time after its last use. The
+  pool gives it only to later work of the side stream, which starts after the current stream.
+- A tensor that is passed from one side stream to another is kept until the current stream has
+  waited for the second one, or the use is recorded with `SideStream.uses`.
 
-What passes from one side stream to another is held until the current stream waited for the last of
-them, or noted with `SideStream.uses`. Forward, backward and optimizer are taken to run on one
-stream, or on streams that the caller orders.
+Forward, backward and optimizer have to run on one stream, or on streams that the caller orders.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,20 +27,25 @@ from ._torch import named_range
 
 
 class Waitable(Protocol):
-    """A collective under way; c10d's own works are such."""
+    """A collective in flight, such as a ``Work`` of c10d."""
 
     def wait(self) -> object:
-        """Let the current stream wait for it, and the host where there is none."""
+        """Let the current stream wait for the collective. On a CPU the host waits."""
         ...
 
 
 class SideStream:
-    """A stream beside the current one, for what is done for the module at ``path``."""
+    """A stream for work that overlaps with the current stream.
+
+    Args:
+        stream: The stream.
+        current: Returns the current stream of the same device.
+        path: Path of the module, for profiles.
+    """
 
     def __init__(
         self, stream: torch.Stream, current: Callable[[], torch.Stream], path: str = ""
     ) -> None:
-        """Take a stream, and what tells the current one of the same device."""
         self._stream = stream
         self._current = current
         self._path = path
@@ -51,10 +56,13 @@ class SideStream:
 
     @contextmanager
     def after_current(self, what: str = "") -> Iterator[None]:
-        """Run the block on this stream, after what the current one was given until now.
+        """Run a ``with`` block on this stream, after all work enqueued on the current stream.
 
-        It is called ``what`` in a profile. If it raises, the current stream waits for what it had
-        started, whose memory is then given up.
+        Args:
+            what: Name of the block in profiles.
+
+        If the block raises, the current stream waits for this one, so that memory of the block can
+        be freed.
         """
         before = self._current()
         self._stream.wait_stream(before)
@@ -66,24 +74,24 @@ class SideStream:
             raise
 
     def begun(self, work: Waitable | None = None) -> "Begun":
-        """Return what waits for all that this stream was given until now, and for ``work``."""
+        """Return a handle that waits for all work enqueued until now, and for ``work``."""
         return Begun(self._stream.record_event(), self._current, work)
 
     def join(self) -> None:
-        """Let the current stream wait for all that this one was given."""
+        """Let the current stream wait for all work enqueued on this one."""
         self._current().wait_stream(self._stream)
 
     def uses(self, tensor: Tensor) -> None:
-        """Note that this stream uses memory that will be given up before it has been waited for."""
+        """Record that this stream uses a tensor that may be freed before the use is waited for."""
         tensor.record_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Wait, on the host, for all that this stream was given."""
+        """Wait on the host for all work enqueued on this stream."""
         self._stream.record_event().synchronize()
 
 
 class Begun:
-    """What was started on a side stream."""
+    """Handle of work on a side stream."""
 
     def __init__(
         self, event: torch.Event, current: Callable[[], torch.Stream], work: Waitable | None
@@ -93,7 +101,7 @@ class Begun:
         self._work = work
 
     def wait(self) -> None:
-        """Let the current stream wait, for the collective too, if there is one."""
+        """Let the current stream wait for the work, and for its collective if there is one."""
         self._current().wait_event(self._event)
         if self._work is not None:
             self._work.wait()
@@ -104,7 +112,7 @@ class Begun:
         return self._event.query()
 
     def synchronize(self) -> None:
-        """Wait on the host, for what the host reads."""
+        """Wait on the host."""
         self._event.synchronize()
 
 
@@ -112,9 +120,11 @@ class Begun:
 class Streams:
     """The side streams of all units under one root.
 
-    ``gather``: casts and copies from the CPU of what a gather sends, and the gather's start.
-    ``reduce``: reduce-scatters and what follows them. ``all_reduce``: sums over replicas, so that
-    the next reduce-scatter need not wait for them. ``offload``: copies of gradients to the CPU.
+    Attributes:
+        gather: Casts shards and copies them from the CPU, then starts the all-gather.
+        reduce: Reduce-scatters, and the steps after them.
+        all_reduce: All-reduces over replicas, which then do not delay the next reduce-scatter.
+        offload: Copies of gradients to the CPU.
     """
 
     gather: SideStream
@@ -124,11 +134,11 @@ class Streams:
 
     @staticmethod
     def on(device: torch.device) -> "Streams | None":
-        """Return new streams of an accelerator; None for a CPU, which has one order of work."""
+        """Return new streams of an accelerator, or None for a CPU, which has no streams."""
         if device.type == "cpu":
             return None
         current = partial(torch.accelerator.current_stream, device)
-        # Small kernels before and after communication go first, so that it is not held up.
+        # Small kernels before and after communication have priority, so that it starts earlier.
         soon, later = -1, 0
         return Streams(
             *(

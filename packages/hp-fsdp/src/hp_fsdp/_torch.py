@@ -1,6 +1,6 @@
-"""Names of torch that are not public, each wrapped once in a typed function.
+"""Private names of torch, each wrapped once in a typed function.
 
-Tried with torch 2.13, in short with 2.11.
+Tested with torch 2.13, and briefly with 2.11.
 """
 
 import sys
@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -80,17 +79,17 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def wrapper_like(parameter: DTensor) -> Callable[[Tensor], DTensor]:
-    """Return what makes DTensors with the parameter's mesh, placements and global shape.
+    """Return a function that makes DTensors with the mesh, placements and shape of a parameter.
 
-    Same as the public ``DTensor.from_local`` with shape and stride, which takes several times the
-    host time because it works the layout out again; this runs once per parameter and step.
+    The public ``DTensor.from_local`` with shape and stride takes several times the host time,
+    because it computes the layout again. This function runs once per parameter and step.
     """
-    # __new__ alone: __init__ adds nothing but a wrapper that costs more than all the rest.
+    # Without __init__, which only adds a wrapper that takes longer than __new__.
     return partial(DTensor.__new__, DTensor, spec=parameter._spec, requires_grad=False)
 
 
 def set_local(parameter: DTensor, local: Tensor) -> None:
-    """Make ``local`` the storage of a DTensor in place, so that optimizers keep their key to it.
+    """Replace the local tensor of a DTensor in place, so that optimizers keep their key to it.
 
     ``Parameter.data = ...`` is the public way for plain tensors; it does not reach a DTensor's
     local tensor.
@@ -100,45 +99,43 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
 
 # The local tensor itself; ``to_local`` returns a new view, with autograd history.
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
-# How many holders a tensor has, autograd's graphs among them; there is no public counter.
-tensor_references: Callable[[Tensor], int] = cast(Any, Tensor)._use_count
 _storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _pointer_of = attrgetter("_cdata")
 
 
 def storage_references(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """Return how many tensors and other holders each storage has; there is no public counter."""
+    """Return the number of references to each storage. There is no public function for this."""
     return list(map(_storage_use_count, map(_pointer_of, storages)))
 
 
 def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> None:
     """Split each gradient in ``degree`` row blocks, zero-padded, and write block r to ``out[r]``.
 
-    ``torch._chunk_cat``; public would be ``pad``, ``view`` and ``cat``, with one more copy for
-    gradients whose rows do not divide.
+    This is ``torch._chunk_cat``. The public ``pad``, ``view`` and ``cat`` need one more copy if the
+    rows of a gradient do not divide.
     """
     torch._chunk_cat(list(gradients), dim=0, num_chunks=degree, out=out)
 
 
-# The number that autograd gives to what this thread computes next; there is no public counter.
+# Autograd's number of the next operation of this thread. There is no public function for this.
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def runs_after_new_ones(tensor: Tensor) -> bool:
-    """Return whether backward comes to a tensor after all that is computed from now on.
+    """Return whether backward reaches a tensor after all operations that run from now on.
 
-    Of what is ready autograd runs first what was made last, as numbers of its thread tell, which
-    have no public name; and before all of that what adds to a leaf.
+    Of the nodes that are ready, autograd runs the accumulation into leaves first, then the node
+    with the highest number of its thread. The number has no public name.
     """
     node = tensor.grad_fn
     return node is not None and node._sequence_nr() < next_number()
 
 
 def base_since(tensor: Tensor, number: int) -> Tensor | None:
-    """Return what a tensor is a view of, if that was computed since a `next_number`.
+    """Return the base of a view if it was computed since `next_number` returned ``number``.
 
-    A change in place of a view makes its place in the graph anew, without the hooks that it had;
-    that of its base stays.
+    An in-place operation on a view gives the view a new node, without the hooks of the old one. The
+    node of the base stays.
     """
     base = tensor._base if tensor._is_view() else None
     node = None if base is None else base.grad_fn
@@ -146,16 +143,16 @@ def base_since(tensor: Tensor, number: int) -> Tensor | None:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Run ``function`` when the backward under way has ended; there is no public hook for that."""
+    """Run ``function`` at the end of the current backward. There is no public hook for this."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(function)
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function``, never compiled, nor anything that it calls.
+    """Return a function that is never compiled, including the functions that it calls.
 
-    ``torch.compiler.disable``, which takes ten calls to switch a compiler off; where none is on,
-    it is left out. Whether one is has no public question.
+    ``torch.compiler.disable`` takes ten calls to disable the compiler, so it is used only if a
+    compiler is active. There is no public function to find this out.
     """
     disabled = torch.compiler.disable(function)
 
@@ -167,18 +164,18 @@ def uncompiled(function: F) -> F:
 
 
 def uncompiled_itself(function: F) -> F:
-    """Return ``function``, never compiled itself, unlike what it calls.
+    """Return a function that is never compiled; the functions that it calls may be.
 
-    ``torch.compiler.disable(recursive=False)`` would put two calls around it.
+    ``torch.compiler.disable(recursive=False)`` would add two calls.
     """
     return cast(F, skip(function))
 
 
-# The number of the autograd backward that runs on this thread, or -1; there is no public question.
+# Number of the backward that runs on this thread, or -1. There is no public function for this.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-# Whether a transform of ``torch.func`` runs; there is no public question.
+# Whether a transform of ``torch.func`` is active. There is no public function for this.
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -192,15 +189,15 @@ def without_tangents() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", forward_ad._set_fwd_grad_enabled(False))
 
 
-# Which compiler looks at the frames that run, None where none does.
+# The active compiler callback, or None.
 compiler: Callable[[], object] = get_eval_frame_callback
 
 
 def outside_transforms(function: Callable[..., R], *args: Any) -> R:
-    """Call a function whose operators run as they are, unseen by transforms of ``torch.func``.
+    """Call a function whose operators are not transformed by ``torch.func``.
 
-    What communicates writes to memory of its own, which a transform refuses. There is no public
-    way; ``autograd.Function`` with ``setup_context`` has none for what returns nothing.
+    Communication writes to buffers, which a transform rejects. There is no public way:
+    ``autograd.Function`` with ``setup_context`` requires outputs.
     """
     if not inside_transform():
         return function(*args)
@@ -214,75 +211,45 @@ _tensor_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 def apply_untransformed(
     function: type[torch.autograd.Function], context: object, *tensors: Tensor
 ) -> Any:
-    """Apply an autograd function where no transform of ``torch.func`` runs.
+    """Apply an autograd function if no transform of ``torch.func`` is active.
 
-    ``function.apply`` asks for one, in seven calls.
+    ``function.apply`` needs seven calls to check this.
     """
     own: Any = super(torch.autograd.Function, function)
     return own.apply(context, *map(_tensor_alive, tensors))
 
 
-# Whether somebody profiles; there is no public question.
-profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+# Whether a profiler is active; there is no public function for this.
+_profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+_NO_RANGE = nullcontext()
 
 
 def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[object]:
-    """Name what runs inside in a profile: what it does, of which module, over which axis.
+    """Return a context that profiles show as a range, for example for one all-gather of a module.
 
-    ``torch.profiler.record_function`` takes 7 us where nobody profiles.
+    Without a profiler it does nothing, because ``torch.profiler.record_function`` takes 7 us.
     """
-    if not profiled():
-        return nullcontext()
+    if not _profiled():
+        return _NO_RANGE
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
 
 
-def accumulates(ctx: Any, position: int) -> bool:
-    """Return whether the backward under way adds to the ``grad`` of an input, which is a leaf.
-
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` may leave it out; ``needs_input_grad`` does
-    not tell. ``torch._C._will_engine_execute_node`` does, and has no public name; it raises for a
-    leaf whose gradient is to be returned.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[position][0]))
-    except RuntimeError:
-        return False
-
-
 def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:
-    """Return what ``Tensor.register_post_accumulate_grad_hook`` registered; it has no getter."""
+    """Return the hooks of ``Tensor.register_post_accumulate_grad_hook``, which has no getter."""
     return parameter._post_accumulate_grad_hooks
 
 
-# Asked of all parameters in every step: `map` makes no call in Python for them.
+# Called for all parameters in every step, by `map`, which makes no calls in Python.
 trains: Callable[[Tensor], bool] = attrgetter("requires_grad")
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-# Inside of it attributes of tensors are read and written twice as fast: nothing looks for a
-# ``__torch_function__`` of their class, which DTensors have switched off.
+# In this context, attributes of tensors are read and written twice as fast, because torch does not
+# look for ``__torch_function__``, which DTensors have disabled.
 plain_attributes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
-def have_no_gradients(tensors: Iterable[Tensor]) -> bool:
-    """Return whether none of the tensors has a gradient."""
-    with plain_attributes():
-        return all(map(is_, map(gradient_of, tensors), repeat(None)))
-
-
-def give_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> list[int]:
-    """Give the tensors that have none their gradient; return the positions of the others."""
-    others = []
-    with plain_attributes():
-        for position, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            if tensor.grad is None:
-                tensor.grad = gradient
-            else:
-                others.append(position)
-    return others
-
-
 def training(tensors: Iterable[Tensor]) -> list[bool]:
-    """Return which of the tensors take a gradient."""
+    """Return whether each tensor requires grad."""
     with plain_attributes():
         return list(map(trains, tensors))
 
@@ -291,27 +258,27 @@ _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def any_hooks_after_gradient(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether any of them has `hooks_after_gradient`."""
+    """Return whether any parameter has `hooks_after_gradient`."""
     with plain_attributes():
         return any(map(_hooks_of, parameters))
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether forward hooks are registered with a module; there is no public question."""
+    """Return whether a module has forward hooks. There is no public function for this."""
     return bool(module._forward_hooks)
 
 
 def composed_by(module: nn.Module) -> set[str]:
     """Return which of torch's ``replicate`` and ``fully_shard`` have the module's parameters.
 
-    Composable functions note it in a registry that has no public name; others, as ``checkpoint``,
-    take no parameters.
+    Composable functions write it to a registry without a public name. Other functions, such as
+    ``checkpoint``, manage no parameters.
     """
     return {"replicate", "fully_shard"}.intersection(module.__dict__.get(REGISTRY_KEY, ()))
 
 
 def managed_by_torch(module: nn.Module) -> bool:
-    """Return whether a unit of torch's ``fully_shard`` has the module's parameters."""
+    """Return whether torch's ``fully_shard`` manages the parameters of a module."""
     return "_is_fsdp_managed_module" in module.__dict__
 
 
@@ -354,10 +321,14 @@ class _Registry(dict[str, RegistryItem]):
 
 
 def note_composed(unit: Iterable[nn.Module], owners: Iterable[nn.Module]) -> None:
-    """Let torch's composable functions know that a ``fully_shard`` has the parameters.
+    """Register modules as sharded with torch's composable functions.
 
-    ``unit`` are the modules of a unit, and ``owners`` those that register its parameters.
-    ``replicate`` on a module around them leaves them alone, torch's own ``fully_shard`` raises.
+    torch's ``replicate`` on an outer module then ignores their parameters, and torch's
+    ``fully_shard`` raises.
+
+    Args:
+        unit: The modules of a unit.
+        owners: The modules that register its parameters.
     """
     for module in dict.fromkeys([*unit, *owners]):
         registry = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
@@ -368,18 +339,18 @@ def note_composed(unit: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Non
 
 
 class TorchState:
-    """What torch's own callers read of a module that they take for one of its ``fully_shard``.
+    """Stands in for torch's ``FSDPState``, for code of torch that reads the state of a module.
 
-    Pipeline stages set the module's options around each backward, and after the last one call
-    ``post_backward`` of every group of parameters and then the end of backward; by
-    ``all_states[i]._fsdp_param_group`` up to torch 2.12, by a list of groups since. Here the end
-    does it all. Torch's ``register_fsdp_forward_method`` wraps a method in two of its hooks. Any
-    other name is refused, so that nothing of torch's does a part of its work unseen.
+    - Pipeline stages call ``post_backward`` of every parameter group after the last backward, and
+      then the callback for the end of backward. Here there are no groups, and the callback reduces
+      all gradients. Up to torch 2.12 the groups are ``all_states[i]._fsdp_param_group``.
+    - torch's ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``.
+    - Any other attribute raises `UnsupportedError`.
 
     Args:
-        finish: Reduces what backwards left.
-        before: What runs before a forward; of the module, its arguments and named arguments.
-        after: What runs after it; of the module, its arguments and its output.
+        finish: Reduces the accumulated gradients.
+        before: Called before a forward with the module, its positional and its keyword arguments.
+        after: Called after a forward with the module, its positional arguments and its output.
     """
 
     def __init__(
@@ -406,7 +377,7 @@ class TorchState:
         )
 
 
-# torch's own, also after a program has put this package's names in their place.
+# torch's own names, also if a program later replaces them by names of this package.
 _fully_shard: Any = fsdp.fully_shard
 TORCH_MODULE: type[fsdp.FSDPModule] = fsdp.FSDPModule
 
@@ -421,7 +392,7 @@ def note_state(module: nn.Module, state: TorchState) -> None:
 
 
 def noted_state(module: nn.Module) -> Any:
-    """Return what torch's ``fully_shard.state`` returns."""
+    """Return the state of a module, as torch's ``fully_shard.state`` does."""
     return _fully_shard.state(module)
 
 
@@ -431,14 +402,14 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def averages(group: object, device: torch.device) -> bool:
-    """Return whether a process group divides by itself what it sums on a device.
+    """Return whether a process group computes averages on a device.
 
-    Of others hp-dtensor's collectives divide what they sum.
+    With other groups, the collectives of hp-dtensor divide the sums.
     """
     return backend_of(group, device) == "nccl"
 
 
-# Torch's own objects to communicate by in memory of the process group.
+# torch's objects for collectives in memory that the process group allocates.
 GROUP_MEMORY: Any = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)
 
 

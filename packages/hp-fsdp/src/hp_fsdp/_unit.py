@@ -27,7 +27,6 @@ from ._agreement import (
     is_exact,
     order_of,
 )
-from ._buffers import Ring
 from ._errors import DisagreementError, ParameterError, first_error
 from ._extensions import attached, split_attached
 from ._group import RESTING, ParameterGroup
@@ -166,14 +165,8 @@ class Unit:
             module.register_load_state_dict_post_hook(self._after_load)
 
     def _take_groups(self, groups: Sequence[ParameterGroup]) -> None:
-        """Take the groups; say whether gradients are packed as they come, in memory of their own.
-
-        With a ring neither that nor the next gather adds to the peak.
-        """
         self.groups = tuple(groups)
         self.packs_early = any(group.bucket_hooks is not None for group in groups)
-        self.in_ring = any(isinstance(group.config.buffers, Ring) for group in groups)
-        self.adds_to_peak = self.packs_early and not self.in_ring
         self._join_orders()
         self.forget_comparisons()
 
@@ -229,7 +222,8 @@ class Unit:
             turn: Number of the pass or backward. Parameters that were checked in it are not
                 checked again. None: check them.
             in_pass: Whether the schedule started the gather, not the user.
-            ahead: Whether this is a prefetch. A prefetch is skipped if a ring has no free memory.
+            ahead: Whether this is a prefetch. It is skipped while ranks have not agreed on the
+                order of their collectives.
         """
         if act is Act.FORWARD and self.packs_early:
             self._check_unfrozen()
@@ -237,8 +231,6 @@ class Unit:
             if group.state in RESTING:
                 break
         else:
-            return
-        if ahead and self.in_ring and self.lacks_memory():
             return
         if turn is None or self.checked != turn:
             self.check_parameters(act is Act.BACKWARD)
@@ -349,10 +341,6 @@ class Unit:
         """Return whether there is something to gather."""
         return any([group.state in RESTING for group in self.groups])
 
-    def lacks_memory(self) -> bool:
-        """Return whether there is something to gather, and no memory for it yet."""
-        return self.sharded and not all([group.available for group in self.groups])
-
     @property
     def awaits_split_backward(self) -> bool:
         """Return whether a pipeline schedule may be about to run a part of a backward."""
@@ -419,7 +407,6 @@ class Unit:
                 for parameter in group.parameters
                 if parameter.unsharded.requires_grad
             ]
-            self._call_on_gradient(came if self.gradient_hooks else None)
         return bool(self.gradient_hooks)
 
     def keeps_parameters(self, is_root: bool) -> bool:
@@ -449,16 +436,9 @@ class Unit:
     def forget_hidden(self) -> None:
         """Forget what came out of the unit, and remove the hooks on gradients."""
         self.hidden = False
-        if self.gradient_hooks:
-            self._call_on_gradient(None)
-            for handle in self.gradient_hooks:
-                handle.remove()
-            self.gradient_hooks = []
-
-    def _call_on_gradient(self, came: Callable[[], None] | None) -> None:
-        for group in self.groups:
-            if group.bucket_hooks is not None:
-                group.bucket_hooks.on_gradient = came
+        for handle in self.gradient_hooks:
+            handle.remove()
+        self.gradient_hooks = []
 
     def _after_load(self, *_: Any) -> None:
         # The modules of a list come here one after the other, with the others yet unchanged.
