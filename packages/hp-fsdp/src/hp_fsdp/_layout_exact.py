@@ -134,7 +134,11 @@ class ExactPlan:
 
 
 def plan_group(
-    specs: Sequence[ShardSpec], degree: int, itemsize: int, direct_bytes: float | None = None
+    specs: Sequence[ShardSpec],
+    degree: int,
+    itemsize: int,
+    direct_bytes: float | None = None,
+    tagged: bool = True,
 ) -> ExactPlan:
     """Return the plan for parameters, each at least 1-D, sharded over ``degree`` ranks.
 
@@ -145,7 +149,7 @@ def plan_group(
 
     If there is a packed piece, the tag of the unit is appended to it. If several pieces are direct
     and none is packed, the tag is a small piece of its own. A single direct piece has no tag: with
-    one, its all-gather would become two.
+    one, its all-gather would become two. If ``tagged`` is False, there is no tag.
     """
     unit = elements_of(ALIGNMENT, itemsize)
     held = [spec.shard_numel for spec in specs]
@@ -169,7 +173,7 @@ def plan_group(
     for i in packed:
         starts[i] = end
         end += held[i]
-    has_tag = degree > 1 and (end > packed_start or len(segments) > 1)
+    has_tag = tagged and degree > 1 and (end > packed_start or len(segments) > 1)
     tag_numel = tag_width(itemsize) if has_tag else 0
     end += tag_numel
     packed_numel = end - packed_start

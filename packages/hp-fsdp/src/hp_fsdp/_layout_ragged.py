@@ -132,6 +132,74 @@ class RaggedPlan:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenPlan:
+    """Offsets of an all-gather in which ranks send parts of different sizes.
+
+    Each rank sends its parts of all tensors one after the other, padded to ``shard_numel``
+    elements. After the all-gather, `copy_out` joins the parts of each tensor in the order of the
+    ranks.
+
+    Attributes:
+        degree: Number of ranks.
+        sizes: Number of elements: ``sizes[i][rank]`` of tensor ``i``.
+    """
+
+    tag_numel: ClassVar[int] = 0
+    degree: int
+    sizes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_numel(self) -> int:
+        """Return the number of elements that each rank sends, padding included."""
+        return max(map(sum, zip(*self.sizes, strict=True)))
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Return the ``(start, length)`` of the one piece that each rank sends."""
+        return ((0, self.shard_numel),)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Return the end of the gathered pieces in the output, then the end of each tensor."""
+        lengths = (self.degree * self.shard_numel, *map(sum, self.sizes))
+        return list(itertools.accumulate(round_up(length, ALIGNMENT) for length in lengths))
+
+    @property
+    def full_numel(self) -> int:
+        """Return the number of elements of the output: the gathered pieces, then the tensors."""
+        return self._ends[-1]
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Return the elements ``[start, end)`` of each tensor that the rank at ``index`` sends."""
+        ends = itertools.accumulate((each[index] for each in self.sizes), initial=0)
+        return list(itertools.pairwise(ends))
+
+    def wholes(self, memory: Tensor) -> list[Tensor]:
+        """Return the joined tensors, 1-D views of the output."""
+        starts = zip(self._ends, self.sizes, strict=False)
+        return [memory[start : start + sum(each)] for start, each in starts]
+
+    def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
+        """Return the function that joins the parts of each tensor. ``memory`` is the output."""
+        pieces = memory[: self.degree * self.shard_numel].view(self.degree, self.shard_numel)
+        copies = [
+            (part, piece[start:end])
+            for rank, piece in enumerate(pieces)
+            for (start, end), whole, sizes in zip(
+                self.spans(rank), self.wholes(memory), self.sizes, strict=True
+            )
+            for part in [whole.split(sizes)[rank]]
+            if end > start
+        ]
+
+        def copy_out() -> None:
+            for part, piece in copies:
+                part.copy_(piece)
+
+        return copy_out
+
+
 def plan_ragged(
     shapes: Sequence[tuple[int, ...]], atoms: Sequence[int], degree: int, itemsize: int
 ) -> RaggedPlan:

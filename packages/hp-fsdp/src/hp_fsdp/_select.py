@@ -19,7 +19,6 @@ from ._errors import (
     is_int,
     shown,
 )
-from ._extensions import ExtendedParameter, check_extension, on_own_mesh
 from ._mesh import MeshInfo, PlacementOnMesh
 from ._param import (
     Owner,
@@ -29,7 +28,7 @@ from ._param import (
     named_modules,
     sharded_from,
 )
-from ._torch import is_extended, local_of, parameters_of
+from ._torch import PRE_ALL_GATHER, is_extended, local_of, parameters_of
 from ._unit import units_in
 
 ShardPlacement = Callable[[nn.Parameter], Shard | PlacementOnMesh | None]
@@ -221,9 +220,12 @@ def _made(
     selection: ParameterSelection,
 ) -> ShardedParameter:
     dim, mesh_info = selection.place(original, name, mesh_info)
-    if is_extended(original):
-        check_extension(original, name, dim, selection.ragged)
-        return ExtendedParameter(original, owners, name, mesh_info)
+    if is_extended(original) and dim != 0:
+        raise ParameterError(
+            f"{name} is of type {type(original).__name__}, which has an all-gather extension, and "
+            f"would be {'kept whole' if dim is None else f'cut at {dim}'}; legal are Shard(0) and "
+            "layout='ragged'"
+        )
     # One rank holds all in one run: exact and ragged are the same then.
     if selection.ragged and dim is not None:
         atom = selection.atom(original, name)
@@ -286,7 +288,11 @@ def _check_module(
 
 def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
     if isinstance(original, DTensor) and is_extended(local := local_of(original)):
-        raise ParameterError(on_own_mesh(local, name))
+        raise ParameterError(
+            f"{name} is a DTensor of {type(local).__name__}, which has an all-gather extension "
+            f"({PRE_ALL_GATHER}); legal are plain tensors with such an extension, so unwrap it "
+            "before, or ignore it"
+        )
     if isinstance(original, UninitializedParameter):
         raise ParameterError(f"{name} has no shape yet; run its lazy module before fully_shard")
     if original.ndim == 0:
