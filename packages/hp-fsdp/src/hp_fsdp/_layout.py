@@ -1,4 +1,4 @@
-"""One group's flat shard and the flat output that it is gathered into."""
+"""The flat shard of one group, and its all-gather into one flat buffer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -116,7 +116,7 @@ class Layout:
 
     def _view(self, memory: Tensor) -> None:
         self.fulls = self._gathered.wholes(memory)
-        self._memory = memory  # last: an interrupt before it lets the next gather begin again
+        self._memory = memory  # last: after an interrupt, the next all-gather starts here again
 
     def _send_from(self, source: Tensor) -> None:
         self._inputs = [as_sent(source[start : start + n]) for start, n in self._gathered.segments]
@@ -132,10 +132,10 @@ class Layout:
             start, length = plan.segments[-1]
             rows = memory[degree * start : degree * (start + length)].view(degree, length)
             self.tags = rows[:, -1] if plan.tag_numel == 1 else rows[:, -plan.tag_numel :]
-        self._started_by: Collectives | None = None  # what `_start` starts the gather by
+        self._started_by: Collectives | None = None  # the collectives that `_start` uses
 
     def write_tag(self, number: int) -> None:
-        """Write the number of the unit to the end of what this rank sends."""
+        """Write the number of the unit to the end of the flat shard that this rank sends."""
         if self.tags is not None and not self.shard.is_meta:
             count, itemsize = self.plan.tag_numel, self.plan.itemsize
             start, length = self.plan.segments[-1]
@@ -152,7 +152,11 @@ class Layout:
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
     ) -> Waitable | None:
-        """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
+        """Start the all-gather over ``axis``.
+
+        Returns:
+            The all-gather in flight, for `wait`. None if nothing is communicated.
+        """
         output = self._output
         if output is None or not self._inputs:
             return None
@@ -172,7 +176,10 @@ class Layout:
     def _gather_copy(
         self, output: Buffer, axis: Axis, collectives: Collectives, streams: Streams | None
     ) -> Waitable | None:
-        """Gather what is copied first, to another dtype or device; one rank only copies."""
+        """Copy the flat shard to another dtype or device, then start the all-gather.
+
+        With one rank the copy goes to the output, and nothing is communicated.
+        """
         sent = self._sent
         if sent is None or self.plan.degree == 1:
             if streams is not None:
@@ -190,8 +197,8 @@ class Layout:
         start = partial(collectives.all_gather, axis, self._inputs, self._outputs)
         if streams is not None:
             output.lent = True
-            # Beside the computation, which waits for both with what is returned, also for a gather
-            # that ends on the stream that it is started on.
+            # The copy and the all-gather overlap with computation, which waits for both by the
+            # returned work. The collective may finish on the stream on which it was started.
             with streams.gather.after_current("copy_shard"):
                 self._fill(sent.writable)
                 work = start()
@@ -206,9 +213,9 @@ class Layout:
             self._view(output.tensor)
 
     def save_block(self, size: int) -> None:
-        """Copy what this rank is to hold between forward and backward among ``size`` neighbours.
+        """Copy the part that this rank keeps for backward, if it reshards to fewer ranks.
 
-        The neighbours are those of this rank on an axis that is split into blocks of ``size``.
+        The ranks of the axis form blocks of ``size`` neighbours. Each block keeps all parameters.
         """
         position = self._index % size
         self._block = [
@@ -217,7 +224,7 @@ class Layout:
         ]
 
     def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
-        """Start an all-gather over a smaller axis of what `save_block` copied."""
+        """Start the all-gather of the copies of `save_block`, over the axis of the block."""
         if self._output is None or not self._block:
             return None
         self._output.allocate()
@@ -227,11 +234,11 @@ class Layout:
         return collectives.all_gather(axis, self._block, self._outputs)
 
     def drop_block(self) -> None:
-        """Release what `save_block` copied."""
+        """Free the copies of `save_block`."""
         self._block = ()
 
     def wait(self, work: Waitable) -> None:
-        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        """Wait for the all-gather. The collective does not use the buffers any more."""
         work.wait()
         if self._output is not None:
             self._output.lent = False
@@ -240,12 +247,12 @@ class Layout:
             self._sent.free()
 
     def finish_gather(self, work: Waitable | None) -> None:
-        """Copy the packed parameters to their places, after `wait`."""
+        """Copy packed parameters to their places in the output. Call it after `wait`."""
         if work is not None and self._copy_out is not None:
             self._copy_out()
 
     def free(self) -> None:
-        """Give back the memory of the gather, or leave it to a collective that may still use it."""
+        """Free the memory of the all-gather, unless a collective may still use it."""
         if self._output is not None:
             self._output.free()
         if self._sent is not None:
@@ -255,7 +262,10 @@ class Layout:
 def _prepared(
     collectives: Collectives, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], Waitable]:
-    """Return what starts the same all-gather in every step; torch's looks things up only here."""
+    """Return a function that starts the same all-gather in every step.
+
+    With torch's collectives, it looks up the operation once, which saves host time.
+    """
     if type(collectives) is TorchCollectives and len(inputs) == 1 < axis.size:
         return collectives.prepare_all_gather(axis, inputs[0], outputs[0])
     return partial(collectives.all_gather, axis, inputs, outputs)
