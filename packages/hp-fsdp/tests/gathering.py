@@ -222,7 +222,7 @@ def rounded(kind: type[Wrapped], whole: Tensor, degree: int) -> Tensor:
     """Return what modules compute with when ``degree`` ranks gather the rows of ``whole``."""
     if issubclass(kind, Halved):
         return whole.to(torch.bfloat16).to(whole.dtype)
-    if kind is Whole:
+    if issubclass(kind, Whole):
         return whole
     if kind is Blocks:
         return dequantized(*quantized(whole))

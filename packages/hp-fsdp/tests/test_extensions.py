@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import ParameterError, fully_shard, sharded_optimizer
+from hp_fsdp import FSDPModule, ParameterError, fully_shard, sharded_optimizer
 
 from .gathering import (
     Blocks,
@@ -388,6 +388,36 @@ def test_an_extension_after_fully_shard_is_refused_by_the_next_all_gather(
         assert ended
 
 
+class Padded(Whole):
+    """Gathers rows with padding, which stays below what modules compute with."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the rows, zeros below."""
+        rows = torch.zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
+        rows[: len(self.plain)] = self.plain
+        return (rows,), None
+
+
+def in_one_unit(rank: int, kind: Kind, hidden: int) -> tuple[Gradients, list[list[int]]]:
+    """Gather two weights in one buffer, twice; return gradients and the shapes of the weights."""
+    model: Any = fully_shard(build(kind, hidden), mesh_of((4,), ("fsdp",)))
+    for _ in range(2):
+        (model(batch(rank)).pow(2).mean() / 2).backward()
+    found = {name: plain(p.grad) for name, p in model.named_parameters()}
+    model.unshard()
+    return found, [list(model.up.weight.shape), list(model.down.weight.shape)]
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [(Padded, 5), (Whole, 12), (EightBits, 12)])
+def test_weights_of_one_unit_share_a_buffer(ranks: Ranks, kind: Kind, hidden: int) -> None:
+    expected = expected_of(kind, hidden, 4, 4)
+    for found, shapes in ranks(4).run(in_one_unit, kind, hidden):
+        assert worst(found, expected) < 1e-5
+        assert shapes == [[hidden, 8], [8, hidden]]
+
+
 def inferred(rank: int) -> Gradients:
     model = sharded(EightBits)
     with torch.inference_mode():
@@ -433,7 +463,9 @@ def in_blocks(
         seen.append({name: plain(p.grad) for name, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    model.unshard()
+    for inner in model.modules():
+        if isinstance(inner, FSDPModule):
+            inner.unshard()
     weights = {
         name: torch.as_tensor(getattr(p, "plain", p)).detach().clone()
         for name, p in model.named_parameters()

@@ -89,9 +89,12 @@ class Extension:
         self, local: Tensor, outputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the unsharded tensor of ``fsdp_post_all_gather``, and its inner tensors."""
-        post = cast(Any, local).fsdp_post_all_gather
-        whole, inner = post(outputs, self._metadata, dtype)
-        return torch.as_strided(whole, self.shape, self.stride, 0), tuple(inner)
+        whole, inner = cast(Any, local).fsdp_post_all_gather(outputs, self._metadata, dtype)
+        if whole.shape != self.shape and whole.shape[1:] == self.shape[1:]:
+            whole = whole[: self.shape[0]]  # it ends in padding
+        elif whole.shape != self.shape:
+            whole = whole.reshape(-1)[: self.shape.numel()].view(self.shape)
+        return whole, tuple(inner)
 
     def write(
         self, local: Tensor, outputs: tuple[Tensor, ...], dtype: torch.dtype, unsharded: Tensor

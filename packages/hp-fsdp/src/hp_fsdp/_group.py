@@ -705,8 +705,13 @@ class ParameterGroup:
                     for owner in self.parameters[i].owners
                 ]
                 self.unfused[i] = "" if "" in reasons else reasons[0]
+        for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
+            parameter.put(view)
+        if converted:
             self._build_unsharded()
-        self._put_shards()
+        else:
+            self._list_parameters()
+        self.table.show_sharded()
 
     @property
     def _converted(self) -> bool:
@@ -727,12 +732,6 @@ class ParameterGroup:
                 "convert them after it, or after zero_grad() of the module, which drops these "
                 "gradients; to go on with them, convert the parameters back"
             )
-
-    def _put_shards(self) -> None:
-        for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
-            parameter.put(view)
-        self._list_parameters()
-        self.table.show_sharded()
 
     @property
     def gradients_wait(self) -> bool:
