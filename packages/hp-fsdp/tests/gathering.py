@@ -1,5 +1,6 @@
-"""Tensor classes that gather themselves: one in sixteen bits, one in eight bits and a scale."""
+"""Tensor classes with all-gather extensions: bfloat16, eight bits with scales, plain values."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,6 +144,55 @@ class EightBits(Wrapped):
         return whole, (whole,)
 
 
+class Blocks(Wrapped):
+    """Gathers integers of eight bits and one scale for each block of four rows."""
+
+    ROWS = 4
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the values and the scales of this rank's blocks; it may have none."""
+        self.note(f"pre of {len(self.plain)} rows")
+        return quantized(self.plain), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return what values and scales stand for; or write it."""
+        self.note("post" if out is None else "post out")
+        whole = dequantized(*all_gather_outputs).to(param_dtype)
+        if out is not None:
+            self.write(out, whole)
+            return None
+        return whole, (whole,)
+
+
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values of eight bits, and one scale for each block of four rows."""
+    blocks = rows.split(Blocks.ROWS) if len(rows) else ()
+    scales = torch.tensor([block.abs().max().item() / 127 for block in blocks])
+    return (rows / spread(scales, rows)).round().to(torch.int8), scales
+
+
+def dequantized(values: Tensor, scales: Tensor) -> Tensor:
+    """Return what values and scales stand for."""
+    return values * spread(scales, values)
+
+
+def spread(scales: Tensor, rows: Tensor) -> Tensor:
+    """Return the scale of each row, as a column."""
+    return scales.repeat_interleave(Blocks.ROWS)[: len(rows), None]
+
+
+def elements_of_block(parameter: Tensor) -> int:
+    """Return the number of elements of a block of four rows, for ``granularity``."""
+    return Blocks.ROWS * math.prod(parameter.shape[1:])
+
+
 class Whole(Wrapped):
     """Gathers plain values, and modules compute with its own class over what arrived."""
 
@@ -172,15 +222,17 @@ def rounded(kind: type[Wrapped], whole: Tensor, degree: int) -> Tensor:
     """Return what modules compute with when ``degree`` ranks gather the rows of ``whole``."""
     if issubclass(kind, Halved):
         return whole.to(torch.bfloat16).to(whole.dtype)
-    if kind is Whole:
+    if issubclass(kind, Whole):
         return whole
+    if kind is Blocks:
+        return dequantized(*quantized(whole))
     parts = [part / part.abs().max() * 127 for part in whole.chunk(degree)]
     scales = [part.abs().max() / 127 for part in whole.chunk(degree)]
     return torch.cat([part.round() * scale for part, scale in zip(parts, scales, strict=True)])
 
 
 class Layers(nn.Module):
-    """Two linear layers with a bias, whose weights gather themselves."""
+    """Two linear layers with a bias, whose weights have all-gather extensions."""
 
     def __init__(self, kind: type[Wrapped] | None, hidden: int = 12) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Parameters of tensor classes with all-gather hooks of their own."""
+"""Parameters of tensor classes with all-gather extensions."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -11,12 +12,21 @@ import torch.distributed.fsdp
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import ParameterError, StateError, fully_shard, sharded_optimizer
+from hp_fsdp import FSDPModule, ParameterError, fully_shard, sharded_optimizer
 
-from .gathering import EightBits, Halved, Layers, Whole, Wrapped, rounded
+from .gathering import (
+    Blocks,
+    EightBits,
+    Halved,
+    Layers,
+    Whole,
+    Wrapped,
+    elements_of_block,
+    rounded,
+)
 from .models import Gradients, gradients, mesh_of, worst
 
 Ranks = Callable[[int], RankPool]
@@ -282,7 +292,6 @@ def refused(rank: int) -> list[tuple[str, str]]:
     for kind, options in (
         (TwoArguments, {}),
         (OneHook, {}),
-        (Halved, {"layout": "ragged"}),
         (Halved, {"min_shard_numel": 1000}),
         (Halved, {"shard_placement_fn": last_dim}),
     ):
@@ -300,143 +309,217 @@ def test_what_cannot_be_is_refused_by_name(ranks: Ranks) -> None:
         texts = [text for _, text in errors]
         assert "(mesh: Any, module: Any)" in texts[0]
         assert "define both" in texts[1]
-        assert "in the ragged layout" in texts[2]
-        assert "kept whole" in texts[3]
-        assert "cut at 1" in texts[4]
+        assert "kept whole" in texts[2]
+        assert "cut at 1" in texts[3]
         assert [kept for _, kept in found[1::2]] == [
             "TwoArguments",
             "OneHook",
             "Halved",
             "Halved",
-            "Halved",
         ]
 
 
-def pre(self: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-    """Send the rows in sixteen bits, padded."""
-    rows = torch.zeros(-(-size[0] // mesh.size()), *size[1:], dtype=torch.bfloat16)
-    rows[: len(self)].copy_(self)
-    cast(Any, self).notes.append((mesh.ndim, mesh.size(), type(module).__name__))
-    return (rows,), size[0]
+def pre(self: Tensor, mesh: Any) -> Any:
+    """Never be called."""
+    raise AssertionError
 
 
-@torch.no_grad()
-def post(self: Tensor, outputs: Any, rows: int, dtype: Any, *, out: Any = None) -> Any:
-    """Return what arrived in the dtype of the parameter."""
-    (arrived,) = outputs
-    if out is not None:
-        out.data.copy_(arrived[:rows])
-        return None
-    whole = arrived[:rows].to(dtype)
-    return whole, (arrived, whole)
+def post(self: Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+    """Never be called."""
+    raise AssertionError
 
 
-def attach(parameter: Any) -> Any:
-    """Put the hooks on one parameter's rows, as torch's own tests do."""
-    with torch.no_grad():
-        whole = isinstance(parameter, DTensor)
-        rows = parameter._local_tensor if whole else parameter.to_local()  # itself, no view
-    rows.notes = []
-    rows.fsdp_pre_all_gather = MethodType(pre, rows)
-    rows.fsdp_post_all_gather = MethodType(post, rows)
-    return rows
+def attach(tensor: Any) -> None:
+    """Put an all-gather extension on one tensor, as torch's own tests do."""
+    tensor.fsdp_pre_all_gather = MethodType(pre, tensor)
+    tensor.fsdp_post_all_gather = MethodType(post, tensor)
 
 
-def with_attached(
-    rank: int, ours: bool, hidden: int, shape: tuple[int, ...], meta: bool, part_first: bool
-) -> tuple[list[Gradients], list[Any], Gradients]:
-    """Train three steps after hooks were put on the weights of a model that was sharded."""
-    by = fully_shard if ours else torch.distributed.fsdp.fully_shard
-    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
-    source = build(None, hidden)
-    with torch.device("meta" if meta else "cpu"):
-        model: Any = build(None, hidden)
+def detach(tensor: Any) -> None:
+    del tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather
+
+
+def late(rank: int, layout: str, on_rows: bool) -> tuple[list[tuple[str, str]], int, bool]:
+    """Attach an extension to a sharded parameter; return errors, collectives, and whether it ends.
+
+    A step before and a step after it are equal.
+    """
+    record, options = RecordingCollectives(), {"layout": layout, "reshard_after_forward": True}
+    model: Any = build(None)
     for layer in (model.up, model.down):
-        by(layer, mesh=mesh)
-    by(model, mesh=mesh)
-    if meta:
+        fully_shard(layer, mesh_of((2,), ("fsdp",)), collectives=record, **cast(Any, options))
+    fully_shard(model, mesh_of((2,), ("fsdp",)), collectives=record, **cast(Any, options))
+
+    def step() -> Gradients:
+        model.zero_grad()
+        model(batch(rank)).pow(2).mean().backward()
+        return {name: plain(p.grad) for name, p in model.named_parameters()}
+
+    def calls() -> int:
+        return sum(each.calls for each in record.by_call.values())
+
+    before = step()
+    weight = model.up.weight
+    tensor = weight
+    if on_rows:
+        tensor = weight._local_tensor if layout == "exact" else weight.local
+    loss = model(batch(rank)).pow(2).mean()
+    attach(tensor)
+    said = [said_of(loss.backward)]
+    model.reset()
+    made = calls()
+    said += [said_of(partial(model, batch(rank))) for _ in range(2)]
+    said += [said_of(model.up.unshard)]
+    made = calls() - made
+    detach(tensor)
+    return said, made, worst(step(), before) == 0
+
+
+@pytest.mark.parametrize("on_rows", [True, False])
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_an_extension_after_fully_shard_is_refused_by_the_next_all_gather(
+    ranks: Ranks, layout: str, on_rows: bool
+) -> None:
+    for said, made, ended in ranks(2).run(late, layout, on_rows):
+        assert {kind for kind, _ in said} == {ParameterError.__name__}
+        assert all("weight has gained" in text for _, text in said)
+        assert all("attach them before fully_shard" in text for _, text in said)
+        assert made == 0
+        assert ended
+
+
+class Padded(Whole):
+    """Gathers rows with padding, which stays below what modules compute with."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the rows, zeros below."""
+        rows = torch.zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
+        rows[: len(self.plain)] = self.plain
+        return (rows,), None
+
+
+def in_one_unit(rank: int, kind: Kind, hidden: int) -> tuple[Gradients, list[list[int]]]:
+    """Gather two weights in one buffer, twice; return gradients and the shapes of the weights."""
+    model: Any = fully_shard(build(kind, hidden), mesh_of((4,), ("fsdp",)))
+    for _ in range(2):
+        (model(batch(rank)).pow(2).mean() / 2).backward()
+    found = {name: plain(p.grad) for name, p in model.named_parameters()}
+    model.unshard()
+    return found, [list(model.up.weight.shape), list(model.down.weight.shape)]
+
+
+@pytest.mark.parametrize(("kind", "hidden"), [(Padded, 5), (Whole, 12), (EightBits, 12)])
+def test_weights_of_one_unit_share_a_buffer(ranks: Ranks, kind: Kind, hidden: int) -> None:
+    expected = expected_of(kind, hidden, 4, 4)
+    for found, shapes in ranks(4).run(in_one_unit, kind, hidden):
+        assert worst(found, expected) < 1e-5
+        assert shapes == [[hidden, 8], [8, hidden]]
+
+
+def inferred(rank: int) -> Gradients:
+    model = sharded(EightBits)
+    with torch.inference_mode():
+        model(batch(rank))
+    model(batch(rank)).pow(2).mean().backward()
+    return {name: plain(p.grad) for name, p in model.named_parameters()}
+
+
+def test_the_first_forward_may_run_in_inference_mode(ranks: Ranks) -> None:
+    expected = expected_of(EightBits, 12, 2, 2)
+    for found in ranks(2).run(inferred):
+        assert worst(found, expected) < 1e-5
+
+
+Steps = tuple[list[Gradients], Gradients]
+
+
+def in_blocks(
+    rank: int, kind: Kind, shape: tuple[int, ...], options: dict[str, Any], how: str
+) -> tuple[Steps, list[int]]:
+    """Train two steps in the ragged layout; return gradients, unsharded weights and rows."""
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    options = {"layout": "ragged", "granularity": elements_of_block, **options}
+
+    def made() -> Any:
+        model = build(kind, 20)
+        if how != "one unit":
+            fully_shard(model.up, mesh, **options)
+        return fully_shard(model, mesh, **options)
+
+    model = made()
+    if how == "meta":
+        state = model.state_dict()
+        with torch.device("meta"):
+            model = made()
         model.to_empty(device="cpu")
-        for p, value in zip(model.parameters(), source.parameters(), strict=True):
-            with torch.no_grad():
-                p.copy_(distribute_tensor(value.detach(), mesh, p.placements))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    if part_first:  # gathered before there were hooks
-        model.up(batch(rank)).sum().backward()
-        optimizer.zero_grad()
-        model.down.unshard()
-        model.down.reshard()
-    rows = [attach(layer.weight) for layer in (model.up, model.down)]
+        model.load_state_dict(state)
+    rows = [len(model.up.weight.local), len(model.down.weight.local)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen = []
-    for step in range(3):
+    for step in range(2):
         model(batch(rank, step)).pow(2).mean().backward()
         seen.append({name: plain(p.grad) for name, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    model.reshard()
-    assert model.up.weight._local_tensor is rows[0]
-    last = {name: plain(p.detach()) for name, p in model.named_parameters()}
-    return seen, rows[0].notes[:1], last
+    for inner in model.modules():
+        if isinstance(inner, FSDPModule):
+            inner.unshard()
+    weights = {
+        name: torch.as_tensor(getattr(p, "plain", p)).detach().clone()
+        for name, p in model.named_parameters()
+    }
+    return (seen, weights), rows
+
+
+def one_process(kind: Kind, world: int) -> Steps:
+    """Return what `in_blocks` does, computed by one process."""
+    held = build(None, 20)
+    seen = []
+    for step in range(3):
+        model = build(None, 20)
+        with torch.no_grad():
+            for p, own in zip(model.parameters(), held.parameters(), strict=True):
+                p.copy_(rounded(kind, own, 1) if own.ndim > 1 else own)
+        for rank in range(world if step < 2 else 0):
+            (model(batch(rank, step)).pow(2).mean() / world).backward()
+        seen.append(gradients(model))
+        with torch.no_grad():
+            for own, p in zip(held.parameters(), model.parameters(), strict=True):
+                if p.grad is not None:
+                    own.sub_(p.grad)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return seen[:2], weights
 
 
 @pytest.mark.parametrize(
-    ("hidden", "shape", "meta", "part_first"),
-    [(12, (2,), True, False), (5, (2,), False, True), (12, (2, 2), False, False)],
+    ("kind", "shape", "options", "how"),
+    [
+        (Blocks, (2,), {"grads": "accumulate"}, "units"),
+        (Blocks, (3,), {}, "units"),
+        (Blocks, (3,), {"direct_bytes": 0}, "one unit"),
+        (Blocks, (4,), {}, "meta"),
+        (Blocks, (4,), {"reshard_after_forward": 2}, "units"),
+        (Blocks, (2, 2), {"reshard_after_forward": True}, "units"),
+        (Whole, (3,), {"granularity": 1, "reshard_after_forward": True}, "units"),
+        (Whole, (4,), {"granularity": None}, "one unit"),
+    ],
 )
-def test_hooks_may_be_put_on_shards_after_the_call(
-    ranks: Ranks, hidden: int, shape: tuple[int, ...], meta: bool, part_first: bool
+def test_blocks_stay_whole_in_the_ragged_layout(
+    ranks: Ranks, kind: Kind, shape: tuple[int, ...], options: dict[str, Any], how: str
 ) -> None:
-    world = torch.Size(shape).numel()
-    given = (hidden, shape, meta, part_first)
-    found = ranks(world).run(with_attached, True, *given)
-    part_first = False  # torch refuses a part that runs before its root
-    theirs = ranks(world).run(with_attached, False, *given[:-1], part_first)
-    expected = expected_of(Halved, hidden, world, shape[-1])
-    for one, other in zip(found, theirs, strict=True):
-        assert one[1] == other[1] == [(1, shape[-1], "FSDPLinear")]
-        assert worst(one[0][0], expected) < 1e-5
-        assert [worst(*each) for each in zip(one[0], other[0], strict=True)] == [0, 0, 0]
-        assert worst(one[2], other[2]) == 0
-
-
-def late(rank: int) -> list[tuple[str, str]]:
-    """Put hooks on shards where they cannot be served; forward twice, which changes nothing."""
-    said = []
-    mesh = mesh_of((2,), ("fsdp",))
-    given: Any
-    for given in (
-        {},
-        {"layout": "ragged"},
-        {"grads": "accumulate"},
-        {"shard_placement_fn": last_dim},
-    ):
-        model: Any = fully_shard(build(None), mesh, **given)
-        weight = model.up.weight
-        rows = attach(weight)
-        if not given:
-            del rows.fsdp_post_all_gather
-        errors = [said_of(partial(model, batch(rank))) for _ in range(2)]
-        assert errors[0] == errors[1]
-        said.append(errors[0])
-    model = fully_shard(build(None), mesh)
-    optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1)
-    attach(model.up.weight)
-    model(batch(rank)).sum().backward()
-    said.append(said_of(optimizer.step))
-    return said
-
-
-def test_hooks_that_come_later_are_refused_by_name_where_they_cannot_be(ranks: Ranks) -> None:
-    for said in ranks(2).run(late):
-        kinds = [ParameterError.__name__] * 4 + [StateError.__name__]
-        assert [kind for kind, _ in said] == kinds
-        for words, (_, text) in zip(
-            ("define both", "in the ragged layout", "grads='accumulate'", "cut at 1"),
-            said,
-            strict=False,
-        ):
-            assert words in text
-            assert "up.weight" in text
-        assert "make it anew" in said[4][1]
+    world = math.prod(shape)
+    steps, weights = one_process(kind, world)
+    results = ranks(world).run(in_blocks, kind, shape, options, how)
+    for (seen, found), rows in results:
+        assert [worst(*each) < 1e-5 for each in zip(seen, steps, strict=True)] == [True, True]
+        assert worst(found, weights) < 1e-5
+        assert kind is Whole or all(count % Blocks.ROWS == 0 for count in rows)
+    if kind is Blocks:
+        held = [rows[0] for _, rows in results[: shape[-1]]]
+        assert sum(held) == 20
+        assert len(set(held)) > 1  # uneven
 
 
 def flat_stepped(rank: int) -> tuple[Gradients, Gradients]:

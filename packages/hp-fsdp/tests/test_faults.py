@@ -27,7 +27,7 @@ from hp_fsdp._layout import Layout
 from hp_fsdp._layout_exact import ExactPlan
 from hp_fsdp._layout_ragged import RaggedPlan
 
-from .gathering import Halved, Layers, Whole, Wrapped
+from .gathering import Blocks, Halved, Layers, Whole, Wrapped, elements_of_block
 from .models import Gradients, Net, gradients, make, mesh_of, tokens, worst
 
 Ranks = Callable[[int], RankPool]
@@ -484,7 +484,7 @@ class Injection:
 
 
 class Stack(nn.Module):
-    """Blocks whose weights gather themselves."""
+    """Blocks whose weights have all-gather extensions."""
 
     def __init__(self, kind: type[Wrapped]) -> None:
         super().__init__()
@@ -513,8 +513,9 @@ EVERYWHERE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "fewer": ((4,), {"reshard_after_forward": 2}),
     "Whole": ((2,), {}),
     "Halved": ((2,), {}),
+    "Blocks": ((2,), {"layout": "ragged", "granularity": elements_of_block}),
 }
-EXTENDED: dict[str, type[Wrapped]] = {"Whole": Whole, "Halved": Halved}
+EXTENDED: dict[str, type[Wrapped]] = {"Whole": Whole, "Halved": Halved, "Blocks": Blocks}
 # From one call that fails to the next; repeated runs fill in those between.
 STRIDES = [29, pytest.param(3, marks=pytest.mark.long)]
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hp_fsdp import StateError, fully_shard
 
 from .models import Gradients, gradients, make, mesh_of, worst
-from .test_extensions import attach
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 4
@@ -278,31 +277,6 @@ def between(rank: int, what: str) -> list[str]:
     model.zero_grad()
     loss_of(model, rank, 0).backward()  # and goes on
     return said
-
-
-def attached_between(rank: int) -> Gradients:
-    """Put gather hooks on a shard between a part's forward and its unseen backward."""
-    model = model_of("kept", "shown")
-    first = model.blocks[0]
-    sharded = first.second.weight
-    first(batch(rank, 0))
-    result = first.result
-    attach(sharded)
-    loss_of(model, rank, 1)  # the root's first pass takes the hooks
-    with pytest.raises(RuntimeError):  # of autograd: the memory that it saved is given up
-        result.sum().backward()
-    model.reset()
-    model.zero_grad()
-    loss_of(model, rank, 0).backward()
-    return gradients(model)
-
-
-def test_gather_hooks_before_a_backward_that_nobody_sees_give_no_wrong_gradients(
-    ranks: Ranks,
-) -> None:
-    (expected, *_) = alone(("kept", "shown", True), None)
-    for found in ranks(2).run(attached_between):
-        assert worst(found, expected) < 1e-2  # the hooks gather in sixteen bits
 
 
 @pytest.mark.parametrize("what", ["load", "convert"])

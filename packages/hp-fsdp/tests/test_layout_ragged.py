@@ -3,10 +3,11 @@
 import itertools
 import math
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_fsdp._layout_ragged import RaggedPlan, plan_ragged
+from hp_fsdp._layout_ragged import RaggedPlan, UnevenPlan, plan_ragged
 
 
 @st.composite
@@ -75,3 +76,29 @@ def test_an_atom_longer_than_its_parameter_is_the_parameter(numels: list[int], d
     longer = plan_ragged([(n,) for n in numels], [1000] * len(numels), degree, 4)
     assert longer == plan_ragged([(n,) for n in numels], numels, degree, 4)
     assert plan_ragged([(500, 1000)], [1_000_000], 8, 4).share == 500_000
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 5).flatmap(
+        lambda degree: st.lists(
+            st.tuples(*[st.integers(0, 20)] * degree), min_size=1, max_size=4
+        ).filter(lambda sizes: any(map(any, sizes)))
+    )
+)
+def test_parts_of_unequal_sizes_are_joined_in_the_order_of_ranks(
+    sizes: list[tuple[int, ...]],
+) -> None:
+    plan = UnevenPlan(degree=len(sizes[0]), sizes=tuple(sizes))
+    memory = torch.full((plan.full_numel,), -1)
+    numbers = [torch.arange(sum(each)) + 1000 * i for i, each in enumerate(sizes)]
+    for rank in range(plan.degree):
+        piece = memory[rank * plan.shard_numel : (rank + 1) * plan.shard_numel]
+        for (start, end), number, each in zip(plan.spans(rank), numbers, sizes, strict=True):
+            piece[start:end] = number.split(each)[rank]
+    copy_out = plan.copy_out(memory)
+    assert copy_out is not None
+    copy_out()
+    for found, number in zip(plan.wholes(memory), numbers, strict=True):
+        assert found.tolist() == number.tolist()
+        assert found.storage_offset() % 16 == 0

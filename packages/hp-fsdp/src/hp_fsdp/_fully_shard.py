@@ -33,7 +33,6 @@ from ._errors import (
     UnsupportedError,
     shown,
 )
-from ._extensions import ExtendedGroup, ExtendedParameter
 from ._group import ParameterGroup, RaggedGroup, watch_optimizers
 from ._hooks import end_in_hook
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
@@ -258,7 +257,6 @@ _NOWHERE = OffloadPolicy()
 _KINDS: dict[type[ShardedParameter], type[ParameterGroup]] = {
     ShardedParameter: ParameterGroup,
     RaggedParameter: RaggedGroup,
-    ExtendedParameter: ExtendedGroup,
 }
 
 
@@ -453,14 +451,14 @@ cast(Any, fully_shard).state = noted_state
 def _groups_of(
     parameters: Sequence[ShardedParameter], collectives: Collectives, config: GroupConfig
 ) -> list[ParameterGroup]:
-    """Return a group for each dtype and kind, and more for those on other ranks or kept whole."""
+    """Group the parameters by dtype, layout, ranks, and whether they have all-gather extensions."""
     alike: dict[object, list[ShardedParameter]] = {}
     for parameter in parameters:
         original = parameter.original()
         if original is not None:
             axes = (parameter.axes.shard, *parameter.axes.replicate)
             ranks = tuple(axis.ranks for axis in axes)
-            key = (original.dtype, _KINDS[type(parameter)], ranks)
+            key = (original.dtype, type(parameter), parameter.extension is None, ranks)
             alike.setdefault(key, []).append(parameter)
     return [
         _KINDS[type(each[0])](each, each[0].axes, collectives, config) for each in alike.values()

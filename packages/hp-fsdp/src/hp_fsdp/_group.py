@@ -22,7 +22,8 @@ from hp_dtensor import Axis, Collectives, RaggedTensor
 from hp_dtensor.torch_compat import writes_into
 
 from ._agreement import Tag, is_exact
-from ._errors import Once, StateError
+from ._errors import Once, ParameterError, StateError
+from ._extensions import ExtendedLayout
 from ._gradients import BucketHooks
 from ._layout import Layout
 from ._layout_exact import ExactPlan, plan_group
@@ -52,9 +53,12 @@ RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
 
 class ParameterGroup:
-    """Parameters whose shards are one flat buffer, and the state of their gather."""
+    """Parameters of one dtype, and the state of their all-gather.
 
-    flat = True  # a group of shards that are no views of one buffer says otherwise
+    ``flat``: whether the shards are views of one flat shard. False for parameters with all-gather
+    extensions.
+    """
+
     layout: Layout
 
     def __init__(
@@ -66,6 +70,7 @@ class ParameterGroup:
     ) -> None:
         """Copy this rank's rows; nothing is communicated, and registered only on request."""
         self.parameters = list(parameters)
+        self.flat = parameters[0].extension is None
         self.axes = self.reduce_axes = axes
         self.config = config
         self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
@@ -99,7 +104,8 @@ class ParameterGroup:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
         self._lay_out(self._own_parts(wholes))
-        if config.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
+        # With one rank gradients are not packed. Extensions create unsharded parameters later.
+        if config.grads != "copy" and axes.size > 1 and self.flat:
             self._hook_gradients()
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
             parameter.build_sharded(local)
@@ -128,7 +134,7 @@ class ParameterGroup:
     def use_tag(self, tag: Tag) -> None:
         """Take the tag of the unit that the group belongs to."""
         self.layout.write_tag(tag.number)
-        tag.log, self.tag, self._plan = self.tag.log, tag, None
+        self.tag = tag
 
     @property
     def tagged(self) -> bool:
@@ -137,7 +143,7 @@ class ParameterGroup:
 
     @property
     def gather_signature(self) -> tuple[object, ...] | None:
-        """Return the sizes of a gather; None if tensors with all-gather hooks choose them."""
+        """Return the sizes of a gather; None if all-gather extensions choose them."""
         if not self.flat:
             return None
         return self.layout.plan.segments, self.dtypes.compute.itemsize
@@ -150,11 +156,28 @@ class ParameterGroup:
         return rows.numel, rows.reduced_numel, self.dtypes.reduce
 
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
-        config = self.config
+        config, axis = self.config, self.axes.shard
+        plan = self._plan_for(min(locals_[0].element_size(), compute.itemsize))
+        extensions = [each.extension for each in self.parameters if each.extension is not None]
+        if extensions:
+            if config.rest != config.device:
+                raise ParameterError(
+                    f"{[each.name for each in extensions]} have all-gather extensions, which run "
+                    "on the device; legal for them is offload_policy=OffloadPolicy()"
+                )
+            return ExtendedLayout(
+                extensions,
+                locals_,
+                plan,
+                axis,
+                dtype=compute,
+                config=config,
+                collectives=self.collectives,
+            )
         return Layout(
             locals_,
-            self._plan_for(min(locals_[0].element_size(), compute.itemsize)),
-            self.axes.shard,
+            plan,
+            axis,
             dtype=compute,
             device=config.device,
             pinned=config.pinned and not locals_[0].is_meta,
@@ -176,6 +199,8 @@ class ParameterGroup:
         """List what every gather, reshard and reduction goes through, made once for many steps."""
         layout = self.layout
         flat = layout.shard if self.flat else None
+        if flat is None:  # extensions run on the local tensors of the sharded parameters
+            layout.shards = [each.local_view for each in self.parameters]
         self.table = ParameterTable(self.parameters, layout.shards, flat)
         self.watch_sharded()
         self._in_order = [self.table.sharded[i] for i in self.order]
@@ -323,11 +348,16 @@ class ParameterGroup:
     def _show_unsharded(self) -> None:
         if self.reads_tags:
             self._check_tags()
-        self.layout.finish_gather(self._work)
-        if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
-            for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
+        layout = self.layout
+        layout.finish_gather(self._work)
+        if layout.fulls is not self._fulls:  # the memory before is left to a collective
+            for parameter, full in zip(self.parameters, layout.fulls, strict=True):
                 parameter.move_unsharded(full)
-            self._fulls = self.layout.fulls
+            self._fulls = layout.fulls
+            if isinstance(layout, ExtendedLayout):
+                self._list_parameters()
+                self.train_as_sharded()
+                layout.unsharded = self.table.unsharded
         if graph_task() < 0:
             self.train_as_sharded()
         self.table.show_unsharded()
@@ -596,8 +626,13 @@ class ParameterGroup:
         else:
             self.partial.clear()
             self._lay_out(locals_)
+        for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
+            parameter.put(view)
+        if converted:
             self._build_unsharded()
-        self._put_shards()
+        else:
+            self._list_parameters()
+        self.table.show_sharded()
 
     @property
     def _converted(self) -> bool:
@@ -618,25 +653,6 @@ class ParameterGroup:
                 "convert them after it, or after zero_grad() of the module, which drops these "
                 "gradients; to go on with them, convert the parameters back"
             )
-
-    def _put_shards(self) -> None:
-        for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
-            parameter.put(view)
-        self._list_parameters()
-        self.table.show_sharded()
-
-    @torch.no_grad()
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with some of the parameters, laid out anew.
-
-        The group is sharded, maybe the copy of another, and no gradients wait.
-        """
-        self.partial, self.waiting = PartialSum(), set()
-        self.parameters = [self.parameters[i] for i in chosen]
-        self._specs = [self._specs[i] for i in chosen]
-        self._lay_out([parameter.local() for parameter in self.parameters])
-        self._build_unsharded()
-        self._put_shards()
 
     @property
     def gradients_wait(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where the shards that torch's ``fully_shard`` makes lie, so that large ones need no copy-out."""
+"""The exact layout: the shards of torch's ``fully_shard``; large ones are gathered in place."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,23 +21,34 @@ from ._offsets import (
 )
 from ._tags import tag_width
 
-# Up to so many packed elements one indexed copy costs less than a copy for each parameter.
+# Up to this number of packed elements, one indexed copy is faster than a copy for each parameter.
 PERMUTED_NUMEL = 2**14
-# Where so many of them, or more, are alike, a strided copy of all costs less than their split.
+# From this number of equal parameters per series, one strided copy is faster than a split.
 ALIKE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactPlan:
-    """One group's flat buffers: per rank ``shard_numel`` elements, gathered ``full_numel``.
+    """Offsets of the parameters of one group in the flat shard and in the output.
 
-    The shard of parameter ``i`` begins at ``starts[i]`` of the flat shard, the last ranks' padded
-    (``torch.chunk``); gathered, its extent is ``full[i]``. ``segments`` are the ``(start, length)``
-    pieces of the flat shard that the all-gather sends; piece ``(s, n)`` arrives at
-    ``[degree * s, degree * (s + n))``. A parameter that is ``direct`` is a piece of its own, which
-    arrives in its place. The others are the last piece, ``packed_numel`` elements from
-    ``packed_start`` on, and are copied to their places from there. The last ``tag_numel`` elements
-    of this piece are the unit's tag.
+    The all-gather sends pieces of the flat shard. The piece ``(start, length)`` arrives at
+    ``[degree * start, degree * (start + length))`` of the output. The piece of a direct parameter
+    arrives at the place of the parameter. All other parameters share the last piece, and are copied
+    from there to their places.
+
+    Attributes:
+        degree: Number of ranks.
+        itemsize: Bytes per element.
+        specs: Shape of each parameter.
+        starts: Offset of each parameter in the flat shard. The shards of the last ranks are padded.
+        full: Place of each parameter in the output.
+        direct: Whether a parameter is direct.
+        segments: The pieces: ``(start, length)``.
+        shard_numel: Number of elements of the flat shard.
+        packed_start: Start of the last piece, if there are packed parameters or a tag.
+        packed_numel: Length of the last piece.
+        full_numel: Number of elements of the output.
+        tag_numel: Number of elements at the end of the last piece that are the tag of the unit.
     """
 
     kind: ClassVar[str] = "exact"
@@ -56,12 +67,12 @@ class ExactPlan:
 
     @property
     def parameter_bytes(self) -> int:
-        """Return the bytes of the parameters themselves."""
+        """Return the number of bytes of the parameters, without padding."""
         return sum(spec.numel for spec in self.specs) * self.itemsize
 
     @property
     def padding_bytes(self) -> int:
-        """Return the bytes of every gather that no parameter needs."""
+        """Return the number of bytes of padding in each all-gather."""
         gathered = self.degree * sum(length for _, length in self.segments) * self.itemsize
         return gathered - self.parameter_bytes
 
@@ -72,11 +83,11 @@ class ExactPlan:
         return sorted(chosen, key=self.starts.__getitem__)
 
     def rows_per_rank(self, position: int) -> int:
-        """Return how many rows of a parameter a rank holds at most."""
+        """Return the largest number of rows of a parameter on any rank."""
         return self.specs[position].rows
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return which elements of the flat shard are each parameter's, padding included."""
+        """Return the elements ``[start, end)`` of the flat shard of each parameter, padded."""
         starts = zip(self.starts, self.specs, strict=True)
         return [(start, start + spec.shard_numel) for start, spec in starts]
 
@@ -85,11 +96,11 @@ class ExactPlan:
         return [extent.whole(memory) for extent in self.full]
 
     def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
-        """Return what copies packed parameters from where they were gathered to their places.
+        """Return the function that copies packed parameters to their places, or None.
 
-        ``memory`` is the flat output. Few elements go in one indexed copy. Otherwise those along
-        dim 0 go in one split or, where many are alike, in one strided copy of each kind; those
-        along another dimension go one by one. None where nothing is packed.
+        ``memory`` is the output. If there are few packed elements, the function makes one indexed
+        copy. Otherwise it splits the parameters along dim 0 in one call, or copies each series of
+        equal parameters in one strided copy. It copies parameters along other dims one by one.
         """
         degree, numel, packed = self.degree, self.packed_numel, self.packed
         if numel == self.tag_numel:
@@ -134,18 +145,23 @@ class ExactPlan:
 
 
 def plan_group(
-    specs: Sequence[ShardSpec], degree: int, itemsize: int, direct_bytes: float | None = None
+    specs: Sequence[ShardSpec],
+    degree: int,
+    itemsize: int,
+    direct_bytes: float | None = None,
+    tagged: bool = True,
 ) -> ExactPlan:
-    """Return the plan for parameters, each at least 1-D, sharded over ``degree`` ranks.
+    """Plan the flat shard and the output for parameters that are sharded over ``degree`` ranks.
 
     A parameter is direct if its shard along dim 0 has at least ``direct_bytes`` (64 KiB) and is a
-    multiple of 16 bytes; every direct parameter then starts at a multiple of 16 bytes. With one
-    rank all are direct: flat shard and output are the same. What is sharded along another dimension
-    does not arrive in its order, so it is packed, last.
+    multiple of 16 bytes. Every direct parameter then starts at a multiple of 16 bytes. With one
+    rank, all parameters are direct, so the flat shard and the output have the same offsets.
+    A parameter that is sharded along another dimension does not arrive in its order. Such
+    parameters are the last packed ones.
 
     If there is a packed piece, the tag of the unit is appended to it. If several pieces are direct
     and none is packed, the tag is a small piece of its own. A single direct piece has no tag: with
-    one, its all-gather would become two.
+    one, its all-gather would become two. If ``tagged`` is False, there is no tag.
     """
     unit = elements_of(ALIGNMENT, itemsize)
     held = [spec.shard_numel for spec in specs]
@@ -169,7 +185,7 @@ def plan_group(
     for i in packed:
         starts[i] = end
         end += held[i]
-    has_tag = degree > 1 and (end > packed_start or len(segments) > 1)
+    has_tag = tagged and degree > 1 and (end > packed_start or len(segments) > 1)
     tag_numel = tag_width(itemsize) if has_tag else 0
     end += tag_numel
     packed_numel = end - packed_start
@@ -202,9 +218,15 @@ def plan_group(
 def series_of(
     starts: Sequence[tuple[int, int]], widths: Sequence[int]
 ) -> list[tuple[int, int, tuple[int, int]]]:
-    """Return how pieces of one width follow at one distance: first piece, how many, distance.
+    """Find series of pieces with equal widths and equal distances.
 
-    ``starts`` says where each is and where it goes, and so do the distances.
+    Args:
+        starts: Offset of each piece in the source and in the target.
+        widths: Number of elements of each piece.
+
+    Returns:
+        For each series: the index of its first piece, the number of pieces, and the distances in
+        the source and in the target.
     """
     found: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
     for position, (start, width) in enumerate(zip(starts, widths, strict=True)):
@@ -220,7 +242,7 @@ def series_of(
 
 
 def _packed_order(plan: ExactPlan, first: int, device: torch.device) -> Tensor:
-    """Return for each element of the output from ``first`` on which arrived element goes there."""
+    """Return the index of the gathered element for each element of the output from ``first`` on."""
     numbers = torch.arange(plan.degree * plan.packed_numel, dtype=torch.int32, device="cpu")
     arrived = numbers.view(plan.degree, plan.packed_numel)
     order = torch.zeros(plan.full_numel - first, dtype=torch.int32, device="cpu")

@@ -1,4 +1,4 @@
-"""Where all parameters of a group lie in one buffer that is split in equal shares: no copies."""
+"""The ragged layout: all parameters of a group in one buffer, split evenly over the ranks."""
 
 import itertools
 import math
@@ -11,14 +11,23 @@ from torch import Tensor
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
 from ._tags import TAG_FLAGS
 
-TRIES = 64  # shares of one step before the next step
+TRIES = 64  # sizes of the share that are tried for each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedPlan:
-    """One group's buffer ``[degree * share]``; a parameter begins at ``starts[i]``, in one piece.
+    """Offsets of the parameters of one group in a buffer of ``degree * share`` elements.
 
-    Shares end between the atoms of a parameter: ``atoms[i]`` elements that stay together.
+    Rank ``r`` holds the elements ``[r * share, (r + 1) * share)`` of the buffer, its share. The
+    all-gather of the shares yields every parameter in one piece, so it needs no copy.
+
+    Attributes:
+        degree: Number of ranks.
+        itemsize: Bytes per element.
+        share: Number of elements per rank.
+        shapes: Shape of each parameter.
+        atoms: Number of consecutive elements of each parameter that are never split between ranks.
+        starts: Offset of each parameter in the buffer.
     """
 
     kind: ClassVar[str] = "ragged"
@@ -32,48 +41,51 @@ class RaggedPlan:
 
     @property
     def specs(self) -> tuple[ShardSpec, ...]:
-        """Return the shapes, as if each parameter were sharded evenly along dim 0."""
+        """Return the parameters as if they were sharded evenly along dim 0."""
         return tuple(ShardSpec(shape=shape, dim=0, degree=self.degree) for shape in self.shapes)
 
     @property
     def shard_numel(self) -> int:
-        """Return the elements per rank."""
+        """Return the number of elements per rank."""
         return self.share
 
     @property
     def full_numel(self) -> int:
-        """Return the elements of the buffer."""
+        """Return the number of elements of the buffer."""
         return self.degree * self.share
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """Return the one piece of the share that the all-gather sends: all of it."""
+        """Return the ``(start, length)`` of the one piece that each rank sends: its share."""
         return ((0, self.share),)
 
     @property
     def parameter_bytes(self) -> int:
-        """Return the bytes of the parameters themselves."""
+        """Return the number of bytes of the parameters, without padding."""
         return sum(map(math.prod, self.shapes)) * self.itemsize
 
     @property
     def padding_bytes(self) -> int:
-        """Return the bytes of every gather that no parameter needs."""
+        """Return the number of bytes of padding in each all-gather."""
         return self.full_numel * self.itemsize - self.parameter_bytes
 
     @property
     def direct(self) -> tuple[bool, ...]:
-        """Return True for each parameter: all are gathered into place."""
+        """Return True for each parameter: the all-gather writes all of them to their place."""
         return (True,) * len(self.shapes)
 
     def span(self, position: int, index: int) -> tuple[int, int]:
-        """Return which elements ``[first, end)`` of a parameter the rank at ``index`` holds."""
+        """Return the elements ``[first, end)`` of a parameter that the rank at ``index`` holds."""
         start, numel = self.starts[position], math.prod(self.shapes[position])
         first = min(max(index * self.share - start, 0), numel)
         end = min(max((index + 1) * self.share - start, 0), numel)
         return first, end
 
     def leading(self, position: int) -> int:
-        """Return how many leading dims are flattened: the fewest whose rows do not cross atoms."""
+        """Return the number of leading dims that the `RaggedShard` of a parameter flattens.
+
+        This is the smallest number for which the size of an atom is a multiple of the rest.
+        """
         shape, atom = self.shapes[position], self.atoms[position]
         for count in range(1, len(shape)):
             row = math.prod(shape[count:])
@@ -82,13 +94,13 @@ class RaggedPlan:
         return len(shape)
 
     def sizes(self, position: int) -> tuple[int, ...]:
-        """Return how many rows of the flattened leading dims each rank holds."""
+        """Return the number of rows of the flattened leading dims for each rank."""
         row = math.prod(self.shapes[position][self.leading(position) :]) or 1
         spans = [self.span(position, index) for index in range(self.degree)]
         return tuple((end - first) // row for first, end in spans)
 
     def held(self, position: int, index: int) -> tuple[int, tuple[int, ...]]:
-        """Return where in its share the rank at ``index`` holds a parameter, and in which shape."""
+        """Return the offset and the shape of a parameter in the share of the rank at ``index``."""
         first, _ = self.span(position, index)
         start = self.starts[position] + first - index * self.share
         leading = self.leading(position)
@@ -96,11 +108,11 @@ class RaggedPlan:
         return min(max(start, 0), self.share), shape
 
     def rows_per_rank(self, position: int) -> int:
-        """Return how many rows of the flattened leading dims a rank holds at most."""
+        """Return the largest number of rows of the flattened leading dims on any rank."""
         return max(self.sizes(position))
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return which elements of the share of the rank at ``index`` are each parameter's."""
+        """Return the elements ``[start, end)`` of each parameter in the share of a rank."""
         held = [self.held(position, index) for position in range(len(self.shapes))]
         return [(start, start + math.prod(shape)) for start, shape in held]
 
@@ -110,13 +122,14 @@ class RaggedPlan:
         return [memory[start : start + math.prod(shape)].view(shape) for start, shape in places]
 
     def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
-        """Return None: every parameter is gathered into its place."""
+        """Return None: the all-gather writes every parameter to its place."""
         return None
 
     def gradient_rows(self, chosen: Sequence[int], index: int, itemsize: int) -> GradientRows:
-        """Return the offsets of gradients of ``chosen``: as in the buffer, in one row.
+        """Return the offsets of the packed gradients of the parameters at ``chosen``.
 
-        Parameters that several ranks have a part of leave no columns for flags between the shares.
+        They are the offsets of the parameters in the buffer, in one row. A parameter may extend
+        over several shares, so there is no space for flags between the shares.
         """
         specs = [ShardSpec(shape=self.shapes[i], dim=0, degree=1) for i in chosen]
         apart = self.degree > 1
@@ -132,14 +145,82 @@ class RaggedPlan:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenPlan:
+    """Offsets of an all-gather in which ranks send parts of different sizes.
+
+    Each rank sends its parts of all tensors one after the other, padded to ``shard_numel``
+    elements. After the all-gather, `copy_out` joins the parts of each tensor in the order of the
+    ranks.
+
+    Attributes:
+        degree: Number of ranks.
+        sizes: Number of elements: ``sizes[i][rank]`` of tensor ``i``.
+    """
+
+    tag_numel: ClassVar[int] = 0
+    degree: int
+    sizes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_numel(self) -> int:
+        """Return the number of elements that each rank sends, padding included."""
+        return max(map(sum, zip(*self.sizes, strict=True)))
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Return the ``(start, length)`` of the one piece that each rank sends."""
+        return ((0, self.shard_numel),)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Return the end of the gathered pieces in the output, then the end of each tensor."""
+        lengths = (self.degree * self.shard_numel, *map(sum, self.sizes))
+        return list(itertools.accumulate(round_up(length, ALIGNMENT) for length in lengths))
+
+    @property
+    def full_numel(self) -> int:
+        """Return the number of elements of the output: the gathered pieces, then the tensors."""
+        return self._ends[-1]
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Return the elements ``[start, end)`` of each tensor that the rank at ``index`` sends."""
+        ends = itertools.accumulate((each[index] for each in self.sizes), initial=0)
+        return list(itertools.pairwise(ends))
+
+    def wholes(self, memory: Tensor) -> list[Tensor]:
+        """Return the joined tensors, 1-D views of the output."""
+        starts = zip(self._ends, self.sizes, strict=False)
+        return [memory[start : start + sum(each)] for start, each in starts]
+
+    def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
+        """Return the function that joins the parts of each tensor. ``memory`` is the output."""
+        pieces = memory[: self.degree * self.shard_numel].view(self.degree, self.shard_numel)
+        copies = [
+            (part, piece[start:end])
+            for rank, piece in enumerate(pieces)
+            for (start, end), whole, sizes in zip(
+                self.spans(rank), self.wholes(memory), self.sizes, strict=True
+            )
+            for part in [whole.split(sizes)[rank]]
+            if end > start
+        ]
+
+        def copy_out() -> None:
+            for part, piece in copies:
+                part.copy_(piece)
+
+        return copy_out
+
+
 def plan_ragged(
     shapes: Sequence[tuple[int, ...]], atoms: Sequence[int], degree: int, itemsize: int
 ) -> RaggedPlan:
-    """Return the plan with the smallest share, of those tried, that cuts no atom.
+    """Plan the buffer with the smallest share, of the sizes tried, that splits no atom.
 
-    Shares are multiples of 16 bytes, and of the atoms of parameters longer than a share. Parameters
-    keep their order; one moves up where an atom would be cut. An atom is no longer than its
-    parameter.
+    The share is a multiple of 16 bytes, and of the atoms of parameters that are longer than a
+    share. Parameters keep their order. If an atom would be split, its parameter moves to a later
+    offset. An atom has at most the size of its parameter.
     """
     numels = [math.prod(shape) for shape in shapes]
     atoms = [min(atom, max(numel, 1)) for atom, numel in zip(atoms, numels, strict=True)]
@@ -148,7 +229,7 @@ def plan_ragged(
     long = {atom for atom, numel in zip(atoms, numels, strict=True) if numel > least}
     best: tuple[int, list[int]] | None = None
     for step in _steps(unit, sorted(long)):
-        fits_all = all(step % atom == 0 for atom in long)  # then it will succeed in the end
+        fits_all = all(step % atom == 0 for atom in long)  # then some share succeeds
         share, tries = round_up(least, step), 0
         while (best is None or share < best[0]) and (fits_all or tries < TRIES):
             starts = _place(numels, atoms, share, degree)
@@ -167,7 +248,7 @@ def plan_ragged(
 
 
 def _steps(unit: int, atoms: Sequence[int]) -> list[int]:
-    """Return of what shares may be multiples: of no atom, of one, of two, of all."""
+    """Return steps for the size of the share: multiples of no, one, two or all atoms."""
     pairs = itertools.combinations(atoms, 2)
     chosen = [(), *((atom,) for atom in atoms), *pairs, tuple(atoms)]
     return sorted({math.lcm(unit, *each) for each in chosen})
@@ -176,7 +257,7 @@ def _steps(unit: int, atoms: Sequence[int]) -> list[int]:
 def _place(
     numels: Sequence[int], atoms: Sequence[int], share: int, degree: int
 ) -> list[int] | None:
-    """Return where parameters start, one after another; None if they do not fit the shares."""
+    """Return the offset of each parameter, or None if the parameters do not fit this share."""
     starts = []
     cursor = 0
     for numel, atom in zip(numels, atoms, strict=True):

@@ -29,9 +29,13 @@ from hp_dtensor import (
 )
 
 from ._errors import ParameterError, StateError
+from ._extensions import Extension
 from ._mesh import MeshInfo
 from ._torch import (
+    POST_ALL_GATHER,
+    PRE_ALL_GATHER,
     hooks_after_gradient,
+    is_extended,
     local_of,
     parameters_of,
     set_local,
@@ -73,9 +77,18 @@ class ShardedParameter:
         mesh_info: MeshInfo,
         dim: int | None = 0,
     ) -> None:
-        """Work out the parameter's mesh and placements; raises `MeshError` where there are none.
+        """Find the mesh and the placements of the sharded parameter; nothing is allocated.
 
-        It is sharded along ``dim``, or with None kept whole.
+        Args:
+            original: The parameter before `fully_shard`.
+            owners: All modules that register it.
+            name: Path from the unit's module.
+            mesh_info: The data-parallel mesh.
+            dim: Dimension to shard. None: every rank keeps the whole parameter.
+
+        Raises:
+            MeshError: The mesh of ``original`` does not fit the data-parallel mesh.
+            InvalidParameterError: ``original`` has an invalid all-gather extension.
         """
         self.name = name
         self.dim = dim
@@ -92,6 +105,9 @@ class ShardedParameter:
         self._repeated_rows = getattr(original, "repeated_rows", ())
         self._held: Tensor | None = None
         self._is_built = False
+        self.extension: Extension | None = None
+        if is_extended(original):
+            self.extension = Extension(original, name, owners[0].module, self._mesh)
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
         self.sharded: nn.Parameter
@@ -144,11 +160,17 @@ class ShardedParameter:
 
     @torch.no_grad()
     def move_unsharded(self, view: Tensor) -> None:
-        """Move the unsharded parameter, the same tensor to autograd and its hooks, to ``view``.
+        """Move the unsharded parameter, with its gradient, to the memory of ``view``.
 
-        What was saved for a backward from the memory before must not be used any more: autograd
-        then raises, as after a change in place.
+        It stays the same tensor, unless an all-gather extension may have changed its class. The
+        version counts up, so that a backward that saved the previous memory raises.
         """
+        if self.extension is not None:
+            gradient = self.unsharded.grad
+            with torch.inference_mode(False):
+                self.build_unsharded(view)
+            self.unsharded.grad = gradient
+            return
         increment_version(self.unsharded)
         if self._own is None:
             self.unsharded.data = view
@@ -195,7 +217,7 @@ class ShardedParameter:
             )
         others = [each for each in others if not self.fits(each)]
         if not others:
-            return None
+            return self._changed_extension()
         found: object = others[0]
         what = f"a plain tensor of shape {tuple(cast(Tensor, found).shape)}"
         if isinstance(found, DTensor | RaggedTensor):
@@ -209,6 +231,24 @@ class ShardedParameter:
             f"{self.name} was replaced by {what}; only a {type(own.data).__name__} of shape "
             f"{tuple(self.shape)}, placed {own.placements} on {self._mesh}, can take its place"
         )
+
+    def _changed_extension(self) -> str | None:
+        """Return an error message if an all-gather extension came or went after `fully_shard`."""
+        found = self._registered()
+        local = self.part(found)
+        if self.extension is None and (is_extended(found) or is_extended(local)):
+            return (
+                f"{self.name} has gained {PRE_ALL_GATHER} or {POST_ALL_GATHER} after fully_shard, "
+                "which looks for them only once; attach them before fully_shard, as methods of the "
+                "parameter's tensor class"
+            )
+        if self.extension is not None and not is_extended(local):
+            kind = type(self.part(self.sharded)).__name__
+            return (
+                f"{self.name} was replaced by a plain tensor; only a {kind} can take its place, "
+                f"with {PRE_ALL_GATHER}, so load it without assign=True"
+            )
+        return None
 
     def _removal(self, owner: Owner) -> str:
         if is_parametrized(owner.module, owner.name):
@@ -267,11 +307,10 @@ class ShardedParameter:
         self.unsharded.grad = None
 
     def no_gradient(self) -> Tensor:
-        """Return zeros in place of an unsharded gradient."""
-        unsharded = self.unsharded
-        return torch.zeros_like(
-            local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
-        )
+        """Return plain zeros in place of an unsharded gradient."""
+        whole: Tensor = self.unsharded
+        whole = local_of(whole) if isinstance(whole, DTensor) else whole
+        return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
 
     def take_gradient(self, collectives: Collectives) -> Tensor | None:
         """Remove and return the unsharded gradient as a plain tensor; None where there is none.
@@ -410,6 +449,7 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
 # Runs what an iterator does for each of many, without a call in Python for each.
 _run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 _each = chain.from_iterable
+_EXTENSION = frozenset({PRE_ALL_GATHER, POST_ALL_GATHER})
 
 
 class ParameterTable:
@@ -438,6 +478,9 @@ class ParameterTable:
         # Each shard holds the memory that it is a part of, until it is moved elsewhere.
         self.storages = [] if flat is None else [flat.untyped_storage()]
         self.references = storage_references(self.storages)
+        # Where user code may attach an all-gather extension to a parameter without one.
+        plain = [each for each in parameters if each.extension is None]
+        self.attributes = [vars(x) for each in plain for x in (each.sharded, each.local_view)]
 
     def show_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
@@ -468,14 +511,19 @@ class ParameterTable:
 
 
 def are_shown(tables: Sequence[ParameterTable]) -> bool:
-    """Return whether modules have what was registered last, and nothing else."""
+    """Return whether modules have the tensors that were registered last.
+
+    False also if one of them has gained an all-gather extension.
+    """
     registries = _each([table.registries for table in tables])
     names = _each([table.names for table in tables])
+    attributes = _each([table.attributes for table in tables])
     try:
         found = map(getitem, registries, names)
-        return all(map(is_, found, _each([table.shown for table in tables])))
+        unchanged = all(map(is_, found, _each([table.shown for table in tables])))
     except KeyError:
         return False  # one was removed
+    return unchanged and all(map(_EXTENSION.isdisjoint, attributes))
 
 
 def are_in_place(tables: Sequence[ParameterTable]) -> bool:

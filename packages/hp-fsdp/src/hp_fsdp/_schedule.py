@@ -9,7 +9,6 @@ from torch import nn
 
 from ._agreement import TagLog
 from ._errors import Once, StateError, first_error
-from ._extensions import attached
 from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
@@ -195,10 +194,6 @@ class Schedule:
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
         if not self._checked and root is self.units[0]:
-            for group in (group for unit in self.units for group in unit.groups):
-                attached(group)  # raises before any unit is changed
-            for unit in self.units:
-                unit.take_attached()
             self._checked = True
             self._warn_of_divisors()
             self._warn_of_added()

@@ -19,7 +19,6 @@ from ._errors import (
     is_int,
     shown,
 )
-from ._extensions import ExtendedParameter, check_extension, on_own_mesh
 from ._mesh import MeshInfo, PlacementOnMesh
 from ._param import (
     Owner,
@@ -29,7 +28,7 @@ from ._param import (
     named_modules,
     sharded_from,
 )
-from ._torch import is_extended, local_of, parameters_of
+from ._torch import PRE_ALL_GATHER, is_extended, local_of, parameters_of
 from ._unit import units_in
 
 ShardPlacement = Callable[[nn.Parameter], Shard | PlacementOnMesh | None]
@@ -38,7 +37,15 @@ Granularity = int | Callable[[nn.Parameter], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSelection:
-    """What a user says of single parameters: which to leave alone, how to shard the others."""
+    """The arguments of `fully_shard` that concern single parameters.
+
+    Attributes:
+        ignored: Ids of the parameters that are not sharded.
+        placement: ``shard_placement_fn``.
+        least_numel: ``min_shard_numel``.
+        ragged: Whether the layout is ragged.
+        granularity: Number of elements that stay together, in the ragged layout.
+    """
 
     ignored: frozenset[int] = frozenset()
     placement: ShardPlacement | None = None
@@ -54,7 +61,7 @@ class ParameterSelection:
         layout: str = "exact",
         granularity: Granularity | None = None,
     ) -> "ParameterSelection":
-        """Return the wishes; raises `ParameterError` for what is no parameter or number."""
+        """Check the arguments; raises `ParameterError` if one is invalid."""
         given: object = () if ignored is None else ignored
         if not isinstance(given, Collection) or isinstance(given, str | Tensor):
             raise ParameterError(f"ignored_params is {shown(given)}; legal is a set of parameters")
@@ -86,7 +93,7 @@ class ParameterSelection:
         )
 
     def atom(self, parameter: nn.Parameter, name: str) -> int:
-        """Return how many elements of a parameter stay together in the ragged layout."""
+        """Return the number of elements of a parameter that are never split between ranks."""
         asked = self.granularity
         found: object = 1 if asked is None else asked(parameter) if callable(asked) else asked
         if not is_int(found) or found < 1:
@@ -98,9 +105,9 @@ class ParameterSelection:
     def place(
         self, parameter: nn.Parameter, name: str, mesh_info: MeshInfo
     ) -> tuple[int | None, MeshInfo]:
-        """Return the dimension to shard a parameter along, None to keep it whole, and its mesh.
+        """Return the dimension to shard and the mesh. None: every rank keeps the whole parameter.
 
-        That is ``mesh_info``, unless another one was asked for.
+        The mesh is ``mesh_info``, unless ``shard_placement_fn`` returns another one.
         """
         if not mesh_info.shards:
             return None, mesh_info
@@ -143,7 +150,7 @@ def _given(value: object) -> str:
 
 
 def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
-    """Return the sizes of the axes that shard ``dim`` of a parameter already."""
+    """Return the sizes of the parameter's own mesh axes that shard ``dim``."""
     if not isinstance(parameter, DTensor):
         return []
     own = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -151,9 +158,9 @@ def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
 
 
 def _largest_numel(parameter: nn.Parameter) -> int:
-    """Return the elements of the largest part that any rank has of a parameter.
+    """Return the number of elements of the largest local tensor on any rank.
 
-    What ranks decide, they decide by this: their own parts differ where axes cut unevenly.
+    All ranks decide by this number, because local tensors differ if axes shard unevenly.
     """
     parts = (
         -(-size // math.prod(_own_degrees(parameter, dim)))
@@ -163,10 +170,11 @@ def _largest_numel(parameter: nn.Parameter) -> int:
 
 
 def _default_dim(parameter: nn.Parameter, degree: int) -> int:
-    """Return dim 0, or where other axes leave it fewer rows than ranks, a dim that all have.
+    """Return dim 0, unless other axes shard it and leave fewer rows than ranks.
 
-    That is the first one that no axis shards and that ``degree`` ranks divide. Experts that are
-    sharded over expert-parallel ranks are such parameters; every rank finds the same dim.
+    In that case, return the first dim that no axis shards and whose size is divisible by
+    ``degree``, for example for experts that are sharded over expert-parallel ranks. Every rank
+    finds the same dim.
     """
     if not isinstance(parameter, DTensor):
         return 0
@@ -184,11 +192,10 @@ def _default_dim(parameter: nn.Parameter, degree: int) -> int:
 def select_parameters(
     modules: Sequence[nn.Module], mesh_info: MeshInfo, selection: ParameterSelection
 ) -> list[ShardedParameter]:
-    """Return the parameters of ``modules`` that no unit has yet, each once with all its places.
+    """Return the parameters of ``modules`` that no unit has yet, each once with all its owners.
 
-    Their names are paths from the module, or in a list of several from its position there.
-
-    Raises `ParameterError` and `MeshError` for parameters that cannot be sharded.
+    Names are paths from the module. If there are several modules, they start with the position of
+    the module in the list. Raises `ParameterError` or `MeshError` if a parameter cannot be sharded.
     """
     managed, places = _of_other_units(modules)
     owners: dict[int, list[Owner]] = {}
@@ -221,10 +228,13 @@ def _made(
     selection: ParameterSelection,
 ) -> ShardedParameter:
     dim, mesh_info = selection.place(original, name, mesh_info)
-    if is_extended(original):
-        check_extension(original, name, dim, selection.ragged)
-        return ExtendedParameter(original, owners, name, mesh_info)
-    # One rank holds all in one run: exact and ragged are the same then.
+    if is_extended(original) and dim != 0:
+        raise ParameterError(
+            f"{name} is of type {type(original).__name__}, which has an all-gather extension, and "
+            f"would be {'kept whole' if dim is None else f'cut at {dim}'}; legal are Shard(0) and "
+            "layout='ragged'"
+        )
+    # With one rank, the two layouts are the same.
     if selection.ragged and dim is not None:
         atom = selection.atom(original, name)
         if mesh_info.axes.shard.size > 1:
@@ -233,9 +243,9 @@ def _made(
 
 
 def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
-    """Return the parameters that units under ``modules`` have, and where they registered them."""
+    """Return the parameters of units under ``modules``, by id, and the places of their owners."""
     managed: set[int] = set()
-    places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
+    places: set[tuple[int, str]] = set()  # user code may have replaced the parameters there
     for group in (group for unit in units_in(*modules) for group in unit.groups):
         for parameter in group.parameters:
             managed |= {id(parameter.sharded), id(parameter.unsharded)}
@@ -259,9 +269,9 @@ def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name
 def _check_module(
     candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, size: int
 ) -> None:
-    """Raise for parameters of scripts, and of tables with sparse gradients or that are written to.
+    """Raise for scripted modules, and for embeddings with sparse gradients or ``max_norm``.
 
-    On one rank what is written to is the shard.
+    Forward with ``max_norm`` writes to the weight. With one rank, that is the shard.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ParameterError(
@@ -286,7 +296,11 @@ def _check_module(
 
 def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
     if isinstance(original, DTensor) and is_extended(local := local_of(original)):
-        raise ParameterError(on_own_mesh(local, name))
+        raise ParameterError(
+            f"{name} is a DTensor of {type(local).__name__}, which has an all-gather extension "
+            f"({PRE_ALL_GATHER}); legal are plain tensors with such an extension, so unwrap it "
+            "before, or ignore it"
+        )
     if isinstance(original, UninitializedParameter):
         raise ParameterError(f"{name} has no shape yet; run its lazy module before fully_shard")
     if original.ndim == 0:

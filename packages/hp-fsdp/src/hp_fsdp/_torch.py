@@ -424,13 +424,19 @@ def registers_memory(group: object, device: torch.device) -> bool:
     return bool(backend.supports_tensor_alloc(device))
 
 
+# The methods of an all-gather extension, which torch's `fully_shard` calls too.
+PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
 def is_extended(tensor: Tensor) -> bool:
-    """Return whether a tensor gathers itself: torch's `fully_shard` looks for these names on it."""
-    return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
+    """Return whether a tensor has an all-gather extension, or a part of one."""
+    return hasattr(tensor, PRE_ALL_GATHER) or hasattr(tensor, POST_ALL_GATHER)
 
 
 def preserved_versions(tensor: Tensor) -> AbstractContextManager[None]:
-    """Write the same values into a tensor again without autograd taking it for a change.
+    """Return a context in which writes to a tensor do not change its version.
+
+    For writes of the same values: autograd then does not refuse the tensors that it has saved.
 
     ``torch.autograd._unsafe_preserve_version_counter``, which has no public name; an alias of its
     own (``.data``) is the way for plain tensors, and not all tensor classes can make one.

@@ -28,7 +28,6 @@ from ._agreement import (
     order_of,
 )
 from ._errors import DisagreementError, ParameterError, first_error
-from ._extensions import attached, split_attached
 from ._group import RESTING, ParameterGroup
 from ._mesh import Alone, DataAxes
 from ._options import Options
@@ -470,18 +469,6 @@ class Unit:
                 self.laid_out += 1
                 self.forget_comparisons()
 
-    def take_attached(self) -> None:
-        """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
-
-        What was gathered without them is given up. `attached` raises for none.
-        """
-        if not any(attached(group) for group in self.groups):
-            return
-        self.rest()
-        self.gradient_hooks = []  # on parameters that are made anew; see `reset_sharded`
-        self.laid_out += 1
-        self._take_groups([made for group in self.groups for made in split_attached(group)])
-
     def _before_gather(self, act: Act) -> None:
         """Raise `DisagreementError` if other ranks gather other units next.
 
@@ -594,10 +581,9 @@ class Unit:
             own = [first, *(axis for axis in group.axes.replicate if axis is not first)]
             orders = [order for order in map(order_of, own) if order is not None]
             if orders:
-                order, old = orders[0], group.tag
+                order = orders[0]
                 if order not in numbers:
-                    has_number = order in old.orders[:1]
-                    numbers[order] = old.number if has_number else order.add(self, orders[1:])
+                    numbers[order] = order.add(self, orders[1:])
                 group.use_tag(Tag(orders, numbers[order], first.ranks[first.index]))
         self.order = order_of(self._axis)
         self.number = numbers[self.order] if self.order is not None else 0
@@ -629,8 +615,8 @@ class Unit:
                 facts[p.name] = f"shape {tuple(p.shape)} {cut}, {trains}"
             order = ", ".join(repr(p.name) for p in group.parameters)
             facts[f"the order of parameters{of}"] = order
-            hooks = "" if group.flat else ", of tensors with all-gather hooks"
-            facts[f"the layout{of}"] = layout.plan.kind + hooks
+            extended = "" if group.flat else ", with all-gather extensions"
+            facts[f"the layout{of}"] = layout.plan.kind + extended
             dtypes = layout.shard.dtype, group.dtypes.compute, group.dtypes.reduce
             facts[f"the dtypes{of}"] = "stored {}, computed {}, reduced {}".format(*dtypes)
             facts[f"{_OFFSETS}{of}"] = str(layout.plan)
