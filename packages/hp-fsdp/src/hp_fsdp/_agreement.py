@@ -1,17 +1,17 @@
 """Checks that all ranks of a process group communicate for the same unit.
 
-Ranks that gather or reduce different units in one collective would get wrong parameters or
-gradients without an error. Three checks find that:
+If ranks all-gather or reduce different units in one collective, their parameters or gradients are
+wrong, and the backend raises no error. Three checks detect this:
 
-- *Comparison*: 8 bytes per rank are exchanged before a unit's first gather for forward, first
-  gather for backward and first reduction. They are exchanged again before a collective that was not
-  expected and has another size than the expected one. On gloo the exchange is an all-to-all: gloo
-  ends the process if the sizes of an all-gather differ, but an all-gather that meets an all-to-all
-  waits.
-- *Tags* (`_tags`): each rank sends the number of the unit with every gather and reduction. Every
-  rank sees in the result whether all ranks meant the same unit.
-- *Reports*: if a collective fails because a peer did not join it, the ranks exchange through the
-  store which collective each of them was in.
+- *Comparison*: ranks exchange a digest of 8 bytes before the first all-gather for forward, the
+  first all-gather for backward and the first reduction of each unit. They exchange it again before
+  an unexpected collective if tags would not detect a mix-up with the expected one, for example
+  because the sizes differ. On gloo the exchange is an all-to-all, because an all-gather with
+  different sizes aborts the process. An all-to-all waits if another rank runs an all-gather.
+- *Tags* (`_tags`): each rank adds the number of its unit to every all-gather and reduction. The
+  result shows whether all ranks communicated for the same unit.
+- *Reports*: if a collective fails because another rank did not join it, each rank writes to the
+  store in which collective it was.
 """
 
 import hashlib
@@ -44,22 +44,22 @@ from ._errors import DisagreementError
 from ._streams import Begun, SideStream
 from ._tags import FLAG_BITS, TAG_BITS, flags_agree, number_of, tag_flags, tag_width
 
-# Seconds that a rank waits for the reports of others: after a timeout, and after a lost connection.
+# Seconds to wait for the reports of other ranks after a timeout, and after a lost connection.
 REPORT_SECONDS = 10.0
 LOST_SECONDS = 2.0
-# How many collectives a history keeps at least.
+# A history keeps at least this many of its latest collectives.
 KEPT = 2**12
-# At so many of its last places a collective is looked for in the past.
+# To predict a cycle, a history searches at most this many earlier positions of a collective.
 PLACES = 64
-# Numbers of units with replicas begin here.
+# First number of the units that communicate over two or more process groups.
 REPLICATED = 2 ** (FLAG_BITS - 1)
 RULE = "all ranks must run the same units in the same order"
-# Reads the values of tags. The second argument begins the message of the error.
+# Returns an error if the values of tags show a mix-up. The second argument is a message prefix.
 TagCheck = Callable[[list[float], str], DisagreementError | None]
 
 
 class TagLog:
-    """Reads tags on an accelerator without a host wait.
+    """Checks tags on an accelerator without blocking the host.
 
     Tags are copied to the CPU on a side stream at the end of a backward, or of a forward without
     backward. They are checked when a later forward begins.
@@ -71,12 +71,18 @@ class TagLog:
         self._sent: list[tuple[str, list[tuple[int, TagCheck]], Tensor, Begun]] = []
 
     def add(self, tags: Tensor, check: TagCheck) -> None:
-        """Copy the tags of a finished collective on the device, to pass them to ``check`` later."""
+        """Copy the tags of a finished collective on the device.
+
+        `TagLog.check` calls ``check`` with their values later.
+        """
         real = tags.real if tags.is_complex() else tags
         self._tags.append((real.to(torch.float32, copy=True).flatten(), check))
 
     def send(self, when: str) -> None:
-        """Start to copy all new tags to the CPU. ``when`` begins the message of an error."""
+        """Start to copy all new tags to the CPU.
+
+        ``when`` is a prefix for the message of an error, such as ``"in the last step: "``.
+        """
         if not self._tags:
             return
         flat = torch.cat([tags for tags, _ in self._tags])
@@ -89,10 +95,10 @@ class TagLog:
         self._sent.append((when, pieces, host, self._stream.begun()))
 
     def check(self, wait: bool = False) -> None:
-        """Raise `DisagreementError` for a mix-up in the copies that have arrived.
+        """Raise `DisagreementError` if tags on the CPU show that ranks mixed up units.
 
-        The last copy is waited for only with ``wait``. Earlier copies are always waited for, so
-        that all ranks raise in the same pass; they come from a whole pass before this one.
+        The latest copy is checked if it has arrived, or if ``wait`` is True. All earlier copies
+        are waited for, so that no rank raises more than one pass later than another rank.
         """
         while self._sent and (wait or len(self._sent) > 1 or self._sent[0][3].done):
             when, pieces, host, copied = self._sent.pop(0)
@@ -105,23 +111,23 @@ class TagLog:
                     raise error
 
     def take(self, other: "TagLog") -> None:
-        """Take over the unread tags of another log."""
+        """Add the unread tags of another log to this log."""
         self._tags += other._tags
         self._sent += other._sent
 
     def drop(self) -> None:
-        """Discard tags that were not sent. Called when a step is abandoned."""
+        """Discard the tags that `send` has not copied. Called when a step is aborted."""
         self._tags = []
 
 
 class Tag:
-    """The tag that one parameter group sends with its gathers and reductions.
+    """The tag that one parameter group sends with its all-gathers and reductions.
 
     Args:
-        orders: One for each process group that the parameter group communicates over. The first
-            one gave the number. Empty if there is only one rank.
-        number: The number of the unit.
-        rank: This global rank.
+        orders: One `CollectiveOrder` for each process group over which the parameter group
+            communicates. Empty if there is only one rank.
+        number: Number of the unit in the first of ``orders``.
+        rank: Global rank of this process.
     """
 
     def __init__(
@@ -129,14 +135,17 @@ class Tag:
     ) -> None:
         self.orders, self.number, self._rank = tuple(orders), number, rank
         self.flags = tag_flags(number % 2**FLAG_BITS)
-        self.log: TagLog | None = None  # on accelerators
+        self.log: TagLog | None = None  # set by the schedule on accelerators
 
     def check_gathered(self, tags: Tensor, itemsize: int) -> DisagreementError | None:
-        """Return the error if ranks gathered different units. Accelerators raise it later.
+        """Return an error if ranks all-gathered different units, else None.
+
+        With a `TagLog`, this method returns None, and the log raises the error later.
 
         Args:
-            tags: The tags of all ranks, ``[ranks, digits]`` or ``[ranks]``.
-            itemsize: Bytes per element, as for `tag_digits`.
+            tags: Tags of all ranks, of shape ``[ranks, digits]`` or ``[ranks]``.
+            itemsize: Bytes per element of the all-gather. It determines the encoding of the tags;
+                see `tag_digits`.
         """
         width = tag_width(itemsize)
 
@@ -152,11 +161,14 @@ class Tag:
         return None
 
     def check_reduced(self, flags: Tensor, on_host: bool) -> DisagreementError | None:
-        """Return the error if ranks reduced different units. Accelerators raise it later.
+        """Return an error if ranks reduced different units, else None.
+
+        With a `TagLog`, this method returns None unless ``on_host`` is True, and the log raises the
+        error later.
 
         Args:
-            flags: The reduced flags of the tag, ``[TAG_FLAGS]``.
-            on_host: Whether the host may read them without waiting.
+            flags: The flags of the tag after the reduction, of shape ``[TAG_FLAGS]``.
+            on_host: Whether the host can read ``flags`` without waiting for the device.
         """
 
         def check(values: list[float], when: str = "") -> DisagreementError | None:
@@ -168,9 +180,9 @@ class Tag:
         return None
 
     def _mixed_up(self, when: str) -> DisagreementError:
-        """Return the error for ranks that reduced different units in one collective.
+        """Return an error that lists which unit each rank reduced in one collective.
 
-        The sum shows that units differ, but not which, so ranks report it through the store.
+        The reduced flags do not show this, so each rank writes its unit to the store.
         """
         own = f"reduced {self.orders[0].name(self.number)}"
         for order in self.orders:
@@ -188,9 +200,10 @@ class Tag:
         """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
 
         Args:
-            error: What the collective raised.
-            doing: Describes this rank's collective, with ``{}`` for the unit.
-            axis: Its axis. None: the first one of the unit.
+            error: The exception of the collective.
+            doing: Description of this rank's collective, such as ``"gather {}"``. The name of the
+                unit replaces ``{}``.
+            axis: Axis of the collective. Defaults to the first axis of the unit.
         """
         if self.orders:
             first = self.orders[0]
@@ -199,14 +212,14 @@ class Tag:
 
 
 class Collective:
-    """One collective that a unit repeats.
+    """One collective that a unit repeats, for example its all-gather for forward.
 
     Attributes:
-        signature: Sizes and dtypes. If two ranks start different collectives of equal signatures,
-            the backend runs them as one. None if it is unknown.
-        tagged: Whether tags in the result show a mix-up.
-        compared: Whether the ranks have compared it.
-        owner: Stands for the schedule that it last ran under.
+        signature: Sizes and dtypes, or None if they are unknown. If two ranks start different
+            collectives with equal signatures, the backend runs them as one collective.
+        tagged: Whether tags in the result show a mix-up of units.
+        compared: Whether ranks have compared this collective; see `compare`.
+        owner: Object that represents the last schedule that ran this collective.
     """
 
     __slots__ = ("compared", "owner", "signature", "tagged")
@@ -216,9 +229,9 @@ class Collective:
         self.owner: object = None
 
     def is_like(self, other: "Collective | None") -> bool:
-        """Return whether a mix-up of the two collectives would complete and be visible in tags.
+        """Return whether tags would show a mix-up of this collective and ``other``.
 
-        Then ranks need no comparison before they start one of the two.
+        In that case, ranks need no comparison before they start one of the two.
         """
         if other is None or self.signature is None or self.signature != other.signature:
             return False
@@ -226,7 +239,7 @@ class Collective:
 
 
 class Turn:
-    """One place in the cycle of collectives that a program repeats."""
+    """One position in the cycle of collectives that a program repeats."""
 
     __slots__ = ("collective", "following", "place")
 
@@ -236,52 +249,54 @@ class Turn:
 
 
 class History:
-    """Collectives of one kind over one process group, in the order in which they ran.
+    """All-gathers or reductions over one process group, in the order in which they ran.
 
-    Programs repeat themselves, so the collectives of the last cycle are expected to run again. All
-    ranks of a right program have equal histories, so they expect the same collective.
+    A training program repeats its collectives, so the collectives of the last cycle are expected to
+    run again. In a correct program all ranks have equal histories, and expect the same collective.
 
     Attributes:
-        turn: The expected collective; None at the end of a cycle, and if nothing is expected.
-        unsettled: Refers to the unit of an unexpected collective that ranks did not compare.
-            Histories may differ until its tags are read. Until then nothing is expected. None
-            usually. A weak reference, because a history lives as long as its process group.
+        turn: Position of the expected collective in the cycle. It is None at the end of a cycle,
+            and if no collective is expected.
+        unsettled: Weak reference to the unit of an unexpected collective that ranks did not
+            compare, or None. No collective is expected until the tags of this unit are read,
+            because the histories of ranks may differ. The reference is weak, because a history
+            lives as long as its process group.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all collectives."""
         self.turn: Turn | None = None
         self.unsettled: weakref.ref[NumberedUnit] | None = None
         self._past: list[Collective] = []
-        # Where each of the first `_indexed` collectives came last.
+        # Latest positions of each collective. They cover the first `_indexed` collectives.
         self._places: dict[Collective, deque[int]] = {}
         self._indexed = 0
         self._dropped = 0
         self._cycle: list[Turn] = []
-        self._first: Collective | None = None  # of the schedule that began last
+        self._first: Collective | None = None  # first of the latest schedule
 
     def __len__(self) -> int:
         return self._dropped + len(self._past) + self._done
 
     @property
     def awaits_tags(self) -> bool:
-        """Return whether the tags of an unexpected gather have not arrived yet."""
+        """Return whether the all-gather of the ``unsettled`` unit is in flight."""
         unit = None if self.unsettled is None else self.unsettled()
         return unit is not None and unit.gathering
 
     @property
     def _done(self) -> int:
-        """Return how many collectives of the cycle have run since it began last."""
+        """Return how many collectives of the current cycle have run."""
         return len(self._cycle) if self.turn is None else self.turn.place
 
     def repeats(self, collective: Collective) -> bool:
-        """Advance to the next expected collective and return True, if ``collective`` is expected.
+        """Return whether ``collective`` is expected. If it is, advance `turn`.
 
-        At the end of a cycle, the first collective of the cycle is expected. Callers first compare
-        with ``turn`` themselves, because that is faster.
+        At the end of a cycle, the first collective of the cycle is expected. Callers compare
+        ``collective`` with `turn` before they call this method, because that is faster.
         """
         if self.turn is None and self._cycle:
             self._keep()
@@ -294,8 +309,10 @@ class History:
     def judge(self, collective: Collective) -> Literal["expected", "like", "other"]:
         """Classify a collective for which `repeats` returned False.
 
-        - "expected": it was compared and is the expected one. No comparison is needed.
-        - "like": if other ranks start the expected collective instead, tags show it.
+        - "expected": ranks need no comparison. They have compared this collective before, it is the
+          first one of the latest schedule, and no cycle is known.
+        - "like": ranks need no comparison. If other ranks start the expected collective instead,
+          tags show the mix-up.
         - "other": ranks must compare before they start it.
         """
         if self.unsettled is not None:
@@ -315,8 +332,9 @@ class History:
 
         Args:
             collective: The collective that starts now.
-            owner: Stands for its schedule.
-            unsettled: Its unit, if ranks did not compare and its tags must be read first.
+            owner: Object that represents its schedule.
+            unsettled: Weak reference to its unit, if ranks did not compare the collective. No
+                other collective is expected until the tags of the unit are read.
         """
         if collective.owner is not owner:
             collective.owner = owner
@@ -329,12 +347,15 @@ class History:
             self._align()
 
     def settle(self) -> None:
-        """Expect collectives again after the tags of an unexpected one were read."""
+        """Expect collectives again. Called when the tags of the `unsettled` unit were read."""
         self.unsettled = None
         self._align()
 
     def _keep(self) -> None:
-        """Append the part of the cycle that has run to the past."""
+        """Append the collectives of the current cycle that have run to the past.
+
+        Drops the oldest collectives if the past has more than ``2 * KEPT``.
+        """
         self._past += [turn.collective for turn in self._cycle[: self._done]]
         if len(self._past) > 2 * KEPT:
             self._dropped += len(self._past) - KEPT
@@ -343,15 +364,16 @@ class History:
     def _align(self) -> None:
         """Predict the next cycle from the past.
 
-        Finds the earlier position with the longest common suffix with the past, and expects the
-        collectives since then to repeat.
+        At each earlier position of the last collective, counts how many collectives up to there
+        equal the latest ones. The collectives after the position with the longest match are
+        expected to repeat.
         """
         past = self._past
         end, best, lag = len(past) - 1, 0, 0
         for place in range(max(0, self._indexed - self._dropped), len(past)):
             self._places.setdefault(past[place], deque(maxlen=PLACES)).append(self._dropped + place)
         self._indexed = self._dropped + len(past)
-        for known in [*self._places[past[end]]][-2::-1]:  # latest first, without the last
+        for known in [*self._places[past[end]]][-2::-1]:  # latest first, without `end`
             place, length = known - self._dropped, 1
             while length <= place and past[place - length] is past[end - length]:
                 length += 1
@@ -366,15 +388,15 @@ class History:
 
 
 class NumberedUnit(Protocol):
-    """The part of a unit that the order of collectives needs."""
+    """The methods of `Unit` that `CollectiveOrder` uses."""
 
     def __str__(self) -> str:
-        """Return a name for messages, the same on all ranks."""
+        """Return a name for error messages that is the same on all ranks."""
         ...
 
     @property
     def gathering(self) -> bool:
-        """Return whether a gather is under way."""
+        """Return whether an all-gather of the unit is in flight."""
         ...
 
     def forget_comparisons(self) -> None:
@@ -383,9 +405,9 @@ class NumberedUnit(Protocol):
 
 
 class CollectiveOrder:
-    """Units and the order of their collectives over one process group.
+    """The units that communicate over one process group, and the order of their collectives.
 
-    Units are numbered in the order of the `fully_shard` calls over the group.
+    Units are numbered in the order of their `fully_shard` calls.
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
@@ -393,15 +415,19 @@ class CollectiveOrder:
         self.axis_name = axis.name
         self._ranks, self._prefix = axis.ranks, f"hp_fsdp/{group_identity(group)}/{axis.ranks}"
         self._made: Counter[tuple[CollectiveOrder, ...]] = Counter()
-        self.resets = 0  # by this rank, of steps that it abandoned
-        self._mix_ups = 0  # for which this rank has raised an error
+        self.resets = 0  # number of `FSDPModule.reset` calls on this rank
+        self._mix_ups = 0  # number of mix-ups for which this rank has an error
         self._units: WeakValueDictionary[int, NumberedUnit] = WeakValueDictionary()
 
     def add(self, unit: NumberedUnit, others: "Sequence[CollectiveOrder]") -> int:
-        """Return the number of a new unit, which communicates over ``others`` too.
+        """Add a unit and return its number.
 
-        Ranks of other replicas may shard other models over their own groups. Only units over the
-        same groups are counted together, so that the number is the same on all replicas.
+        The number counts only the units that communicate over the same process groups. So it is the
+        same on all replicas, although a replica may shard other models over its own groups.
+
+        Args:
+            unit: The new unit.
+            others: Orders of the other process groups over which the unit communicates.
         """
         number = self._made[tuple(others)] + (REPLICATED if others else 0)
         self._made[tuple(others)] += 1
@@ -409,19 +435,24 @@ class CollectiveOrder:
         return number
 
     def name(self, number: int) -> str:
-        """Return the name of the unit with this number, which may be modulo 2**TAG_BITS."""
+        """Return the name of the unit with this number, modulo ``2**TAG_BITS``."""
         found = [str(u) for n, u in self._units.items() if (n - number) % 2**TAG_BITS == 0]
         return found[-1] if found else f"unit {number}"
 
     def forget(self) -> None:
-        """Start again after ranks have run different collectives."""
+        """Forget the order and all comparisons, after ranks have run different collectives."""
         self.gathers.reset()
         self.reductions.reset()
         for unit in list(self._units.values()):
             unit.forget_comparisons()
 
     def mixed_up(self, numbers: Sequence[int], when: str = "") -> DisagreementError:
-        """Return the error for ranks that gathered units of different ``numbers`` at once."""
+        """Return an error for an all-gather in which ranks communicated for different units.
+
+        Args:
+            numbers: Number of the unit for which each rank communicated, in the order of the axis.
+            when: Prefix of the error message.
+        """
         found: dict[str, list[int]] = {}
         for rank, number in zip(self._ranks, numbers, strict=True):
             found.setdefault(f"gathered {self.name(number)}", []).append(rank)
@@ -432,7 +463,7 @@ class CollectiveOrder:
         )
 
     def conclude(self, text: str) -> DisagreementError:
-        """Return the error. All ranks use the text of the first rank that calls this."""
+        """Return an error. All ranks use the text of the first rank that calls this method."""
         with suppress(*_STORE_GONE):
             text = default_store().compare_set(self._mix_up_key, "", text).decode()
         self._mix_ups += 1
@@ -440,11 +471,11 @@ class CollectiveOrder:
 
     @property
     def _mix_up_key(self) -> str:
-        """Return where the store has the text of the next mix-up."""
+        """Return the store key of the error text of the next mix-up."""
         return f"{self._prefix}/mixed_up/{self._mix_ups}"
 
     def _concluded(self) -> str:
-        """Return the text of the rank that found a mix-up; "" if none has."""
+        """Return the error text of the rank that found a mix-up, or an empty string."""
         with suppress(*_STORE_GONE):
             store, key = default_store(), self._mix_up_key
             if store.check([key]):
@@ -456,8 +487,14 @@ class CollectiveOrder:
     def report(self, error: Exception, rank: int, doing: str) -> None:
         """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
 
-        Returns if ``error`` is neither a timeout nor a lost connection, and if all ranks that
-        report were in the same collective. A note then says which ranks did not report.
+        Returns if ``error`` is neither a timeout nor a lost connection. If all ranks that report
+        were in the same collective, adds a note to ``error`` that lists the reports and the ranks
+        that did not report.
+
+        Args:
+            error: The exception of the collective.
+            rank: Global rank of this process.
+            doing: Description of this rank's collective.
         """
         error.add_note(f"in the collective to {doing} over axis {self.axis_name!r}")
         timed_out = re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE) is not None
@@ -468,7 +505,7 @@ class CollectiveOrder:
             raise DisagreementError(text) from error
         seconds = REPORT_SECONDS if timed_out else LOST_SECONDS
         begun = f"{len(self.gathers)} gathers and {len(self.reductions)} reductions"
-        # The rank with more resets than the others has left their order.
+        # A rank with more resets than the other ranks has left the common order.
         begun += f" and {self.resets} reset()" if self.resets else ""
         found = self.exchange("lost", rank, f"waited to {doing} after {begun}", seconds)
         text = f"a collective did not end: {listed(found)}"
@@ -480,13 +517,14 @@ class CollectiveOrder:
         """Exchange reports through the store. Returns the same dictionary on all ranks.
 
         Args:
-            topic: Separates exchanges for different purposes.
-            rank: This global rank.
+            topic: Part of the store keys that separates exchanges for different purposes.
+            rank: Global rank of this process.
             report: The report of this rank.
-            seconds: How long to wait for the reports of other ranks.
+            seconds: Time to wait for the reports of other ranks.
 
         Returns:
-            The global ranks that gave each report. Only this rank's report if the store is gone.
+            A dict from each report to the global ranks that gave it. Ranks without a report have
+            the report "did not report". If the store fails, only the report of this rank.
         """
         own = {report: [rank]}
         try:
@@ -495,13 +533,13 @@ class CollectiveOrder:
             prefix = f"{self._prefix}/{topic}/{turn}"
             keys = [f"{prefix}/{each}" for each in self._ranks]
             store.set(f"{prefix}/{rank}", report)
-            with suppress(RuntimeError):  # some may not report in time
+            with suppress(RuntimeError):  # some ranks may not report in time
                 store.wait(keys, timedelta(seconds=seconds))
             found: dict[str, list[int]] = {}
             for each, key in zip(self._ranks, keys, strict=True):
                 text = store.get(key).decode() if store.check([key]) else _SILENT
                 found.setdefault(text, []).append(each)
-            # The first rank to finish decides for all.
+            # All ranks use the dict of the first rank that finishes.
             outcome = store.compare_set(f"{prefix}/outcome", "", json.dumps(found))
             agreed: dict[str, list[int]] = json.loads(outcome)
         except _STORE_GONE:
@@ -510,14 +548,14 @@ class CollectiveOrder:
 
 
 _SILENT = "did not report"
-_STORE_GONE = RuntimeError, ValueError  # its connection is lost; there is no default group
+_STORE_GONE = RuntimeError, ValueError  # lost connection; no default process group
 _ORDERS: WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = WeakKeyDictionary()
 
 
 def order_of(axis: Axis) -> CollectiveOrder | None:
-    """Return the order of collectives over an axis; None for one rank and for simulated axes.
+    """Return the `CollectiveOrder` of an axis. It lives as long as the process group.
 
-    It lives as long as the process group.
+    Returns None if the axis has one rank, or if it is simulated and has no process group.
     """
     group = axis.group
     if axis.size == 1 or not isinstance(group, dist.ProcessGroup):
@@ -528,22 +566,25 @@ def order_of(axis: Axis) -> CollectiveOrder | None:
 
 
 def unwrapped(collectives: Collectives) -> Collectives:
-    """Return the collectives inside `RecordingCollectives`."""
+    """Remove the `RecordingCollectives` wrappers around ``collectives``."""
     while isinstance(collectives, RecordingCollectives):
         collectives = collectives.inner
     return collectives
 
 
 def checking(collectives: Collectives) -> CheckedCollectives | None:
-    """Return the `CheckedCollectives` inside `RecordingCollectives`, if there are any."""
+    """Remove `RecordingCollectives` wrappers and return the `CheckedCollectives` in them.
+
+    Returns None if there are none.
+    """
     found = unwrapped(collectives)
     return found if isinstance(found, CheckedCollectives) else None
 
 
 def is_exact(collectives: Collectives) -> bool:
-    """Return whether collectives are known to copy every element unchanged.
+    """Return whether ``collectives`` are known to send every element unchanged.
 
-    Collectives of a user may compress.
+    Returns False for custom collectives, because they may compress.
     """
     found = unwrapped(collectives)
     while isinstance(found, CheckedCollectives):
@@ -556,10 +597,11 @@ class Intent:
     """The collective that one rank is about to start.
 
     Attributes:
-        rank: The global rank.
-        key: Name of the `Act`, and position of the unit under its root.
-        doing: Description of both for messages.
-        facts: Settings that must be equal on all ranks, by names for messages.
+        rank: Global rank.
+        key: Name of the `Act`, such as ``"FORWARD"``, and position of the unit under its root.
+        doing: Description for error messages, such as ``"gather layers.0 for forward"``.
+        facts: Settings that must be equal on all ranks: a dict from names for error messages to
+            values.
     """
 
     rank: int
@@ -569,12 +611,13 @@ class Intent:
 
 
 def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: torch.device) -> None:
-    """Raise `DisagreementError`, the same on all ranks of ``axes``, if their intents differ.
+    """Raise the same `DisagreementError` on all ranks of ``axes`` if their intents differ.
 
     Args:
-        axes: The axes over which ranks must agree.
-        own: What this rank is about to do.
-        hints: Advice for the error message. Keys are prefixes of names of facts.
+        axes: Axes over which ranks must agree.
+        own: The intent of this rank.
+        hints: Advice for the error message. The advice is used if its key is a prefix of the name
+            of the first fact that differs.
         device: Device of the exchanged digests.
     """
     digest = int.from_bytes(hashed((own.key, own.facts)), "big", signed=True)
@@ -583,7 +626,7 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
         if backend_of(axis.group, device) == "gloo":
             sent = found.flatten().repeat(axis.size)
             found = TorchCollectives().all_to_all(axis, sent).wait()[0]
-        else:  # an all-to-all of NCCL would connect every rank with every other
+        else:  # an all-to-all of NCCL would connect every pair of ranks
             found = TorchCollectives().all_gather(axis, [found]).wait()[0]
     if len(set(found.flatten().tolist())) == 1:
         return
@@ -596,7 +639,7 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
 
 
 def hashed(value: object) -> bytes:
-    """Return 8 bytes that differ between values with different representations."""
+    """Return a digest of 8 bytes of ``repr(value)``."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
 
 
@@ -625,17 +668,17 @@ def _difference(intents: Sequence[Intent], hints: dict[str, str]) -> str:
 
 
 def listed(reports: dict[str, list[int]]) -> str:
-    """Format reports for a message: each report after the ranks that gave it."""
+    """Format reports for a message, for example ``"rank 0 reduced a, rank 1 reduced b"``."""
     return ", ".join(f"{ranks_text(ranks)} {report}" for report, ranks in reports.items())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 0" or "ranks [0, 1]"."""
+    """Format ranks for a message: "rank 0" or "ranks [0, 1]"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
 def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
-    """Return the part of a long value around its first difference from the others."""
+    """Return up to ``shown`` characters of ``value``, around its first difference from others."""
     if len(value) <= shown:
         return value
     first = min(
