@@ -1,4 +1,4 @@
-"""The mesh axes that a group communicates over."""
+"""Meshes of parameter groups, and the placements of sharded parameters on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ._torch import flatten_axes
 
 
 class Alone:
-    """A group of this rank only, over which nothing is ever communicated."""
+    """Replaces a process group if there is only this rank. Nothing is communicated over it."""
 
     def rank(self) -> int:
         """Return 0."""
@@ -29,14 +29,19 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class DataAxes:
-    """The axes that gradients are reduced over: scattered over one, summed over the others."""
+    """The mesh axes over which gradients are reduced.
+
+    Attributes:
+        shard: Axis of the all-gathers and reduce-scatters.
+        replicate: Axes of the all-reduces, outermost first.
+    """
 
     shard: Axis
     replicate: tuple[Axis, ...] = ()
 
     @property
     def size(self) -> int:
-        """Return the number of ranks that gradients are reduced over."""
+        """Return the number of ranks over which gradients are reduced."""
         size = self.shard.size
         for axis in self.replicate:
             size *= axis.size
@@ -44,18 +49,18 @@ class DataAxes:
 
     @property
     def named(self) -> tuple[Axis, ...]:
-        """Return all axes of the mesh, outermost first."""
+        """Return all axes of the mesh, outermost first. Excludes a shard axis over `Alone`."""
         own = () if isinstance(self.shard.group, Alone) else (self.shard,)
         return (*self.replicate, *own)
 
     def replicated(self) -> "DataAxes":
-        """Return the axes of parameters that every rank keeps whole."""
+        """Return the axes for parameters that are not sharded: all axes become replicate axes."""
         rank = self.shard.ranks[self.shard.index]
         return DataAxes(Axis("alone", Alone(), (rank,)), (*self.replicate, self.shard))
 
 
 def check_member(mesh: DeviceMesh) -> None:
-    """Raise `MeshError` if this rank is not in a mesh; those in it do not."""
+    """Raise `MeshError` if this rank is not in ``mesh``."""
     if mesh.get_coordinate() is None:
         raise MeshError(
             f"rank {dist.get_rank()} is not in {mesh}; call fully_shard only on the ranks "
@@ -64,18 +69,18 @@ def check_member(mesh: DeviceMesh) -> None:
 
 
 def split_axis(axis: Axis, size: int) -> Axis:
-    """Return the block of ``size`` neighbours on ``axis`` that this rank is in.
+    """Split an axis into blocks of ``size`` consecutive ranks, and return the block of this rank.
 
-    Makes a process group, for which all ranks of the block wait.
+    Creates a process group. All ranks of the block must make this call.
     """
     start = axis.index // size * size
     return new_axis(axis, axis.ranks[start : start + size], f"{axis.name}[{size}]")
 
 
 def new_axis(axis: Axis, ranks: tuple[int, ...], name: str) -> Axis:
-    """Return an axis over some ranks of ``axis``, with a process group of its own.
+    """Return an axis with a new process group over ``ranks``, which are some ranks of ``axis``.
 
-    All of these ranks wait for it. Raises `MeshError` for an axis without process group.
+    All of ``ranks`` must make this call. Raises `MeshError` if ``axis`` has no process group.
     """
     if not isinstance(axis.group, dist.ProcessGroup):
         raise MeshError(
@@ -88,21 +93,22 @@ def new_axis(axis: Axis, ranks: tuple[int, ...], name: str) -> Axis:
     return Axis(name, group, ranks)
 
 
-Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]  # a DTensor's before sharding
+# Mesh and placements of a parameter that was a DTensor before `fully_shard`.
+Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
 @runtime_checkable
 class DataAxisNames(Protocol):
-    """The axes of a whole mesh that carry data; torch's ``DataParallelMeshDims`` is one."""
+    """Interface of the ``DataParallelMeshDims`` of this package and of torch."""
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Return the axes to shard over."""
+        """Return the names of the axes to shard over."""
         ...
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Return the axes to replicate over."""
+        """Return the names of the axes to replicate over."""
         ...
 
 
@@ -115,9 +121,9 @@ class DataParallelMeshDims:
 
     Args:
         shard: Name of the axis over which to shard parameters. Several axes, given as a tuple of
-            names, are flattened into one. None means no sharding.
+            names, are flattened into one. If None, parameters are not sharded.
         replicate: Name of the axis over which parameters are replicated. Several axes, given as a
-            tuple of names, are flattened into one. None means no replication.
+            tuple of names, are flattened into one. If None, parameters are not replicated.
 
     Raises:
         MeshError: ``shard`` and ``replicate`` are both empty, or one of them is not a name, a tuple
@@ -132,7 +138,7 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what names no axis."""
+        """Raise `MeshError` if an argument has a wrong type, or if no axis is named."""
         for name, given in (("shard", self.shard), ("replicate", self.replicate)):
             each: tuple[object, ...] = given if isinstance(given, tuple) else (given,)
             if given is not None and not all(isinstance(axis, str) for axis in each):
@@ -155,36 +161,36 @@ class DataParallelMeshDims:
 
 
 class TorchMeshInfo(Protocol):
-    """What torch says of a data mesh: its ``FSDPMeshInfo`` and ``HSDPMeshInfo`` are such."""
+    """Interface of torch's ``FSDPMeshInfo`` and ``HSDPMeshInfo``."""
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh."""
+        """Return the data-parallel mesh."""
         ...
 
     @property
     def shard_mesh_dim(self) -> int | None:
-        """Return the axis to shard over."""
+        """Return the mesh dim to shard over, or None."""
         ...
 
     @property
     def replicate_mesh_dim(self) -> int | None:
-        """Return the axis to replicate over."""
+        """Return the mesh dim to replicate over, or None."""
         ...
 
 
 @runtime_checkable
 class PlacementOnMesh(Protocol):
-    """Where one parameter is sharded, and over which mesh; torch's ``ShardPlacementResult``."""
+    """Interface of torch's ``ShardPlacementResult``: placement and mesh of one parameter."""
 
     @property
     def placement(self) -> Shard | None:
-        """Return the dimension to shard along; None is dim 0."""
+        """Return the placement, or None to shard the default dimension."""
         ...
 
     @property
     def mesh_info(self) -> TorchMeshInfo:
-        """Return the data mesh."""
+        """Return the data-parallel mesh to shard over."""
         ...
 
 
@@ -196,7 +202,10 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MeshInfo:
-    """A data mesh, whose last axis shards and whose others replicate, beside parameters' own."""
+    """The data-parallel mesh of some parameters: ``(shard,)`` or ``(replicate, shard)``.
+
+    Parameters that were DTensors before `fully_shard` also have their own mesh.
+    """
 
     mesh: DeviceMesh
     axes: DataAxes
@@ -208,9 +217,9 @@ class MeshInfo:
 
     @staticmethod
     def on(mesh: DeviceMesh) -> "MeshInfo":
-        """Return the mesh info of parameters sharded over the last axis of one or two.
+        """Return the mesh info of a mesh with one or two axes. The last axis shards.
 
-        Raises `MeshError` on a rank outside of the mesh.
+        Raises `MeshError` if this rank is not in the mesh.
         """
         check_member(mesh)
         replicate = (Axis.of(mesh, 0),) if mesh.ndim == 2 else ()
@@ -218,9 +227,10 @@ class MeshInfo:
 
     @staticmethod
     def as_torch_says(info: TorchMeshInfo, name: str) -> "MeshInfo":
-        """Return the mesh info of the parameter ``name``, for which torch's was given.
+        """Convert the mesh info of torch that ``shard_placement_fn`` returned for a parameter.
 
-        Raises `MeshError` unless it shards over the last axis and replicates over the other.
+        ``name`` is the name of the parameter. Raises `MeshError` unless ``info`` shards over the
+        last axis and replicates over the other axis, if there is one.
         """
         mesh = info.mesh
         said = (info.replicate_mesh_dim, info.shard_mesh_dim)
@@ -235,9 +245,17 @@ class MeshInfo:
     def layout(
         self, own: Own | None, name: str, dim: int | None
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return a sharded parameter's mesh and placements: data axes first, the last shards.
+        """Return the mesh and the placements of a sharded parameter.
 
-        ``own`` is the layout that it has already, if any; its axes then shard ``dim`` first.
+        The mesh has the data-parallel axes followed by the axes of ``own``. If the mesh of ``own``
+        contains the data-parallel axes, it is the result. If axes of ``own`` shard ``dim``, too,
+        the data-parallel axes shard the local tensors of ``own``.
+
+        Args:
+            own: Mesh and placements of the parameter before `fully_shard`, or None for a plain
+                tensor.
+            name: Name of the parameter for error messages.
+            dim: Dimension to shard. If None, the parameter is replicated.
         """
         placement: Placement = Replicate() if dim is None else Shard(dim)
         placements: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
@@ -254,7 +272,10 @@ class MeshInfo:
         )
 
     def axes_within(self, own: Own | None) -> tuple[int, ...]:
-        """Return which axes of the parameter's own mesh are axes of data: all of them, or none."""
+        """Return the positions of the data-parallel axes in the parameter's own mesh.
+
+        Returns an empty tuple if the own mesh does not contain all of these axes.
+        """
         data = self.mesh.mesh_dim_names or ()
         names = (own[0].mesh_dim_names or ()) if own is not None else ()
         if own is None or not data or not set(data) <= set(names):
@@ -265,20 +286,24 @@ class MeshInfo:
 
 @dataclass(frozen=True, slots=True)
 class WholeMeshInfo(MeshInfo):
-    """Parameters that are DTensors on one mesh, of which ``dims`` name the axes of data."""
+    """The mesh of DTensor parameters, and the names ``dims`` of its data-parallel axes.
+
+    Used if `fully_shard` has the argument ``dp_mesh_dims``.
+    """
 
     dims: DataAxisNames
 
     @property
     def shards(self) -> bool:
-        """Return whether an axis to shard over was named."""
+        """Return whether ``dims`` names an axis to shard over."""
         return bool(self.dims.shard_names)
 
     @staticmethod
     def within(mesh: DeviceMesh, dims: DataAxisNames) -> "WholeMeshInfo":
-        """Return the mesh info of parameters on ``mesh``; raises `MeshError` for names it lacks.
+        """Return the mesh info of parameters on ``mesh``.
 
-        Folding several axes makes a process group for their ranks.
+        Flattening several axes creates a process group. Raises `MeshError` if this rank is not in
+        ``mesh``, or if ``dims`` has unknown or repeated names.
         """
         check_member(mesh)
         present = mesh.mesh_dim_names or ()
@@ -300,7 +325,10 @@ class WholeMeshInfo(MeshInfo):
     def layout(
         self, own: Own | None, name: str, dim: int | None
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the parameter's own mesh, several axes to shard over folded into one."""
+        """Return the parameter's own mesh, with the shard axes flattened, and the placements.
+
+        Raises `ParameterError` for a plain tensor, and `MeshError` for a DTensor on another mesh.
+        """
         mesh = self.mesh
         if own is None:
             raise ParameterError(
@@ -313,7 +341,7 @@ class WholeMeshInfo(MeshInfo):
         return _sharded_within(own, self.axes_within(own), shard, dim, name)
 
     def axes_within(self, own: Own | None) -> tuple[int, ...]:
-        """Return the axes of data."""
+        """Return the positions of the data-parallel axes in the mesh."""
         data = {*self.dims.shard_names, *self.dims.replicate_names}
         names = self.mesh.mesh_dim_names or ()
         return tuple(axis for axis, name in enumerate(names) if name in data)
@@ -322,9 +350,10 @@ class WholeMeshInfo(MeshInfo):
 def _sharded_within(
     own: Own, data: Sequence[int], shard: tuple[str, ...], dim: int | None, name: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the placements of a parameter on its own mesh, sharded over ``shard`` too.
+    """Return the own mesh of a parameter, and its placements after sharding over ``shard``.
 
-    Several of them are folded into one. Raises `MeshError` unless it is replicated over ``data``.
+    Several ``shard`` axes are flattened into one. Raises `MeshError` if the parameter was not
+    replicated over the axes at the positions ``data``.
     """
     mesh, before = own
     names = mesh.mesh_dim_names or ()
@@ -356,7 +385,10 @@ def _fold(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _placement_after(
     placement: Placement, dim: int | None, mesh: DeviceMesh, own: Sequence[Placement], first: int
 ) -> Placement:
-    """Return the placement over an axis, where axes from ``first`` on shard ``dim`` before it."""
+    """Return ``placement``, or a strided shard if axes from ``first`` on shard ``dim``, too.
+
+    These axes shard the dimension first, although they follow the data-parallel axis in the mesh.
+    """
     splits = 1
     for size, earlier in list(zip(mesh.shape, own, strict=True))[first:]:
         splits *= size if dim is not None and earlier.is_shard(dim) else 1
@@ -364,7 +396,11 @@ def _placement_after(
 
 
 def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the mesh of a sharded parameter that is on ``own`` already: data axes first."""
+    """Return a mesh with the axes of ``data`` followed by the axes of ``own``.
+
+    Raises `MeshError` if an axis has no name, if both meshes have an axis of the same name, or if
+    they are not submeshes of one root mesh. ``name`` is the parameter's name for the message.
+    """
     data_names, own_names = data.mesh_dim_names, own.mesh_dim_names
     if not data_names or not own_names:
         raise MeshError(
@@ -389,7 +425,10 @@ def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def _own_call(name: str, own: DeviceMesh) -> str:
-    """Return what to do where a module inside the unit, as experts are, was to be a unit itself."""
+    """Return advice for an error message: call `fully_shard` on the parameter's module first.
+
+    Users may forget this call for experts. Returns "" if the parameter is in no inner module.
+    """
     module, _, _ = name.rpartition(".")
     if not module:
         return ""

@@ -1,4 +1,4 @@
-"""Which parameters a call takes, and how each is sharded."""
+"""Selects the parameters that a `fully_shard` call shards, and the dimension of each."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -37,14 +37,15 @@ Granularity = int | Callable[[nn.Parameter], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSelection:
-    """The arguments of `fully_shard` that concern single parameters.
+    """The arguments of `fully_shard` that apply to single parameters.
 
     Attributes:
         ignored: Ids of the parameters that are not sharded.
-        placement: ``shard_placement_fn``.
-        least_numel: ``min_shard_numel``.
-        ragged: Whether the layout is ragged.
-        granularity: Number of elements that stay together, in the ragged layout.
+        placement: The argument ``shard_placement_fn``.
+        least_numel: The argument ``min_shard_numel``. Smaller parameters are not sharded.
+        ragged: Whether ``layout="ragged"``.
+        granularity: The argument ``granularity``, which requires ``layout="ragged"``. Number of
+            consecutive elements that are never split between ranks, or a function that returns it.
     """
 
     ignored: frozenset[int] = frozenset()
@@ -61,7 +62,10 @@ class ParameterSelection:
         layout: str = "exact",
         granularity: Granularity | None = None,
     ) -> "ParameterSelection":
-        """Check the arguments; raises `ParameterError` if one is invalid."""
+        """Check the arguments and return the selection.
+
+        Raises `ParameterError` if an argument is invalid.
+        """
         given: object = () if ignored is None else ignored
         if not isinstance(given, Collection) or isinstance(given, str | Tensor):
             raise ParameterError(f"ignored_params is {shown(given)}; legal is a set of parameters")
@@ -93,7 +97,10 @@ class ParameterSelection:
         )
 
     def atom(self, parameter: nn.Parameter, name: str) -> int:
-        """Return the number of elements of a parameter that are never split between ranks."""
+        """Return how many consecutive elements of a parameter are never split between ranks.
+
+        Raises `ParameterError` if ``granularity`` is not a positive integer.
+        """
         asked = self.granularity
         found: object = 1 if asked is None else asked(parameter) if callable(asked) else asked
         if not is_int(found) or found < 1:
@@ -105,9 +112,11 @@ class ParameterSelection:
     def place(
         self, parameter: nn.Parameter, name: str, mesh_info: MeshInfo
     ) -> tuple[int | None, MeshInfo]:
-        """Return the dimension to shard and the mesh. None: every rank keeps the whole parameter.
+        """Return the dimension to shard, and the mesh info.
 
-        The mesh is ``mesh_info``, unless ``shard_placement_fn`` returns another one.
+        The dimension is None if the parameter is not sharded. The mesh info is ``mesh_info``,
+        unless ``shard_placement_fn`` returns a mesh. Raises `ParameterError` or `MeshError` if
+        ``shard_placement_fn`` returns an invalid result.
         """
         if not mesh_info.shards:
             return None, mesh_info
@@ -150,7 +159,7 @@ def _given(value: object) -> str:
 
 
 def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
-    """Return the sizes of the parameter's own mesh axes that shard ``dim``."""
+    """Return the sizes of the axes of the parameter's own mesh that shard ``dim``."""
     if not isinstance(parameter, DTensor):
         return []
     own = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -160,7 +169,8 @@ def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
 def _largest_numel(parameter: nn.Parameter) -> int:
     """Return the number of elements of the largest local tensor on any rank.
 
-    All ranks decide by this number, because local tensors differ if axes shard unevenly.
+    This number is the same on all ranks, so all ranks decide the same. Local tensors may differ in
+    size, if an axis shards unevenly.
     """
     parts = (
         -(-size // math.prod(_own_degrees(parameter, dim)))
@@ -170,11 +180,11 @@ def _largest_numel(parameter: nn.Parameter) -> int:
 
 
 def _default_dim(parameter: nn.Parameter, degree: int) -> int:
-    """Return dim 0, unless other axes shard it and leave fewer rows than ranks.
+    """Return the dimension to shard if ``shard_placement_fn`` selects none.
 
-    In that case, return the first dim that no axis shards and whose size is divisible by
-    ``degree``, for example for experts that are sharded over expert-parallel ranks. Every rank
-    finds the same dim.
+    This is dim 0, unless the axes of the parameter's own mesh shard dim 0 and leave fewer than
+    ``degree`` rows per rank, for example for experts. Then it is the first dim that these axes do
+    not shard and that is divisible by ``degree``, or dim 0 if there is none.
     """
     if not isinstance(parameter, DTensor):
         return 0
@@ -192,10 +202,11 @@ def _default_dim(parameter: nn.Parameter, degree: int) -> int:
 def select_parameters(
     modules: Sequence[nn.Module], mesh_info: MeshInfo, selection: ParameterSelection
 ) -> list[ShardedParameter]:
-    """Return the parameters of ``modules`` that no unit has yet, each once with all its owners.
+    """Return the parameters of ``modules`` that belong to no unit. Tied parameters appear once.
 
-    Names are paths from the module. If there are several modules, they start with the position of
-    the module in the list. Raises `ParameterError` or `MeshError` if a parameter cannot be sharded.
+    Names are paths from the module. If there are several modules, a name starts with the position
+    of the module in the list, such as ``[1].weight``. Raises `ParameterError` or `MeshError` if a
+    parameter cannot be sharded.
     """
     managed, places = _of_other_units(modules)
     owners: dict[int, list[Owner]] = {}
@@ -243,9 +254,12 @@ def _made(
 
 
 def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
-    """Return the parameters of units under ``modules``, by id, and the places of their owners."""
+    """Return the ids of the parameters of all units in ``modules``, and their registrations.
+
+    A registration is the id of a module's parameter dict and a name in this dict.
+    """
     managed: set[int] = set()
-    places: set[tuple[int, str]] = set()  # user code may have replaced the parameters there
+    places: set[tuple[int, str]] = set()  # user code may have replaced parameters
     for group in (group for unit in units_in(*modules) for group in unit.groups):
         for parameter in group.parameters:
             managed |= {id(parameter.sharded), id(parameter.unsharded)}
@@ -269,9 +283,10 @@ def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name
 def _check_module(
     candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, size: int
 ) -> None:
-    """Raise for scripted modules, and for embeddings with sparse gradients or ``max_norm``.
+    """Raise `ParameterError` for scripted modules and embeddings with ``sparse`` or ``max_norm``.
 
-    Forward with ``max_norm`` writes to the weight. With one rank, that is the shard.
+    With ``max_norm``, forward writes to the unsharded weight, and resharding would discard that.
+    One rank may use it, because its unsharded weight is the shard.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ParameterError(
