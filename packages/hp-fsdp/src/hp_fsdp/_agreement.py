@@ -59,10 +59,11 @@ TagCheck = Callable[[list[float], str], DisagreementError | None]
 
 
 class TagLog:
-    """Checks tags on an accelerator without blocking the host.
+    """Checks the tags of collectives on an accelerator without blocking the host.
 
-    Tags are copied to the CPU on a side stream at the end of a backward, or of a forward without
-    backward. They are checked when a later forward begins.
+    A tag is the unit number that ranks send with each collective. Tags are copied to the CPU on a
+    side stream at the end of a backward, or of a forward without backward. They are checked when a
+    later forward begins.
     """
 
     def __init__(self, stream: SideStream) -> None:
@@ -121,7 +122,7 @@ class TagLog:
 
 
 class Tag:
-    """The tag that one parameter group sends with its all-gathers and reductions.
+    """The unit number that a parameter group sends with its all-gathers and reductions.
 
     Args:
         orders: One `CollectiveOrder` for each process group over which the parameter group
@@ -229,9 +230,9 @@ class Collective:
         self.owner: object = None
 
     def is_like(self, other: "Collective | None") -> bool:
-        """Return whether tags would show a mix-up of this collective and ``other``.
+        """Return whether tags would detect ranks that run ``other`` instead of this collective.
 
-        In that case, ranks need no comparison before they start one of the two.
+        If True, ranks need no comparison before they start one of the two.
         """
         if other is None or self.signature is None or self.signature != other.signature:
             return False
@@ -293,7 +294,7 @@ class History:
         return len(self._cycle) if self.turn is None else self.turn.place
 
     def repeats(self, collective: Collective) -> bool:
-        """Return whether ``collective`` is expected. If it is, advance `turn`.
+        """Return whether ``collective`` is expected. If it is, move `turn` to the next position.
 
         At the end of a cycle, the first collective of the cycle is expected. Callers compare
         ``collective`` with `turn` before they call this method, because that is faster.
@@ -347,14 +348,14 @@ class History:
             self._align()
 
     def settle(self) -> None:
-        """Expect collectives again. Called when the tags of the `unsettled` unit were read."""
+        """Reset `unsettled` and expect collectives again, after the tags of this unit were read."""
         self.unsettled = None
         self._align()
 
     def _keep(self) -> None:
-        """Append the collectives of the current cycle that have run to the past.
+        """Append to `_past` the collectives of the current cycle that have run.
 
-        Drops the oldest collectives if the past has more than ``2 * KEPT``.
+        Drops the oldest collectives if `_past` has more than ``2 * KEPT``.
         """
         self._past += [turn.collective for turn in self._cycle[: self._done]]
         if len(self._past) > 2 * KEPT:
@@ -362,11 +363,10 @@ class History:
             del self._past[:-KEPT]
 
     def _align(self) -> None:
-        """Predict the next cycle from the past.
+        """Predict the next cycle from past collectives.
 
-        At each earlier position of the last collective, counts how many collectives up to there
-        equal the latest ones. The collectives after the position with the longest match are
-        expected to repeat.
+        Finds the earlier position of the last collective that has the most collectives before it in
+        common with the last position. The collectives after it are expected to repeat.
         """
         past = self._past
         end, best, lag = len(past) - 1, 0, 0
@@ -463,7 +463,7 @@ class CollectiveOrder:
         )
 
     def conclude(self, text: str) -> DisagreementError:
-        """Return an error. All ranks use the text of the first rank that calls this method."""
+        """Return a `DisagreementError` with the text of the first rank that calls this method."""
         with suppress(*_STORE_GONE):
             text = default_store().compare_set(self._mix_up_key, "", text).decode()
         self._mix_ups += 1
@@ -475,7 +475,7 @@ class CollectiveOrder:
         return f"{self._prefix}/mixed_up/{self._mix_ups}"
 
     def _concluded(self) -> str:
-        """Return the error text of the rank that found a mix-up, or an empty string."""
+        """Return the error text if a rank has found a mix-up, else an empty string."""
         with suppress(*_STORE_GONE):
             store, key = default_store(), self._mix_up_key
             if store.check([key]):
@@ -524,7 +524,7 @@ class CollectiveOrder:
 
         Returns:
             A dict from each report to the global ranks that gave it. Ranks without a report have
-            the report "did not report". If the store fails, only the report of this rank.
+            the report "did not report". If the store fails, the dict has only the own report.
         """
         own = {report: [rank]}
         try:
@@ -616,8 +616,8 @@ def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: to
     Args:
         axes: Axes over which ranks must agree.
         own: The intent of this rank.
-        hints: Advice for the error message. The advice is used if its key is a prefix of the name
-            of the first fact that differs.
+        hints: A dict from prefixes of names of facts to advice. The error message has the advice
+            for the first fact that differs.
         device: Device of the exchanged digests.
     """
     digest = int.from_bytes(hashed((own.key, own.facts)), "big", signed=True)
