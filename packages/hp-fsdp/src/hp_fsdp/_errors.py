@@ -1,7 +1,8 @@
-"""What can be wrong with a call; each error is raised before anything is communicated.
+"""Errors of this package, and helpers for error messages.
 
-Where torch's `fully_shard` raises another builtin error than ValueError, ours is that one too: by a
-subclass of the same name, which callers need not know of.
+If torch's `fully_shard` raises a builtin error other than ValueError, such as TypeError, this
+package raises a subclass of both a public error and the builtin error. The subclass has the name
+of the public error, so callers do not need to know the subclass.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class ShardingError(ValueError):
-    """Raised for an invalid call; base class of the other errors of this package."""
+    """Raised for an invalid call. Base class of the other errors of this package."""
 
 
 class MeshError(ShardingError):
@@ -27,7 +28,7 @@ class ModuleError(ShardingError):
 
 
 class CheckpointError(ShardingError):
-    """Raised on all ranks if files of weights are damaged or do not fit the model or the folder."""
+    """Raised on all ranks if weight files are damaged, incomplete or do not match the model."""
 
 
 class StateError(ShardingError, RuntimeError):
@@ -35,15 +36,18 @@ class StateError(ShardingError, RuntimeError):
 
 
 class DisagreementError(ShardingError, RuntimeError):
-    """Raised on all ranks if they gather or reduce different units, or their settings differ."""
+    """Raised on all ranks if ranks communicate for different units or with different settings."""
 
 
 class UnsupportedError(ShardingError, NotImplementedError):
-    """Raised for an unsupported call of torch's API; the message names the replacement."""
+    """Raised for an unsupported call of torch's API. The message names the replacement."""
 
 
 def _also(error: type[E], builtin: type[Exception]) -> type[E]:
-    """Return a subclass of a public error that is also another builtin one, under its name."""
+    """Return a subclass of ``error`` and ``builtin`` with the name of ``error``.
+
+    Unpickling returns an instance of ``error``, because the subclass cannot be imported by name.
+    """
     members = {
         "__doc__": error.__doc__,
         "__module__": error.__module__,
@@ -56,18 +60,18 @@ ArgumentTypeError = _also(ShardingError, TypeError)
 MeshTypeError = _also(MeshError, TypeError)
 ParameterTypeError = _also(ParameterError, TypeError)
 ModuleTypeError = _also(ModuleError, TypeError)
-# A module is sharded where it must not be, or is not where it must be.
+# A module is sharded already, or it is not sharded and the call requires it.
 ModuleStateError = _also(ModuleError, AssertionError)
-# Two setters that exclude one another.
+# A setter that cannot be called after another setter.
 CallOrderError = _also(StateError, AssertionError)
-# Legal in torch, but not to be sharded: strides, an uneven cut of another dimension than the first.
+# A valid parameter that cannot be sharded, for example because it is not contiguous.
 UnsupportedParameterError = _also(ParameterError, NotImplementedError)
-# Without the dimension to shard, or with one of two hooks for gathering.
+# A parameter without the dimension to shard, or with an invalid all-gather extension.
 InvalidParameterError = _also(ParameterError, AssertionError)
 
 
 def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
-    """Call all ``actions``, whatever each of them raises; return the first error."""
+    """Call all ``actions``, even if some raise. Return the first exception, or None."""
     errors = []
     for action in actions:
         try:
@@ -78,19 +82,22 @@ def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
 
 
 class Once:
-    """Lets a warning be given only once."""
+    """Flag for a warning that is issued only once."""
 
     def __init__(self) -> None:
         self._was_called = False
 
     def first(self) -> bool:
-        """Return True the first time, then False."""
+        """Return True at the first call, then False."""
         before, self._was_called = self._was_called, True
         return not before
 
 
 def shown(value: object) -> str:
-    """Return what a message says of a wrong argument; the same on every rank, so no addresses."""
+    """Return a description of an invalid argument for an error message.
+
+    It is the same on all ranks, so it has no memory addresses.
+    """
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, str | int | float | None):
@@ -99,5 +106,5 @@ def shown(value: object) -> str:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is an int, which a bool is to Python and to no user."""
+    """Return whether ``value`` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Dtypes of a group, and casts of the tensors in what a module takes and returns."""
+"""Dtypes of a parameter group, and casts of the tensors in a module's inputs and outputs."""
 
 import copy
 import dataclasses
@@ -17,16 +17,16 @@ from hp_dtensor.torch_compat import pytree_node
 
 from ._errors import ArgumentTypeError
 
-_PLAIN = (dict, list, tuple)  # which pytree knows too, at a higher cost
+_PLAIN = (dict, list, tuple)  # handled here, because pytree takes longer for them
 _NO_CONTAINERS = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return ``value`` with every tensor replaced by ``function(tensor)``, in a fixed order.
 
-    Looks into lists, tuples (named ones too), mappings, dataclasses and the types that are
-    registered with torch's pytree; anything else, and any container in which nothing changed, is
-    returned as it is.
+    Traverses lists, tuples, named tuples, mappings, dataclasses, and types that are registered with
+    torch's pytree. Other objects are returned unchanged. A container is copied only if one of its
+    tensors changes. Raises `ShardingError` if a mapping that changes cannot be copied.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -34,10 +34,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         old, rebuild = node
         new = [map_tensors(function, item) for item in old]
         return value if all(map(is_, new, old)) else rebuild(new)
-    if isinstance(value, (dict, Mapping)):  # the second takes longer to ask
+    if isinstance(value, (dict, Mapping)):  # a check for `Mapping` takes longer
         return _map_items(function, value)
     if isinstance(value, (list, tuple)):
-        # The batch sizes of a packed sequence stay what and where they are, on the CPU.
+        # torch requires the batch sizes of a packed sequence to stay on the CPU.
         kept = value.batch_sizes if isinstance(value, PackedSequence) else None
         parts: list[Any] = [item if item is kept else map_tensors(function, item) for item in value]
         if all(map(is_, parts, value)):
@@ -65,7 +65,7 @@ def _map_items(function: Callable[[Tensor], Tensor], value: Mapping[Any, Any]) -
     changed = _copy_of(value)
     for key, item in new.items():
         old = value[key]
-        changed[key] = item  # some have no update(), or fields that follow their items
+        changed[key] = item  # some have no update(), or fields that mirror items
         if item is not old and value[key] is item:
             value[key] = old
             raise ArgumentTypeError(_no_copy(value, "a copy.copy of it shares its items"))
@@ -79,7 +79,7 @@ def _holds(made: Mapping[Any, Any], new: dict[Any, Any]) -> bool:
 
 
 def _copy_of(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Return a copy of a mapping and, where it wraps mappings, of these."""
+    """Return a shallow copy of a mapping. Mappings in its attributes are copied, too."""
     changed = copy.copy(value)
     held = getattr(value, "__dict__", {})
     for name, inner in held.items():
@@ -102,12 +102,12 @@ def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value
     changed = copy.copy(value)
     for name, item in new.items():
-        object.__setattr__(changed, name, item)  # frozen dataclasses too
+        object.__setattr__(changed, name, item)  # works for frozen dataclasses, too
     return changed
 
 
 def tensors_with_gradient(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value`` that require a gradient, in the order of `map_tensors`."""
+    """Return the tensors in ``value`` that require grad, in the order of `map_tensors`."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
@@ -126,7 +126,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def can_look_into(value: Any) -> bool:
-    """Return whether `map_tensors` finds all tensors in ``value``: no object of unknown type."""
+    """Return whether `map_tensors` finds all tensors in ``value``.
+
+    Returns False if ``value`` contains an object of unknown type, which may have tensors.
+    """
     if value is None or isinstance(value, _NO_CONTAINERS):
         return True
     if type(value) not in _PLAIN and (node := pytree_node(value)) is not None:
@@ -142,17 +145,22 @@ def can_look_into(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """What one group gathers and computes in, and what its gradients are reduced in."""
+    """Dtypes of one parameter group.
+
+    Attributes:
+        compute: Dtype of the all-gather and of the unsharded parameters.
+        reduce: Dtype of the gradient reduction.
+    """
 
     compute: torch.dtype
     reduce: torch.dtype
 
 
 def choose_dtypes(policy: MixedPrecisionPolicy, stored: torch.dtype) -> Dtypes:
-    """Return the dtypes of a group whose shards are of dtype ``stored``.
+    """Return the dtypes of a parameter group with shards of dtype ``stored``.
 
-    Integers and complex numbers are left as they are; gradients are reduced in the dtype that they
-    are computed in, unless the policy says otherwise.
+    The policy does not apply to integer and complex dtypes. If the policy has no ``reduce_dtype``,
+    gradients are reduced in the compute dtype.
     """
     if not stored.is_floating_point:
         return Dtypes(compute=stored, reduce=stored)
@@ -161,7 +169,7 @@ def choose_dtypes(policy: MixedPrecisionPolicy, stored: torch.dtype) -> Dtypes:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating-point tensor in it cast."""
+    """Return ``value`` with every floating-point tensor in it cast to ``dtype``."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -170,5 +178,5 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with every tensor in it on ``device``."""
+    """Return ``value`` with every tensor in it moved to ``device``."""
     return map_tensors(lambda tensor: tensor.to(device), value)
