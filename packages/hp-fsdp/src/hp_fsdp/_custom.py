@@ -1,7 +1,7 @@
-"""All-gathers and reduce-scatters that a user gives in torch's form, as `Collectives`.
+"""Adapters from torch's ``AllGather`` and ``ReduceScatter`` to `Collectives`.
 
-Such an object allocates the memory that it communicates from and to, so what is sent is copied
-there, and what arrives is copied from there, as under torch's `fully_shard`.
+Objects with these interfaces allocate the memory of their collectives. So the inputs are copied to
+this memory (copy-in), and the results are copied out of it (copy-out), as in torch's `fully_shard`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,22 +19,28 @@ from ._errors import StateError
 
 @runtime_checkable
 class Communication(Protocol):
-    """What torch's ``AllGather`` and ``ReduceScatter`` have; the call of the second takes ``op``.
-
-    ``__call__`` returns torch's ``Work``, or None where it has communicated already.
-    """
+    """Interface of torch's ``AllGather`` and ``ReduceScatter``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory that no call under way uses."""
+        """Return a tensor in memory that no collective in flight uses."""
         ...
 
     def __call__(self, *args: Any, **how: Any) -> Any:
-        """Communicate over a process group."""
+        """Start the collective.
+
+        The keyword arguments are ``output_tensor``, ``input_tensor``, ``group``, ``async_op``, and
+        for a ``ReduceScatter`` also ``op``. Returns torch's ``Work``, or None if the collective is
+        finished.
+        """
         ...
 
 
 class CustomAllGather(TorchCollectives):
-    """Gathers by a user's object."""
+    """`Collectives` that run all-gathers through an object of the user.
+
+    Args:
+        given: An object with the interface of torch's ``AllGather``.
+    """
 
     def __init__(self, given: Communication) -> None:
         self.given = given
@@ -43,7 +49,7 @@ class CustomAllGather(TorchCollectives):
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
-        """Concatenate each input over the axis: all of them, of one dtype, in one call."""
+        """All-gather all inputs, which have one dtype, in one call of the user's object."""
         if axis.size == 1 or not inputs:
             return super().all_gather(axis, inputs, outputs)
         outs = list(outputs or (x.new_empty((axis.size * len(x), *x.shape[1:])) for x in inputs))
@@ -62,14 +68,19 @@ class CustomAllGather(TorchCollectives):
 
 
 class CustomReduceScatter(TorchCollectives):
-    """Reduces and scatters by a user's object, which only sums; ``inner`` sums over replicas."""
+    """`Collectives` that run reduce-scatters through an object of the user.
+
+    Args:
+        given: An object with the interface of torch's ``ReduceScatter``.
+        inner: Collectives for all-reduces.
+    """
 
     def __init__(self, given: Communication, inner: Collectives) -> None:
         self.given = given
         self._inner = inner
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: Any = "sum") -> Work:
-        """Reduce each tensor over the axis, in place."""
+        """All-reduce each tensor over the axis, in place."""
         return self._inner.all_reduce(axis, tensors, op)
 
     @torch.no_grad()
@@ -80,9 +91,9 @@ class CustomReduceScatter(TorchCollectives):
         outputs: Sequence[Tensor] | None = None,
         op: Any = "sum",
     ) -> Work:
-        """Sum each input and keep this rank's part: all of them, of one dtype, in one call.
+        """Reduce-scatter all inputs, which have one dtype, in one call of the user's object.
 
-        An average is divided afterwards.
+        The object always sums. If ``op`` is "avg", the results are divided afterwards.
         """
         if axis.size == 1 or not inputs:
             return super().reduce_scatter(axis, inputs, outputs, op)
@@ -104,7 +115,10 @@ class CustomReduceScatter(TorchCollectives):
 
 
 class _Staged:
-    """A call under way in memory of a user's, whose result is copied to its place once."""
+    """Handle of a collective that runs in memory of a user's object.
+
+    The first `wait` copies the result to ``outputs`` and releases the memory.
+    """
 
     def __init__(
         self, work: Any, memory: list[Tensor], outputs: list[Tensor], copy_out: Callable[[], None]
@@ -126,14 +140,18 @@ class _Staged:
         return self._outputs
 
 
-_UNDER_WAY: WeakSet[_Staged] = WeakSet()  # who holds a gather holds its memory, not this
+_UNDER_WAY: WeakSet[_Staged] = WeakSet()  # weak, so that it keeps no memory alive
 
 
 def _allocated(given: Communication, like: Tensor, *numels: int) -> list[Tensor]:
-    """Return flat memory of a user's; raises `StateError` for another kind, and what is in use."""
+    """Allocate one flat tensor for each number of elements in ``numels``, with ``given.allocate``.
+
+    The tensors have the dtype and device of ``like``. Raises `StateError` if ``given`` returns
+    another dtype, device or size, or memory that a collective in flight uses.
+    """
     found: list[Tensor] = []
     for numel in numels:
-        with torch.inference_mode(False):  # it may be kept for calls outside of that
+        with torch.inference_mode(False):  # `given` may reuse it outside of inference mode
             flat = given.allocate((numel,), dtype=like.dtype, device=like.device).view(-1)
         kinds = [(x.dtype, x.device) for x in (flat, like)]
         if kinds[0] != kinds[1] or flat.numel() != numel:
