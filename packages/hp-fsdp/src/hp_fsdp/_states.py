@@ -1,9 +1,15 @@
-"""The states of a unit's parameters and gradients, and the one table of legal transitions.
+"""States of the parameters and gradients of a unit, and the table of legal transitions.
 
-Parameters go round SHARDED -> GATHERING -> UNSHARDED -> SHARDED; between forward and backward they
-may be POST_FORWARD, sharded over fewer ranks, and be gathered from there. Gradients go round
-EMPTY -> EXPECTED (a forward ran with gradients enabled) -> WRITING (its backward began) -> EMPTY
-(handed to a reduction, or left to accumulate). A reduction under way is an object of its own.
+The parameters of a group change from SHARDED to GATHERING, UNSHARDED and back to SHARDED. Between
+forward and backward they may be POST_FORWARD: sharded over fewer ranks, until they are gathered for
+backward.
+
+The gradients of a unit change from EMPTY to EXPECTED, WRITING and back to EMPTY:
+
+- EXPECTED: a forward ran with gradients enabled.
+- WRITING: backward of the unit has begun.
+- EMPTY: no backward is expected. The gradients of the last backward were passed to a reduction, or
+  are accumulated. A reduction in flight is a separate object.
 """
 
 from enum import Enum, auto
@@ -13,9 +19,9 @@ from ._errors import StateError
 
 
 class ParameterState(Enum):
-    """Where the parameters of a group are."""
+    """State of the parameters of a group."""
 
-    __hash__ = object.__hash__  # Enum's own runs in Python, and states are looked up all the time
+    __hash__ = object.__hash__  # `Enum.__hash__` is slow: it runs in Python
 
     SHARDED = auto()
     GATHERING = auto()
@@ -24,7 +30,7 @@ class ParameterState(Enum):
 
 
 class GradientState(Enum):
-    """What a unit knows of the backward to come."""
+    """State of the gradients of a unit: no backward expected, backward expected or begun."""
 
     __hash__ = object.__hash__
 
@@ -34,7 +40,7 @@ class GradientState(Enum):
 
 
 class Event(Enum):
-    """What moves a state."""
+    """Event that changes a state; see `TRANSITIONS`."""
 
     __hash__ = object.__hash__
 
@@ -69,7 +75,10 @@ TRANSITIONS: dict[tuple[Enum, Event], Enum] = {
 
 
 class _Following(dict[Enum, Any]):
-    """The states that follow by one event, by the state before."""
+    """Maps each state to the next state after one event.
+
+    Raises `StateError` if the event is not legal in a state.
+    """
 
     def __init__(self, event: Event) -> None:
         super().__init__({s: after for (s, e), after in TRANSITIONS.items() if e is event})
@@ -83,6 +92,5 @@ class _Following(dict[Enum, Any]):
         )
 
 
-# The state that follows, `AFTER[event][state]`, without a call in Python; a `StateError` where the
-# table has none.
+# `AFTER[event][state]` is the next state. It is a dict because a function call takes longer.
 AFTER = {event: _Following(event) for event in Event}

@@ -1,17 +1,18 @@
 """Side streams: copies and reductions that overlap with the computation on the current stream.
 
-A side stream starts each use after all work that is enqueued on the current stream. The current
-stream waits for a result before it is read. The allocator has one pool of memory per stream. Three
-rules ensure that no stream writes to memory that another stream still uses:
+Work on a side stream starts after all work that was enqueued on the current stream before it. The
+current stream waits for a result before it reads the result. The caching allocator has one memory
+pool per stream. Three rules ensure that no stream writes to memory that another stream still uses:
 
-- Memory of the current stream that a side stream uses is kept until the current stream has waited
-  for this use.
-- Memory of a side stream may be freed on the current stream at any time after its last use. The
-  pool gives it only to later work of the side stream, which starts after the current stream.
-- A tensor that is passed from one side stream to another is kept until the current stream has
-  waited for the second one, or the use is recorded with `SideStream.uses`.
+- A tensor of the current stream's pool that a side stream uses is kept alive until the current
+  stream has waited for the side stream.
+- A tensor of a side stream's pool may be freed when its last use is enqueued on the current stream.
+  The pool reuses its memory only for later work of the side stream, which starts after that use.
+- A tensor that is passed from one side stream to another is kept alive until the current stream has
+  waited for the second side stream, or its use is recorded with `SideStream.uses`.
 
-Forward, backward and optimizer have to run on one stream, or on streams that the caller orders.
+Forward, backward and optimizer have to run on one stream, or on streams that the caller
+synchronizes.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class Waitable(Protocol):
     """A collective in flight, such as a ``Work`` of c10d."""
 
     def wait(self) -> object:
-        """Let the current stream wait for the collective. On a CPU the host waits."""
+        """Make the current stream wait for the collective. On a CPU the host waits."""
         ...
 
 
@@ -38,9 +39,9 @@ class SideStream:
     """A stream for work that overlaps with the current stream.
 
     Args:
-        stream: The stream.
-        current: Returns the current stream of the same device.
-        path: Path of the module, for profiles.
+        stream: The stream on which the work runs.
+        current: Function that returns the current stream of the same device.
+        path: Path of the module. It is shown in profiles.
     """
 
     def __init__(
@@ -51,18 +52,18 @@ class SideStream:
         self._path = path
 
     def named(self, path: str) -> "SideStream":
-        """Return the same stream for another module."""
+        """Return a `SideStream` on the same stream, with ``path`` as module path in profiles."""
         return SideStream(self._stream, self._current, path)
 
     @contextmanager
     def after_current(self, what: str = "") -> Iterator[None]:
         """Run a ``with`` block on this stream, after all work enqueued on the current stream.
 
+        If the block raises, the current stream waits for this stream, so that the tensors of the
+        block can be freed.
+
         Args:
             what: Name of the block in profiles.
-
-        If the block raises, the current stream waits for this one, so that memory of the block can
-        be freed.
         """
         before = self._current()
         self._stream.wait_stream(before)
@@ -74,19 +75,19 @@ class SideStream:
             raise
 
     def begun(self, work: Waitable | None = None) -> "Begun":
-        """Return a handle that waits for all work enqueued until now, and for ``work``."""
+        """Return a handle to wait for all work enqueued on this stream, and for ``work``."""
         return Begun(self._stream.record_event(), self._current, work)
 
     def join(self) -> None:
-        """Let the current stream wait for all work enqueued on this one."""
+        """Make the current stream wait for all work enqueued on this stream."""
         self._current().wait_stream(self._stream)
 
     def uses(self, tensor: Tensor) -> None:
-        """Record that this stream uses a tensor that may be freed before the use is waited for."""
+        """Delay reuse of the memory of ``tensor`` until this stream's enqueued work is finished."""
         tensor.record_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Wait on the host for all work enqueued on this stream."""
+        """Block the host until all work enqueued on this stream is finished."""
         self._stream.record_event().synchronize()
 
 
@@ -101,7 +102,7 @@ class Begun:
         self._work = work
 
     def wait(self) -> None:
-        """Let the current stream wait for the work, and for its collective if there is one."""
+        """Make the current stream wait for the work, and for its collective if there is one."""
         self._current().wait_event(self._event)
         if self._work is not None:
             self._work.wait()
@@ -112,7 +113,7 @@ class Begun:
         return self._event.query()
 
     def synchronize(self) -> None:
-        """Wait on the host."""
+        """Block the host until the device has finished this work."""
         self._event.synchronize()
 
 
@@ -121,10 +122,11 @@ class Streams:
     """The side streams of all units under one root.
 
     Attributes:
-        gather: Casts shards and copies them from the CPU, then starts the all-gather.
-        reduce: Reduce-scatters, and the steps after them.
-        all_reduce: All-reduces over replicas, which then do not delay the next reduce-scatter.
-        offload: Copies of gradients to the CPU.
+        gather: Casts shards, copies shards from the CPU, and starts all-gathers.
+        reduce: Runs reduce-scatters and, without replicas, divides their results.
+        all_reduce: Runs all-reduces over replicas. It is a separate stream, so that they do not
+            delay the next reduce-scatter.
+        offload: Copies gradients and tags to the CPU.
     """
 
     gather: SideStream
@@ -134,7 +136,7 @@ class Streams:
 
     @staticmethod
     def on(device: torch.device) -> "Streams | None":
-        """Return new streams of an accelerator, or None for a CPU, which has no streams."""
+        """Create the streams on an accelerator. Returns None for a CPU, which has no streams."""
         if device.type == "cpu":
             return None
         current = partial(torch.accelerator.current_stream, device)
@@ -148,6 +150,6 @@ class Streams:
         )
 
     def named(self, path: str) -> "Streams":
-        """Return the same streams for the module at ``path``."""
+        """Return the same streams with ``path`` as module path in profiles."""
         sides = (self.gather, self.reduce, self.all_reduce, self.offload)
         return Streams(*(side.named(path) for side in sides))
