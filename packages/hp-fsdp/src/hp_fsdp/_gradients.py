@@ -1,4 +1,4 @@
-"""``grads="accumulate"``: gradients are packed when autograd has computed them."""
+"""Packing of each large gradient when autograd has computed it, for ``grads="accumulate"``."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,17 +14,17 @@ from ._param import ShardedParameter
 
 
 class GradientBucket:
-    """Packed gradients ``[degree, width]`` that grow by one gradient at a time.
+    """Input of a reduce-scatter, of shape ``[degree, width]``, to which gradients are added.
 
-    The first gradient of a parameter overwrites the memory; later ones are added. `finish` writes
-    zeros for parameters without a gradient.
+    The first gradient of a parameter overwrites the memory. Later gradients are added to it.
+    `finish` writes zeros for parameters without a gradient.
 
     Args:
         rows: Layout of the packed gradients.
-        flat: Memory for them, with arbitrary contents.
+        flat: Uninitialized flat tensor of ``rows.numel`` elements.
 
     Attributes:
-        written: Whether there is a gradient, per parameter.
+        written: One bool per parameter: whether the bucket has a gradient of it.
     """
 
     def __init__(self, rows: GradientRows, flat: Tensor) -> None:
@@ -33,9 +33,9 @@ class GradientBucket:
         self.written = [False] * len(rows.extents)
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add the gradient of the parameter at ``index``.
+        """Add the gradient of the parameter at position ``index``.
 
-        Costs one copy or addition, or two if the rows do not divide evenly.
+        Runs one kernel, or two if dim 0 does not divide evenly over the ranks.
         """
         extent = self._rows.extents[index]
         count = extent.full * extent.run_shape[0]
@@ -50,10 +50,10 @@ class GradientBucket:
         _write(extent.tail(self._flat), gradient[count:], first)
 
     def finish(self, tag_flags: Tensor) -> Tensor:
-        """Return the packed rows, flat. Parameters without a gradient have zeros.
+        """Return the packed gradients as a flat tensor. Parameters without a gradient have zeros.
 
-        Each row ends with one flag per parameter, which says whether it has a gradient, and
-        ``tag_flags``, of shape ``[TAG_FLAGS]``.
+        Unless the layout has ``flags_apart``, each row ends with one flag per parameter and
+        ``tag_flags`` of shape ``[TAG_FLAGS]``. A flag is 1 if the parameter has a gradient, else 0.
         """
         rows = self._flat.view(self._rows.degree, self._rows.width)
         for extent, written in zip(self._rows.extents, self.written, strict=True):
@@ -84,18 +84,18 @@ def _write(target: Tensor, source: Tensor, first: bool) -> None:
 
 
 class BucketHooks:
-    """Hooks that move each large gradient of a group to its bucket.
+    """Hooks that move each large gradient of a parameter group to a `GradientBucket`.
 
-    Small gradients are packed at the end of the unit's backward, because a hook for each would cost
-    more host time than it saves memory. So are gradients of DTensors, which may need a
-    redistribution.
+    Other gradients are packed at the end of the unit's backward. Small gradients need little
+    memory, so hooks are not worth their host time. Gradients of DTensors may need a redistribution.
 
     Args:
         parameters: The parameters of the group.
         large: Indices of the parameters with large shards.
-        reduced: Returns the indices of the parameters in the next reduction, in packing order.
-        rows_of: Returns the layout of packed gradients for these indices.
-        allocate: Returns a flat tensor for this many packed elements.
+        reduced: Function that returns the indices of the parameters in the next reduction, in
+            packing order.
+        rows_of: Function that returns the layout of the packed gradients of such indices.
+        allocate: Function that allocates a flat tensor of a number of elements.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class BucketHooks:
         self._rows: GradientRows | None = None
 
     def register(self) -> None:
-        """Register hooks on the unsharded parameters, after they were created."""
+        """Register hooks on the unsharded parameters. Called whenever they were created."""
         self._rows = None
         for i in self._large:
             unsharded = self._parameters[i].unsharded
             if unsharded.is_floating_point():
-                # Hooks need it. It is set correctly when the parameters are unsharded.
+                # torch requires this for hooks. Unsharding sets the final value.
                 unsharded.requires_grad_(True)
                 unsharded.register_post_accumulate_grad_hook(partial(self._add, i))
 
@@ -155,11 +155,15 @@ class BucketHooks:
 
         Args:
             chosen: Indices of the parameters in this reduction.
-            collectives: Redistribute gradients that are DTensors.
-            tag_flags: Flags of the unit's tag.
+            collectives: Collectives for the redistribution of gradients that are DTensors.
+            tag_flags: Flags of the unit's tag, of shape ``[TAG_FLAGS]``.
 
         Returns:
-            The packed gradients, and per parameter whether it has a gradient.
+            The packed gradients as a flat tensor, and one bool per parameter: whether this rank has
+            a gradient of it.
+
+        Raises:
+            StateError: The bucket was started for other parameters than ``chosen``.
         """
         bucket = self._begin()
         if self._chosen != list(chosen):

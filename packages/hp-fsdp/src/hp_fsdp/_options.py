@@ -1,4 +1,4 @@
-"""Settings of a unit, which its setters change, and of a parameter group, which are fixed."""
+"""Settings of a unit that its setters change, and fixed settings of a parameter group."""
 
 import math
 from collections.abc import Callable
@@ -17,13 +17,21 @@ GradientReduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionHook:
-    """A user's function of each reduced flat gradient, and the stream on which it runs."""
+    """A hook of the user for reduced gradients; see `FSDPModule.set_all_reduce_hook`.
+
+    Attributes:
+        function: Called with each reduced gradient, a flat tensor of one parameter group.
+        stream: Stream on which the function runs. Defaults to the current stream.
+    """
 
     function: Callable[[Tensor], Any]
     stream: torch.Stream | None = None
 
     def __call__(self, reduced: Tensor) -> None:
-        """Run the function, and let the current stream wait for it. CPUs ignore the stream."""
+        """Run the function, and make the current stream wait for it.
+
+        On a CPU the stream is ignored.
+        """
         stream = None if reduced.device.type == "cpu" else self.stream
         with nullcontext() if stream is None else _waiting_for_current(stream):
             self.function(reduced)
@@ -38,21 +46,23 @@ def _waiting_for_current(stream: torch.Stream) -> torch.Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a unit computes and communicates.
+    """Settings of a unit that its setters change.
 
     Attributes:
-        reshard_after_forward: True, False, or the number of ranks that then hold the parameters.
-            None: the schedule decides.
-        reshard_after_backward: Whether to free the unsharded parameters after backward.
-        unshard_in_backward: Whether backward needs the unsharded parameters.
+        reshard_after_forward: Whether to reshard after forward, or the number of ranks over which
+            to shard the parameters between forward and backward. If None, the schedule keeps only
+            the units unsharded that backward needs first.
+        reshard_after_backward: Whether to reshard after backward.
+        unshard_in_backward: Whether to unshard in backward.
         gradient_sync: Whether backward reduces gradients.
         all_reduce: Whether a reduction includes the all-reduce over replicas.
-        reduction: Whether gradients are the mean or the sum over ranks.
-        divide: Divisor of the sum over ranks. None: ``reduction`` decides.
-        force_sum: Whether a mean is always a sum and a division.
-        hook: Called with each reduced flat gradient.
-        in_flight: Largest number of packed gradients at once. On accelerators, a gradient that a
-            unit packs during its backward does not count.
+        reduction: ``"mean"`` or ``"sum"`` of the gradients over ranks.
+        divide: Divisor of the sum of gradients over ranks. If None, ``reduction`` determines it.
+        force_sum: Whether to compute a mean as a sum and a division, even if the backend can
+            compute averages.
+        hook: Hook for reduced gradients, or None.
+        in_flight: Upper bound on the number of packed gradients that are allocated at the same
+            time. On accelerators, a gradient that a unit packs during its backward is not included.
         is_last_backward: Whether the next backward is the last one of the step. Only the last one
             waits for reductions.
         precision: Dtypes of computation, reduction and outputs.
@@ -72,7 +82,7 @@ class Options:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
     def __post_init__(self) -> None:
-        """Raise `ShardingError` for invalid values."""
+        """Raise `ShardingError` if a value is invalid."""
         for name, value in (
             ("reshard_after_backward", self.reshard_after_backward),
             ("unshard_in_backward", self.unshard_in_backward),
@@ -110,15 +120,16 @@ class Options:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise `ShardingError` for anything but True and False."""
+    """Raise `ShardingError` if ``value``, the argument ``name``, is not a bool."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} is {shown(value)}; legal are True and False")
 
 
 def check_reshard(choice: object, degree: int) -> bool | int | None:
-    """Return ``reshard_after_forward``, with 1 replaced by False and ``degree`` by True.
+    """Check and normalize ``reshard_after_forward``: 1 becomes False, ``degree`` becomes True.
 
-    Raises `ShardingError` for other values than True, False, None and a divisor of ``degree``.
+    ``degree`` is the number of ranks over which parameters are sharded. Raises `ShardingError`
+    unless ``choice`` is True, False, None or a divisor of ``degree``.
     """
     if isinstance(choice, bool | None):
         return choice
@@ -134,7 +145,7 @@ def check_reshard(choice: object, degree: int) -> bool | int | None:
 
 
 def check_precision(policy: object) -> None:
-    """Raise `ShardingError` unless ``policy`` is a policy of floating dtypes."""
+    """Raise `ShardingError` unless ``policy`` is a `MixedPrecisionPolicy` with floating dtypes."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ArgumentTypeError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -154,11 +165,13 @@ class GroupConfig:
 
     Attributes:
         precision: Dtypes of computation, reduction and outputs.
-        device: Device of computation.
-        rest: Device of the shards: the CPU with ``CPUOffloadPolicy``.
-        grads: How gradients are packed.
-        pinned: Whether the memory of the shards is pinned.
-        direct_bytes: Bytes per rank from which a parameter is all-gathered without a copy.
+        device: Device of the unsharded parameters.
+        rest: Device of the shards. It is the CPU with ``CPUOffloadPolicy``, otherwise ``device``.
+        grads: When gradients are copied to the input of the reduce-scatter. ``"copy"``: at the end
+            of the unit's backward. ``"accumulate"``: when autograd has computed a large gradient.
+        pinned: Whether the shards are in pinned memory.
+        direct_bytes: Minimum size in bytes per rank of parameters that are all-gathered without a
+            copy.
     """
 
     precision: MixedPrecisionPolicy
