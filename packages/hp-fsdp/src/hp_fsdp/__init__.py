@@ -1,7 +1,8 @@
-"""Fully sharded data parallel training: all-gathers without a copy, gradients with one.
+"""Fully sharded data parallel training, as with torch's ``fully_shard``.
 
-Parameters, gradients and optimizer state are sharded over the data-parallel ranks, as per-parameter
-DTensors, as in torch's ``fully_shard``. Modules compute on views of the gathered buffers.
+Parameters, gradients and optimizer state are sharded over the data-parallel ranks. Each sharded
+parameter is a DTensor. Modules compute on views of the all-gather output, so an all-gather of large
+parameters needs no copy. Gradients are copied once, to the input of the reduce-scatter.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
