@@ -73,8 +73,8 @@ def modules_of(module: object) -> list[nn.Module]:
 def mesh_info_of(mesh: object, dims: DataAxisNames | None) -> MeshInfo:
     """Check ``mesh`` and ``dp_mesh_dims`` of `fully_shard`, and return the data-parallel mesh.
 
-    Raises `MeshError` if ``mesh`` has more than two axes and ``dims`` is None, or if ``dims`` names
-    an axis that ``mesh`` does not have.
+    Raises `MeshError` if ``mesh`` is not a `DeviceMesh`, has more than two axes although ``dims``
+    is None, or lacks an axis that ``dims`` names.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshTypeError(
@@ -132,7 +132,7 @@ def config_of(
 def check_modules(modules: Sequence[nn.Module], ignored: Container[int]) -> None:
     """Raise `ModuleError` if the modules cannot be sharded as one unit.
 
-    One of them may contain another, be sharded already, or have no ``forward``, for example.
+    For example, one module contains another, is sharded already, or has no ``forward``.
     ``ignored``: ids of the parameters that are not sharded.
     """
     if not modules:
@@ -332,7 +332,7 @@ def fully_shard(
     - **Parameters** become DTensors with ``Shard(0)`` on the last axis of ``mesh``, and
       ``Replicate()`` on the first of two axes. A parameter that already is a DTensor, for example
       from tensor or expert parallelism, keeps its placements. Its new mesh has the axes of ``mesh``
-      followed by the axes of its own mesh.
+      followed by the axes of its previous mesh.
     - **Forward** unshards the parameters of a unit with one all-gather per dtype.
     - **Backward** unshards the parameters again. It reduces the gradients with one reduce-scatter
       per dtype, followed by one all-reduce over replicas if ``mesh`` has two axes. Parameters that
@@ -444,7 +444,7 @@ def fully_shard(
     for parameter in parameters:  # parameters may have different meshes
         if (fewer := options.reshard_after_forward) is not None and parameter.dim is not None:
             check_reshard(fewer, parameter.axes.shard.size)
-    with torch.inference_mode(False):  # shards must be normal tensors
+    with torch.inference_mode(False):  # inference tensors could not be updated later
         groups = _groups_of(parameters, check_collectives(collectives), config)
     # All checks are above this line, so that a call that raises leaves the modules unchanged.
     for group in groups:
@@ -494,7 +494,7 @@ def _groups_of(
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # modules keep sharing buffers
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # shared buffers stay shared
     for inner in (inner for root in modules for inner in root.modules()):
         for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.device != device and not buffer.is_meta:

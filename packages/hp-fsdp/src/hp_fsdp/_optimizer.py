@@ -256,7 +256,7 @@ def sharded_optimizer(
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Optimizer with one state per sharded parameter that updates whole segments of flat shards.
+    """Optimizer of sharded parameters that updates neighbouring parameters as one flat tensor.
 
     Do not construct this class; call `sharded_optimizer`.
 
@@ -403,7 +403,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _show_state(self) -> None:
-        """Set the state of each parameter to views of the state of its segment."""
+        """Set ``self.state`` of each parameter to views of the state of its segment."""
         self._shown = len(self._inner.state)
         for segment in self._segments:
             state: dict[str, Any] = self._inner.state.get(segment.flat, {})
@@ -421,13 +421,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._states = list(self.state.values())
 
     def _is_shown(self) -> bool:
-        """Return whether ``state`` is unchanged since the last call of `_show_state`."""
+        """Return whether ``self.state`` is unchanged since the last call of `_show_state`."""
         values = chain.from_iterable(map(dict.values, self._views))
         return _are_same(self.state.values(), self._states) and _are_same(values, self._values)
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Copy the state of the parameters to the segments, after it was loaded or edited."""
+        """Copy ``self.state``, after it was loaded or edited, to the states of the segments."""
         self._inner.state.clear()
         self._split(self._loaded)
         for segment in self._segments:

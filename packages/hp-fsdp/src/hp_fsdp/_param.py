@@ -187,8 +187,8 @@ class ShardedParameter:
     def _registered(self) -> nn.Parameter:
         """Return the parameter that user code registered in place of the sharded one.
 
-        Returns the sharded parameter if it was not replaced. If owners of a tied parameter have
-        different replacements, the one of the last owner is returned.
+        Returns the sharded parameter if it was not replaced. If modules that share it register
+        different replacements, the replacement in the last of these modules is returned.
         """
         for owner in reversed(self.owners):
             present = owner.get()
@@ -197,13 +197,13 @@ class ShardedParameter:
         return self.sharded
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
+        """Replace the local tensor of the sharded parameter by ``view``."""
         set_local(cast(DTensor, self.sharded), view)
         self.wrap = wrapper_like(cast(DTensor, self.sharded))
         self.local_view = view
 
     def fits(self, found: object) -> bool:
-        """Return whether ``found`` has the class, shape, mesh and placements of the parameter."""
+        """Return whether ``found`` has the class, shape, mesh and placements of ``sharded``."""
         own = cast(DTensor | RaggedTensor, self.sharded)
         return (
             isinstance(found, DTensor | RaggedTensor)
@@ -216,7 +216,8 @@ class ShardedParameter:
     def refusal(self) -> str | None:
         """Return an error message if a registered parameter cannot replace the sharded one.
 
-        Returns None if all owners register the sharded parameter or a valid replacement.
+        Returns None if all modules in ``owners`` register the sharded parameter or a valid
+        replacement.
         """
         for owner in self.owners:
             if owner.get() is None:
@@ -278,9 +279,9 @@ class ShardedParameter:
         )
 
     def undo_replacement(self) -> None:
-        """Register the sharded parameter again with owners that registered a replacement.
+        """Register the sharded parameter again in the modules that have a replacement.
 
-        Owners that removed the parameter are left unchanged.
+        Modules from which the parameter was removed are left unchanged.
         """
         for owner in self.owners:
             if owner.get() is not None:
@@ -289,15 +290,18 @@ class ShardedParameter:
     def take_replacement(self) -> None:
         """Use the parameter that user code registered in place of the sharded one, if any.
 
-        The replacement is registered with all owners, because user code may have replaced a tied
-        parameter with one owner only.
+        The replacement is registered in all modules that share the parameter, because user code may
+        have replaced a tied parameter in one of them only.
         """
         self.sharded = self._registered()
         for owner in self.owners:
             owner.registry[owner.name] = self.sharded
 
     def local(self) -> Tensor:
-        """Return the local tensor of the registered parameter. Valid if `refusal` returns None."""
+        """Return the local tensor of the sharded parameter, or of its replacement by user code.
+
+        Valid only if `refusal` returns None.
+        """
         return self.part(self._registered())
 
     @property
@@ -411,7 +415,7 @@ class RaggedParameter(ShardedParameter):
         return RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
+        """Replace the local tensor of the sharded parameter by ``view``."""
         self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
         self.wrap = cast(RaggedTensor, self.sharded).like
         self.local_view = self.part(self.sharded)
@@ -582,9 +586,10 @@ def are_in_place(tables: Sequence[ParameterTable]) -> bool:
 
 
 class _Managed:
-    """Mark on a module: names of its parameters that belong to units, and of ignored parameters.
+    """The names of a module's parameters that belong to units, and of its ignored parameters.
 
-    A copied or unpickled module has no mark, because its parameters belong to no unit.
+    This mark is stored on the module. A copied or unpickled module has no mark, because its
+    parameters belong to no unit.
     """
 
     def __init__(self, names: Iterable[str], ignored: Iterable[str]) -> None:
@@ -626,7 +631,7 @@ def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 def added_parameters(roots: Sequence[nn.Module]) -> list[str]:
     """Return the paths of trainable parameters that were added to ``roots`` after `fully_shard`.
 
-    They are plain tensors, belong to no unit, and were not ignored.
+    These parameters are plain tensors, belong to no unit, and were not ignored.
     """
     return [
         f"{path}.{name}" if path else name

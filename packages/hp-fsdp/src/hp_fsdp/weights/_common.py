@@ -67,7 +67,7 @@ def safe_open() -> Any:
 def targets_of(model: nn.Module) -> list[Target]:
     """Reshard the model, and return its parameters and persistent buffers.
 
-    Their names are without the parts that wrappers insert; see `plain_name`.
+    Their names do not contain the parts that wrappers insert; see `plain_name`.
     """
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
@@ -134,8 +134,8 @@ def rank_in(group: ProcessGroup | None) -> int:
 def on_all_ranks(group: ProcessGroup | None, make: Callable[[], T]) -> T:
     """Call ``make`` on each rank and return this rank's result. If a rank fails, all ranks raise.
 
-    All ranks raise the error of the first failed rank: an ``ImportError`` as such, and any other
-    error as `CheckpointError`.
+    The error is the error of the first rank that failed: an ``ImportError``, or else a
+    `CheckpointError`.
     """
     result, error = _tried(make)
     failures: list[Any] = [_described(error)]
@@ -168,7 +168,7 @@ def distinct_objects(group: ProcessGroup | None, own: T) -> dict[int, T]:
     equal objects, so time and memory do not grow with the number of ranks.
 
     Returns:
-        A dict from the first rank that has an object to the object.
+        A dict of the different objects. The key of an object is the first rank that has it.
     """
     if not dist.is_initialized():
         return {0: own}
@@ -222,7 +222,8 @@ def listed(names: Sequence[str]) -> str:
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
     """Return the slices that select ``box`` from a tensor with the elements of ``origin``.
 
-    ``origin``: box around ``box``. None: the tensor has all elements.
+    A box is one range ``(start, stop)`` per dim. ``origin`` contains ``box``. If ``origin`` is
+    None, the tensor has all elements.
     """
     starts = [0] * len(box) if origin is None else [lo for lo, _ in origin]
     return tuple(slice(lo - s, hi - s) for (lo, hi), s in zip(box, starts, strict=True))

@@ -266,8 +266,8 @@ def _plan(
 ) -> SourcePlan:
     """Return the source of each name in the model.
 
-    This is the entry in ``sources``, or else the stored tensor with the same name. Names without
-    either are left out. Raises `CheckpointError` if ``sources`` is invalid.
+    This is the entry in ``sources``, or else the stored tensor with the same name. Names with
+    neither are left out. Raises `CheckpointError` if ``sources`` is invalid.
     """
     given = SourcePlan({}, shapes)
     if isinstance(sources, Mapping):

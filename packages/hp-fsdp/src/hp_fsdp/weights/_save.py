@@ -118,7 +118,7 @@ class TensorInfo(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Description of the tensors that one rank has; sent to other ranks.
+    """Description of the tensors that one rank stores, which it sends to the other ranks.
 
     Attributes:
         tensors: Shape and dtype of each tensor, by the tensor's first name.
@@ -199,7 +199,7 @@ def _plan(
 
 
 class Saved(NamedTuple):
-    """Everything to save on all ranks. Equal on all ranks.
+    """The tensors and the files that all ranks save together. Equal on all ranks.
 
     Attributes:
         plan: The sources of the tensors of all ranks.
@@ -213,7 +213,7 @@ class Saved(NamedTuple):
 
 
 def _merged(parts: Mapping[int, Part]) -> Saved:
-    """Merge the parts of all ranks. ``parts``: the different parts, by the first rank of each.
+    """Merge the descriptions of all ranks. ``parts`` is the result of `distinct_objects`.
 
     Raises `CheckpointError` if ranks use one name for different tensors, or if stored elements are
     missing or given twice.
