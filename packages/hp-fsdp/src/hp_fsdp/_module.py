@@ -75,7 +75,7 @@ class GroupReport:
     """Describes the communication of one group: the parameters of a unit that share an all-gather.
 
     Parameters of a unit are in one group if they have the same dtype and are sharded over the same
-    ranks.
+    ranks. Parameters with all-gather extensions are in separate groups.
 
     Args:
         unit: Path of the sharded module; ``"(root)"`` for the module of the report itself. If
@@ -266,7 +266,7 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Construct the original class of the module, without sharding.
+        """Construct an instance of the module's original class, which is not sharded.
 
         For example, a slice of a sharded ``nn.Sequential`` is a plain ``nn.Sequential``.
         """
@@ -469,9 +469,9 @@ class FSDPModule:
         """Set whether parameters are resharded after backward.
 
         If parameters stay unsharded, the next forward repeats the all-gather after an optimizer
-        step or an in-place operation on the shards. Such changes are detected by the version
-        counter of the tensors. Writes to ``parameter.data`` and by ``torch._foreach_*`` do not
-        increase this counter: call `reshard` after them.
+        step or an in-place operation on the shards. In-place operations are detected by the version
+        counters of the shards. Outside of an optimizer step, writes to ``parameter.data`` and by
+        ``torch._foreach_*`` are not detected: call `reshard` after them.
 
         Args:
             reshard_after_backward: True (the default) frees the unsharded parameters after
@@ -556,7 +556,7 @@ class FSDPModule:
             recurse: If True, apply to all units in this module.
 
         Raises:
-            ShardingError: ``factor`` is not a finite number above 0 or None.
+            ShardingError: ``factor`` is neither None nor a finite number above 0.
         """
         given: object = factor
         if isinstance(given, bool) or not isinstance(given, int | float | None):
@@ -836,7 +836,7 @@ class FSDPModule:
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing. The method exists for compatibility; all-gathers are always asynchronous."""
+        """Do nothing, because all-gathers are always asynchronous. torch has this method, too."""
 
     def _get_fsdp_state(self) -> Any:
         return noted_state(cast(nn.Module, self))
@@ -892,7 +892,7 @@ def show_to_torch(module: FSDPModule) -> None:
 
 
 def hidden_names(module: nn.Module) -> list[str]:
-    """Return the attributes of a module that methods of `FSDPModule` would hide."""
+    """Return the names of a module's attributes that methods of `FSDPModule` would hide."""
     own: list[Container[str]] = [
         vars(each) for each in type(module).__mro__ if each not in (nn.Module, TORCH_MODULE)
     ]

@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which ``module`` registers its own parameters, not those of submodules.
+    """Return the dict in which ``module`` registers its own parameters, without submodules.
 
     Each unshard and reshard registers all parameters of a unit. Writing to this dict takes a
     fraction of the host time of ``setattr``, which runs checks.
@@ -74,7 +74,7 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Return the dict in which ``module`` registers its own buffers, not those of submodules."""
+    """Return the dict in which ``module`` registers its own buffers, without submodules."""
     return module._buffers
 
 
@@ -136,7 +136,7 @@ def base_since(tensor: Tensor, number: int) -> Tensor | None:
     """Return the base of a view if the base was computed since `next_number` returned ``number``.
 
     Returns None otherwise. An in-place operation on a view gives the view a new node without the
-    hooks of the old one. The base keeps its node, so hooks on the base still run.
+    hooks of the old one. The node of the base stays in the graph, so hooks on the base still run.
     """
     base = tensor._base if tensor._is_view() else None
     node = None if base is None else base.grad_fn
@@ -150,10 +150,10 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Return a function that is never compiled, including the functions that it calls.
+    """Return a version of ``function`` that is never compiled, nor are the functions it calls.
 
-    ``torch.compiler.disable`` adds ten Python calls, so it is used only if a compiler is active.
-    There is no public function to find this out.
+    ``torch.compiler.disable`` adds ten Python calls to each call, so it is used only if a compiler
+    is active. There is no public function to find this out.
     """
     disabled = torch.compiler.disable(function)
 
@@ -165,9 +165,9 @@ def uncompiled(function: F) -> F:
 
 
 def uncompiled_itself(function: F) -> F:
-    """Return a function that is never compiled. The functions that it calls may be compiled.
+    """Return a version of ``function`` that is never compiled. Functions that it calls may be.
 
-    ``torch.compiler.disable(recursive=False)`` would add two Python calls.
+    ``torch.compiler.disable(recursive=False)`` would add two Python calls to each call.
     """
     return cast(F, skip(function))
 
@@ -386,7 +386,7 @@ TORCH_MODULE: type[fsdp.FSDPModule] = fsdp.FSDPModule
 
 
 class _ForeignState(UnsupportedError, AttributeError):
-    """Raised for a missing attribute. As an AttributeError, it makes ``hasattr`` return False."""
+    """Raised for attributes that `TorchState` lacks. Makes ``hasattr`` return False."""
 
 
 def note_state(module: nn.Module, state: TorchState) -> None:
@@ -405,9 +405,9 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def averages(group: object, device: torch.device) -> bool:
-    """Return whether collectives of a process group can average on a device.
+    """Return whether the backend of a process group can compute averages on a device.
 
-    If not, the collectives of hp-dtensor sum and then divide.
+    If it cannot, the collectives of hp-dtensor sum and then divide.
     """
     return backend_of(group, device) == "nccl"
 
