@@ -1,6 +1,7 @@
-"""The call: check its arguments, select parameters, plan and install.
+"""`fully_shard`: check the arguments, shard the parameters, and add `FSDPModule` to the classes.
 
-Nothing is communicated, but process groups are made where axes are folded or there is none yet.
+Communicates nothing. Creates process groups if mesh axes are flattened, or if there is no default
+process group.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
@@ -53,7 +54,10 @@ LayoutName = Literal["exact", "ragged"]
 
 
 def modules_of(module: object) -> list[nn.Module]:
-    """Return the modules of one unit; raises `ModuleError` for anything else."""
+    """Return the argument ``module`` of `fully_shard` as a list of modules.
+
+    Raises `ModuleError` if it is neither a module nor a list of modules.
+    """
     legal = "legal are an nn.Module and a list of nn.Modules"
     if isinstance(module, nn.Module):
         return [module]
@@ -67,7 +71,11 @@ def modules_of(module: object) -> list[nn.Module]:
 
 
 def mesh_info_of(mesh: object, dims: DataAxisNames | None) -> MeshInfo:
-    """Return where parameters are sharded; raises `MeshError` for what is no mesh for it."""
+    """Check ``mesh`` and ``dp_mesh_dims`` of `fully_shard`, and return the data-parallel mesh.
+
+    Raises `MeshError` if ``mesh`` is not a `DeviceMesh`, has more than two axes although ``dims``
+    is None, or lacks an axis that ``dims`` names.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise MeshTypeError(
             f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
@@ -95,9 +103,10 @@ def config_of(
     direct_bytes: float | None,
     backend: str,
 ) -> GroupConfig:
-    """Return where shards rest; raises `ShardingError` for what is no policy or no size.
+    """Return the fixed settings of a unit's parameter groups.
 
-    ``backend`` carries the gathers; it says what ``direct_bytes`` is where nobody else does.
+    ``backend`` of the all-gathers, such as ``"nccl"``, gives the default of ``direct_bytes``.
+    Raises `ShardingError` if ``offload`` is not a policy or ``direct_bytes`` is not a size.
     """
     if not isinstance(offload, OffloadPolicy):
         raise ArgumentTypeError(
@@ -109,7 +118,7 @@ def config_of(
     if direct_bytes is not None and not direct_bytes >= 0:
         raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; legal are numbers from 0 on")
     to_cpu = isinstance(offload, CPUOffloadPolicy)
-    # Memory is pinned for the sake of a device; without one torch refuses.
+    # Pinned memory speeds up copies to an accelerator. torch raises if there is no accelerator.
     pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
     return GroupConfig(
         precision=precision,
@@ -121,7 +130,11 @@ def config_of(
 
 
 def check_modules(modules: Sequence[nn.Module], ignored: Container[int]) -> None:
-    """Raise `ModuleError` for modules that cannot be a unit."""
+    """Raise `ModuleError` if the modules cannot be sharded as one unit.
+
+    For example, one module contains another, is sharded already, or has no ``forward``.
+    ``ignored``: ids of the parameters that are not sharded.
+    """
     if not modules:
         raise ModuleError("an empty list of modules; give at least one")
     if len(set(modules)) < len(modules):
@@ -171,7 +184,12 @@ def check_modules(modules: Sequence[nn.Module], ignored: Container[int]) -> None
 
 
 def check_unwrapped(path: str, module: nn.Module, ignored: Container[int]) -> None:
-    """Raise `ModuleError` if torch shards or replicates parameters that are not ``ignored``."""
+    """Raise `ModuleError` if torch manages the module's parameters, unless all are ignored.
+
+    torch manages them if the module is a ``DistributedDataParallel`` or
+    ``FullyShardedDataParallel`` wrapper, or was passed to torch's ``fully_shard``. ``path`` is used
+    in the message. ``ignored``: ids of parameters.
+    """
     wrapper = isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
     if not wrapper:
         by_torch = "fully_shard" in composed_by(module) or managed_by_torch(module)
@@ -194,7 +212,7 @@ def check_unwrapped(path: str, module: nn.Module, ignored: Container[int]) -> No
 
 
 def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
-    """Return the ids of the parameters that torch's ``replicate`` has; they stay with it."""
+    """Return the ids of parameters managed by torch's ``replicate``; they are not sharded."""
     return frozenset(
         id(parameter)
         for root in modules
@@ -205,7 +223,10 @@ def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
 
 
 def check_collectives(collectives: Collectives | None) -> Collectives:
-    """Return what carries the communication; raises `ShardingError` for what does not."""
+    """Return ``collectives``, or by default collectives that call ``torch.distributed``.
+
+    Raises `ShardingError` if ``collectives`` does not have the methods of `Collectives`.
+    """
     given: object = TorchCollectives() if collectives is None else collectives
     if isinstance(given, type) or not isinstance(given, Collectives):
         raise ArgumentTypeError(
@@ -216,7 +237,10 @@ def check_collectives(collectives: Collectives | None) -> Collectives:
 
 
 def check_memory_options(grads: object, buffers: object) -> None:
-    """Raise `ShardingError` if ``grads`` is unknown, `UnsupportedError` for removed features."""
+    """Check the arguments ``grads`` and ``buffers`` of `fully_shard`.
+
+    Raises `ShardingError` for an unknown value, and `UnsupportedError` for a removed feature.
+    """
     legal = list(get_args(GradientMode))
     if grads == "fused":
         raise UnsupportedError(
@@ -233,10 +257,10 @@ def check_memory_options(grads: object, buffers: object) -> None:
 
 
 def world_mesh() -> DeviceMesh:
-    """Return one axis over all ranks on the accelerator, or on CPUs where there is none.
+    """Return a 1-D mesh of all ranks, on the accelerator if there is one, else on the CPU.
 
-    Without a name, so that it is equal to the mesh that torch's ``fully_shard`` makes by default.
-    Initialises the default process group where nobody did, as torch's does.
+    The mesh has no axis name, so it equals the default mesh of torch's ``fully_shard``. Initialises
+    the default process group if it does not exist, as torch does.
     """
     if not dist.is_initialized():
         dist.init_process_group()
@@ -246,7 +270,7 @@ def world_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device that this rank computes on."""
+    """Return the device on which this rank computes: the CPU or its current accelerator."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -264,7 +288,7 @@ P = ParamSpec("P")
 
 
 class _Overloaded(Protocol[P]):
-    """The type of `fully_shard`: a module returns a module, a list returns a list."""
+    """Type of `fully_shard`: returns a module for a module, and a list for a list."""
 
     @overload
     def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
@@ -308,7 +332,7 @@ def fully_shard(
     - **Parameters** become DTensors with ``Shard(0)`` on the last axis of ``mesh``, and
       ``Replicate()`` on the first of two axes. A parameter that already is a DTensor, for example
       from tensor or expert parallelism, keeps its placements. Its new mesh has the axes of ``mesh``
-      followed by the axes of its own mesh.
+      followed by the axes of its previous mesh.
     - **Forward** unshards the parameters of a unit with one all-gather per dtype.
     - **Backward** unshards the parameters again. It reduces the gradients with one reduce-scatter
       per dtype, followed by one all-reduce over replicas if ``mesh`` has two axes. Parameters that
@@ -333,11 +357,12 @@ def fully_shard(
             that are never split between ranks, such as the size of a row or of a matrix; or a
             function from a parameter to this number. Defaults to 1.
         reshard_after_forward: True: free the unsharded parameters after forward. False: keep them
-            for backward. None: keep them for the root and the last unit only. An integer that
-            divides the number of shard ranks: keep the parameters sharded over that many
-            neighbouring ranks. Without grad, all parameters are resharded after forward.
+            for backward. None: keep them for the root and, from the second step on, for the last
+            unit of forward. An integer that divides the number of shard ranks: keep the parameters
+            sharded over that many neighbouring ranks. Under ``torch.no_grad``, None and an integer
+            act like True.
         shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the default
-            dim, or torch's ``ShardPlacementResult``, whose ``mesh_info`` replaces ``mesh`` for this
+            dim, or torch's ``ShardPlacementResult``. Its ``mesh_info`` replaces ``mesh`` for this
             parameter. The default is dim 0. If other mesh axes shard dim 0 already and leave fewer
             rows than there are ranks, the default is the first other dim with a length that is
             divisible by the number of ranks. Other dims than 0 cost one copy in each all-gather and
@@ -416,12 +441,12 @@ def fully_shard(
     config = replace(config, grads=grads)
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     parameters = select_parameters(modules, mesh_info, selection)
-    for parameter in parameters:  # each over its own mesh
+    for parameter in parameters:  # parameters may have different meshes
         if (fewer := options.reshard_after_forward) is not None and parameter.dim is not None:
             check_reshard(fewer, parameter.axes.shard.size)
-    with torch.inference_mode(False):  # shards and gradients are written to later, in any mode
+    with torch.inference_mode(False):  # inference tensors could not be updated later
         groups = _groups_of(parameters, check_collectives(collectives), config)
-    # Nothing is refused from here on: until here the modules are as they came.
+    # All checks are above this line, so that a call that raises leaves the modules unchanged.
     for group in groups:
         for parameter in group.parameters:
             parameter.note_original()
@@ -436,7 +461,7 @@ def fully_shard(
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
         if has_forward_hooks(each):
-            end_in_hook(unit, each)  # after those
+            end_in_hook(unit, each)  # runs after the hooks that exist already
         each.__class__ = own
         if isinstance(each, FSDPModule):
             show_to_torch(each)
@@ -444,14 +469,17 @@ def fully_shard(
     return sharded[0] if isinstance(module, nn.Module) else sharded
 
 
-# Torch's has it too: what its callers read of a sharded module.
+# torch's ``fully_shard`` has this attribute, too. Code in torch reads a module's state with it.
 cast(Any, fully_shard).state = noted_state
 
 
 def _groups_of(
     parameters: Sequence[ShardedParameter], collectives: Collectives, config: GroupConfig
 ) -> list[ParameterGroup]:
-    """Group the parameters by dtype, layout, ranks, and whether they have all-gather extensions."""
+    """Create one group for all parameters with the same dtype, layout and ranks.
+
+    Parameters with all-gather extensions get separate groups.
+    """
     alike: dict[object, list[ShardedParameter]] = {}
     for parameter in parameters:
         original = parameter.original()
@@ -466,7 +494,7 @@ def _groups_of(
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # what modules share they share afterwards too
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # shared buffers stay shared
     for inner in (inner for root in modules for inner in root.modules()):
         for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.device != device and not buffer.is_meta:

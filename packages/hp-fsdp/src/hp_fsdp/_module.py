@@ -1,4 +1,4 @@
-"""What a sharded module can do besides what it could before: setters, reports, and more."""
+"""`FSDPModule`, the methods that `fully_shard` adds to a module, and the reports they return."""
 
 import functools
 import inspect
@@ -52,7 +52,7 @@ class ParameterReport:
     Args:
         name: Name of the parameter in its module.
         shape: Shape of the unsharded parameter on this rank.
-        rows_per_rank: Largest number of rows that a rank holds.
+        rows_per_rank: Largest number of rows on any rank. Rows are counted along the sharded dim.
         direct: True if the parameter is all-gathered directly into its unsharded memory. False if
             it is packed with other parameters and copied.
 
@@ -75,7 +75,7 @@ class GroupReport:
     """Describes the communication of one group: the parameters of a unit that share an all-gather.
 
     Parameters of a unit are in one group if they have the same dtype and are sharded over the same
-    ranks.
+    ranks. Parameters with all-gather extensions are in separate groups.
 
     Args:
         unit: Path of the sharded module; ``"(root)"`` for the module of the report itself. If
@@ -160,7 +160,10 @@ def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
 
 
 def _unit(module: object) -> Unit:
-    """Return the unit of a sharded module: no method, whose name a user's class may have too."""
+    """Return the unit of a sharded module. Raises `ModuleError` if the module is not sharded.
+
+    This is not a method, because a user's class may have a method with the same name.
+    """
     unit = unit_of(cast(nn.Module, module))
     if unit is None:
         raise ModuleStateError(f"{type(module).__name__} was not given to fully_shard")
@@ -215,7 +218,7 @@ class UnshardHandle:
     """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``.
 
     Args:
-        unit: Internal state of the module whose parameters are gathered.
+        unit: Internal. Handles are created by `FSDPModule.unshard` only.
 
     Examples:
         On 4 ranks:
@@ -236,7 +239,7 @@ class UnshardHandle:
         A no-op if `wait` was called before, or if the parameters were resharded in the meantime.
         """
         if self._unit.gathering:
-            self._unit.gather()  # anew, if an optimizer stepped since
+            self._unit.gather()  # again, if an optimizer has stepped
             self._unit.unshard()
 
 
@@ -244,8 +247,8 @@ class FSDPModule:
     """Base class that `fully_shard` adds to the class of a module.
 
     Do not construct this class. A unit is the module, or the list of modules, of one `fully_shard`
-    call. Methods with the argument ``recurse`` apply to the unit of this module only if ``recurse``
-    is False. If it is True, they also apply to the units of all modules inside this module.
+    call. A method with ``recurse=False`` applies only to the unit of this module. With
+    ``recurse=True``, it also applies to the units of all modules inside this module.
 
     Raises:
         ModuleError: The class is constructed directly.
@@ -263,7 +266,10 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Construct the module's own class: slices of a sharded container are not sharded."""
+        """Construct an instance of the module's original class, which is not sharded.
+
+        For example, a slice of a sharded ``nn.Sequential`` is a plain ``nn.Sequential``.
+        """
         if cls is FSDPModule:
             raise ModuleTypeError("an FSDPModule is made by fully_shard; give it a module")
         own = cast(Any, cls.__bases__[1])
@@ -273,10 +279,9 @@ class FSDPModule:
 
     @uncompiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on gathered parameters.
+        """Run the forward of the module with unsharded parameters.
 
-        Forward hooks that were registered after `fully_shard` run after the unit's own, and see the
-        sharded parameters, as under torch's.
+        Forward hooks that were registered after `fully_shard` run after the reshard, as with torch.
         """
         own: Any = self
         forward: Callable[..., Any] = super().__call__  # type: ignore[misc]
@@ -285,8 +290,8 @@ class FSDPModule:
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """Register a forward hook, as ``nn.Module.register_forward_hook`` does.
 
-        If the hook is registered after `fully_shard`, it runs after the unit's own forward hook. As
-        in torch, it then sees the sharded parameters, unless they are kept for backward.
+        A hook that is registered after `fully_shard` runs after the reshard, as with torch. The
+        module then has its sharded parameters, unless they stay unsharded after forward.
 
         Args:
             *args: Positional arguments of ``nn.Module.register_forward_hook``.
@@ -360,12 +365,12 @@ class FSDPModule:
         including gradients from `no_sync`. Sharded gradients are kept. It starts no communication.
         """
         units = _units(self, True)
-        # Parts that ran before this module, or before it was sharded, have schedules of their own.
+        # Inner units that ran without this module have separate schedules.
         each: list[Schedule | Unit] = [unit.schedule or unit for unit in units]
         for order in {unit.order for unit in units if unit.order is not None}:
             order.resets += 1
-            # Ranks that resume without this one must not take its gathers for theirs. What failed
-            # here did not fail on all ranks, so that this must not depend on it.
+            # Other ranks may resume without a reset, so the next collectives of this rank must be
+            # compared with theirs. This runs before the resets below, because these may raise.
             order.forget()
         if (error := first_error([one.reset for one in dict.fromkeys(each)])) is not None:
             raise error
@@ -375,7 +380,7 @@ class FSDPModule:
         self.reset()
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients accumulated without synchronisation, for all units in this module.
+        """Reduce the gradients accumulated without communication, for all units in this module.
 
         Communicates one reduce-scatter per unit and dtype, and one all-reduce if there are
         replicas. Afterwards ``parameter.grad`` has the result. Pipeline schedules call this method
@@ -392,8 +397,8 @@ class FSDPModule:
         """Return the registered parameters of this module, sharded or unsharded.
 
         Some pipeline schedules split a backward into two parts, for the gradients of inputs and of
-        weights. During such a schedule, this method unshards the parameters whose backward is not
-        complete. Unsharding communicates, so either all ranks or no ranks have to call the method.
+        weights. During such a schedule, this method first unshards all units with an incomplete
+        backward. This communicates, so either all ranks or no ranks have to call the method.
 
         Args:
             recurse: If True, include the parameters of all modules inside this one.
@@ -404,7 +409,7 @@ class FSDPModule:
         Raises:
             ModuleError: The module is not sharded.
         """
-        # Asked of this unit first: a clip looks at all parameters in every step.
+        # Gradient clipping calls this method in every step, so only one unit is checked first.
         if recurse and _unit(self).options.in_pipeline:
             for unit in _units(self, True):
                 if unit.awaits_split_backward:
@@ -464,9 +469,9 @@ class FSDPModule:
         """Set whether parameters are resharded after backward.
 
         If parameters stay unsharded, the next forward repeats the all-gather after an optimizer
-        step or an in-place operation on the shards. Such changes are detected by the version
-        counter of the tensors. Writes to ``parameter.data`` and by ``torch._foreach_*`` do not
-        increase this counter: call `reshard` after them.
+        step or an in-place operation on the shards. In-place operations are detected by the version
+        counters of the shards. Outside of an optimizer step, writes to ``parameter.data`` and by
+        ``torch._foreach_*`` are not detected: call `reshard` after them.
 
         Args:
             reshard_after_backward: True (the default) frees the unsharded parameters after
@@ -546,19 +551,19 @@ class FSDPModule:
         """Set the number by which the sum of gradients over ranks is divided.
 
         Args:
-            factor: A finite number above 0; 1.0 gives the sum. None restores the mean or sum that
-                ``gradient_reduction`` of `fully_shard` selects.
+            factor: A finite number above 0; 1.0 gives the sum. With None, ``gradient_reduction`` of
+                `fully_shard` selects the mean or the sum.
             recurse: If True, apply to all units in this module.
 
         Raises:
-            ShardingError: ``factor`` is not a finite number above 0 or None.
+            ShardingError: ``factor`` is neither None nor a finite number above 0.
         """
         given: object = factor
         if isinstance(given, bool) or not isinstance(given, int | float | None):
             raise ArgumentTypeError(f"factor is {shown(given)}; legal are numbers above 0 and None")
         try:
             divide = None if factor is None else float(factor)
-        except OverflowError:  # of an int
+        except OverflowError:  # the int is too large for a float
             divide = math.inf
         _edit(self, recurse, divide=divide)
 
@@ -629,11 +634,11 @@ class FSDPModule:
         _edit(self, False, hook=ReductionHook(function=hook, stream=asked))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Set the modules whose all-gathers start when the forward of this module begins.
+        """Set the modules to prefetch when the forward of this module begins.
 
         Args:
-            modules: Sharded modules, in the order of their all-gathers. None restores the default:
-                the next unit in the order of the first step.
+            modules: Sharded modules, in the order of their all-gathers. With None, the default, the
+                next unit in the order of the first step is prefetched.
 
         Raises:
             ModuleError: This module, or one of ``modules``, is not sharded.
@@ -641,11 +646,11 @@ class FSDPModule:
         _unit(self).forward_prefetch = None if modules is None else _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
-        """Set the modules whose all-gathers start when the backward of this module begins.
+        """Set the modules to prefetch when the backward of this module begins.
 
         Args:
-            modules: Sharded modules, in the order of their all-gathers. None restores the default:
-                the previous unit in the order of the first step.
+            modules: Sharded modules, in the order of their all-gathers. With None, the default, the
+                previous unit in the order of the first step is prefetched.
 
         Raises:
             ModuleError: This module, or one of ``modules``, is not sharded.
@@ -724,8 +729,8 @@ class FSDPModule:
         The event is used once.
 
         Args:
-            event: An event, such as one that was recorded after the optimizer step. None removes an
-                event that was set before.
+            event: An event, such as one that was recorded after the optimizer step. Pass None to
+                remove an event that was set before.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -831,13 +836,14 @@ class FSDPModule:
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept both, under torch's name for it: gathers here are always asynchronous."""
+        """Do nothing, because all-gathers are always asynchronous. torch has this method, too."""
 
     def _get_fsdp_state(self) -> Any:
         return noted_state(cast(nn.Module, self))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
+        # ``Module.to`` and similar methods convert each shard separately. `Unit.reset_sharded` then
+        # copies the shards to one buffer again.
         units = _units(self, True)
         groups = [group for unit in units for group in unit.groups]
         for unit in units:
@@ -845,7 +851,7 @@ class FSDPModule:
                 unit.schedule.finish_early()
             unit.rest()
         try:
-            # torch swaps no frozen parameter whose gradient accumulator is alive.
+            # torch cannot swap a frozen parameter while its AccumulateGrad node is alive.
             for group in groups:
                 group.stop_watching()
             module = cast(Any, super())._apply(fn, recurse)
@@ -855,7 +861,7 @@ class FSDPModule:
         for unit in units:
             unit.reset_sharded(
                 final=len(unit.modules) == 1
-            )  # others of a list may have their turn yet
+            )  # modules of a list are converted one by one
         return cast(Self, module)
 
 
@@ -867,14 +873,14 @@ def _no_copy(self: object, _: object) -> NoReturn:
 
 
 def _finish_pipeline(module: FSDPModule) -> None:
-    # A schedule told the units not to reduce, and reads gradients of sharded parameters next.
+    # The pipeline schedule disabled reductions in backward, and reads the sharded gradients next.
     module.reduce_gradients()
     for unit in _units(module, True):
         unit.reshard()
 
 
 def show_to_torch(module: FSDPModule) -> None:
-    """Show torch's callers what they read of its own sharded modules."""
+    """Attach a `TorchState` to ``module``, for code in torch that reads a module's FSDP state."""
     unit, own = _unit(module), cast(nn.Module, module)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
@@ -886,7 +892,7 @@ def show_to_torch(module: FSDPModule) -> None:
 
 
 def hidden_names(module: nn.Module) -> list[str]:
-    """Return the names of `FSDPModule` that a module or its class has of its own."""
+    """Return the names of a module's attributes that methods of `FSDPModule` would hide."""
     own: list[Container[str]] = [
         vars(each) for each in type(module).__mro__ if each not in (nn.Module, TORCH_MODULE)
     ]
@@ -910,9 +916,10 @@ rank cannot be saved alone. Gather the parameters first, on all ranks:
 
 
 def _checked_save(save: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return ``save_pretrained`` with a check of its state dict; None if it does not take one.
+    """Wrap ``save_pretrained`` so that it raises on all ranks if ``state_dict`` is missing.
 
-    Without the check the rank that writes files raises alone, and the others go on.
+    Returns None if ``save`` has no argument ``state_dict``. Without the check, only the rank that
+    writes files would raise.
     """
     signature = inspect.signature(save)
     if "state_dict" not in signature.parameters:
@@ -923,7 +930,7 @@ def _checked_save(save: Callable[..., Any]) -> Callable[..., Any] | None:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return save(*args, **kwargs)  # which raises it with the name of the function
+            return save(*args, **kwargs)  # raises with the name of the function
         if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
             raise UnsupportedError(_SAVE_RECIPE)
         return save(*args, **kwargs)
@@ -933,13 +940,13 @@ def _checked_save(save: Callable[..., Any]) -> Callable[..., Any] | None:
 
 @cache
 def sharded_class(own: type) -> type:
-    """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``.
+    """Return the class of a sharded module of class ``own``.
 
-    Torch's `FSDPModule` comes last, for what asks whether a module is one: pipeline stages and
-    trainers. All that it does is overridden.
+    It inherits from `FSDPModule`, ``own``, and torch's ``FSDPModule``, in this order. torch's class
+    is only for ``isinstance`` checks, as in pipeline stages. All of its methods are overridden.
     """
     members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
-    save = getattr(own, "save_pretrained", None)  # of a model of transformers
+    save = getattr(own, "save_pretrained", None)  # for models of transformers
     if inspect.isfunction(save) and (checked := _checked_save(save)) is not None:
         members["save_pretrained"] = checked
     return type(f"FSDP{own.__name__}", (FSDPModule, own, TORCH_MODULE), members)

@@ -1,4 +1,4 @@
-"""`sharded_optimizer`: neighbouring parameters of a flat shard are updated as one tensor."""
+"""`sharded_optimizer`: update neighbouring parameters of a flat shard as one tensor."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ from ._unit import Unit, units_in
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter in a segment, which starts at element ``start``."""
+    """One parameter in a `Segment`. Its first element has the offset ``start`` in the segment."""
 
     owner: ShardedParameter
     start: int
@@ -42,22 +42,26 @@ class Piece:
         return self.owner.sharded
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return this parameter's part of a tensor with the layout of the segment, as a view."""
+        """Return this parameter's elements of ``flat``, with the layout of the sharded parameter.
+
+        ``flat``: 1-D tensor with one element per element of the segment, such as an optimizer
+        state. The result is a view of it.
+        """
         local = self.owner.part(self.parameter)
         held = flat[self.start : self.start + local.numel()]
         return self.owner.wrap(in_own_storage(held.view(local.shape)))
 
 
 class Segment:
-    """Neighbouring trainable parameters of one flat shard.
+    """Neighbouring trainable parameters of one flat shard, which are updated as one tensor.
 
     Args:
         group: The group of the parameters.
         members: Indices of the parameters in the group, in the order of the flat shard.
 
     Attributes:
-        flat: A parameter over their memory in the flat shard, for the optimizer.
-        pieces: The parameters, in the order of the flat shard.
+        flat: A 1-D parameter over the memory of ``members``, which the inner optimizer updates.
+        pieces: One `Piece` for each of ``members``, in the same order.
     """
 
     def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
@@ -72,27 +76,27 @@ class Segment:
             Piece(group.parameters[i], start - first)
             for i, (start, _) in zip(members, spans, strict=True)
         ]
-        # If shards are uneven, many parts of a rank may be empty, and an empty part has no address.
+        # If shards are uneven, a rank may have empty shards. An empty shard has no address.
         self._filled = [k for k, i in enumerate(members) if group.layout.shards[i].numel()]
         self._starts = [self.pieces[k].start for k in self._filled]
         self._offsets = [
             (start - self._starts[0]) * self._shard.element_size() for start in self._starts
         ]
         self.flat = nn.Parameter(self._shard[first:end])
-        group.table.moved()  # looks at each shard, and counts this view in from now on
+        group.table.moved()  # updates the expected reference count, which includes `flat` now
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
-        """Set ``flat.grad`` to the gradients of all parameters.
+        """Set ``flat.grad`` to the concatenated gradients of all parameters.
 
-        No data is copied if the gradients are views of one reduced row, as backward makes them. If
-        no parameter has a gradient, ``flat.grad`` is None.
+        Copies nothing if the gradients are adjacent in memory, as after a backward. If no parameter
+        has a gradient, sets ``flat.grad`` to None.
 
         Returns:
-            False if only some parameters have a gradient. The caller then has to `split`.
+            True, or False if only some parameters have a gradient. The caller then has to `split`.
 
         Raises:
-            StateError: The group has another flat shard or other parameters than before.
+            StateError: Parameters were replaced, converted or moved since the segment was created.
         """
         sharded = map(self._group.table.sharded.__getitem__, self._members)
         if (
@@ -115,31 +119,35 @@ class Segment:
         return True
 
     def split(self, key: Callable[[Piece], object]) -> "list[Segment]":
-        """Return one segment for each run of neighbours with the same ``key``.
+        """Return one segment for each run of neighbouring parameters with the same ``key``.
 
-        The segments use the same memory. If all parameters have the same key, the result is this
-        segment.
+        The new segments share the memory of this one. If all parameters have the same key, the
+        result is ``[self]``.
         """
         pairs = zip(self._members, map(key, self.pieces), strict=True)
         runs = [[i for i, _ in run] for _, run in groupby(pairs, lambda pair: pair[1])]
         return [self] if len(runs) == 1 else [Segment(self._group, run) for run in runs]
 
     def cut(self, part: "Segment", value: Tensor) -> Tensor:
-        """Return the elements of ``value`` that belong to ``part``, a result of `split`, as a view.
+        """Return a view of the elements of ``value`` that belong to ``part``.
 
-        ``value`` has the layout of this segment.
+        ``part``: one of the segments that `split` returned. ``value``: 1-D tensor with one element
+        per element of this segment.
         """
         start = part.flat.storage_offset() - self.flat.storage_offset()
         return value[start : start + len(part.flat)]
 
     def _adjacent(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """Return a flat view of all ``parts`` if they lie in memory as in the flat shard."""
+        """Return one 1-D view of all ``parts``, or None if they are not adjacent in memory.
+
+        ``parts``: the non-empty gradients, in the order of the flat shard.
+        """
         addresses = list(map(Tensor.data_ptr, parts))
         if not parts or [address - addresses[0] for address in addresses] != self._offsets:
             return None
         begin = parts[0].storage_offset() - self._starts[0]
         end = (begin + len(self.flat)) * parts[0].element_size()
-        # Inside this range of its storage, equal addresses are the same memory.
+        # If the storage of the first part contains this range, all parts are in this storage.
         inside = begin >= 0 and end <= parts[0].untyped_storage().nbytes()
         if not inside or not all(map(Tensor.is_contiguous, parts)):
             return None
@@ -155,8 +163,8 @@ class Segment:
 def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group.
 
-    A frozen parameter or a gap between two parameters ends a segment. A group without a flat shard
-    has no segments.
+    A frozen parameter or a gap between two parameters ends a segment. A group of parameters with
+    all-gather extensions has no flat shard, and so no segments.
     """
     if not group.flat:
         return []
@@ -191,8 +199,8 @@ def sharded_optimizer(
 ) -> "FlatOptimizer":
     """Create an optimizer that updates the shards of many parameters as one flat tensor.
 
-    ``cls`` on the separate parameters has the same results, parameter groups, state and
-    ``state_dict``. Changes of the state take effect in the next step. Communicates nothing.
+    Results, parameter groups, state and ``state_dict`` are the same as with ``cls`` on the separate
+    parameters. If you change the state, the next step uses the changed state. Communicates nothing.
 
     - A parameter without a gradient is skipped. From then on, it is updated as a separate tensor.
     - Parameters that ``add_param_group`` adds are updated one by one.
@@ -248,7 +256,9 @@ def sharded_optimizer(
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The optimizer of `sharded_optimizer`: has sharded parameters, and updates segments.
+    """Optimizer of sharded parameters that updates neighbouring parameters as one flat tensor.
+
+    Do not construct this class; call `sharded_optimizer`.
 
     Args:
         cls: Class of the inner optimizer, which updates the segments.
@@ -284,13 +294,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are updated one by one, also if their shards are neighbours.
+        """Add a parameter group. Its parameters are updated one by one, not as one flat tensor.
 
         Args:
-            param_group: Parameters and options, as ``cls`` takes them.
+            param_group: Parameters and options, as in ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
-            ValueError: A parameter is in a group already, or is no leaf.
+            ValueError: A parameter is in a group already, or is not a leaf.
         """
         super().add_param_group(param_group)
         if self._made:
@@ -309,8 +319,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             The result of ``closure``, or None.
 
         Raises:
-            StateError: A parameter group has other parameters than before, or parameters of the
-                module were replaced, converted or moved.
+            StateError: The parameters of a group were changed without `add_param_group`; or
+                parameters of the module were replaced, converted or moved since the optimizer was
+                created.
         """
         for number, (group, listed) in enumerate(zip(self.param_groups, self._listed, strict=True)):
             if not _are_same(group["params"], listed):
@@ -331,7 +342,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             for segment in self._segments:
                 segment.take_gradients()
         for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
-            # A scheduler may have changed them.
+            # A learning rate scheduler may have changed these options.
             its.update({key: value for key, value in mine.items() if key != "params"})
         self._inner.step()
         for segment in self._segments:
@@ -355,18 +366,20 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also gradients that are not reduced yet.
+        """Clear all gradients, including gradients that are not reduced yet.
 
         Args:
-            set_to_none: If True, set gradients to None. If False, set them to zero.
+            set_to_none: If True, set gradients to None. If False, set them to zero. Gradients that
+                are not reduced yet are dropped in both cases.
         """
         drop_gradients(self._units)
         super().zero_grad(set_to_none)
 
     def _split(self, key: Callable[[Piece], object]) -> None:
-        """Split each segment where ``key`` changes.
+        """Split each segment between neighbouring parameters with different values of ``key``.
 
-        This is permanent: a parameter that was skipped has another step number from then on.
+        The split is permanent, because a parameter that was skipped once has another step number
+        than its neighbours from then on.
         """
         parts = [segment.split(key) for segment in self._segments]
         if all(len(each) == 1 for each in parts):
@@ -390,7 +403,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _show_state(self) -> None:
-        """Set the state of each parameter to views of the state of its segment."""
+        """Set ``self.state`` of each parameter to views of the state of its segment."""
         self._shown = len(self._inner.state)
         for segment in self._segments:
             state: dict[str, Any] = self._inner.state.get(segment.flat, {})
@@ -408,13 +421,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._states = list(self.state.values())
 
     def _is_shown(self) -> bool:
-        """Return whether ``state`` has not been changed since `_show_state`."""
+        """Return whether ``self.state`` is unchanged since the last call of `_show_state`."""
         values = chain.from_iterable(map(dict.values, self._views))
         return _are_same(self.state.values(), self._states) and _are_same(values, self._values)
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Copy ``state``, which was loaded or edited, to the state of the segments."""
+        """Copy ``self.state``, after it was loaded or edited, to the states of the segments."""
         self._inner.state.clear()
         self._split(self._loaded)
         for segment in self._segments:
@@ -431,13 +444,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state per parameter.
+        """Return the state dict, with one state per parameter.
 
-        Each parameter gets a copy of the step number of its segment. An optimizer that loads a
-        shared tensor would increment it once per parameter.
+        Each parameter gets a copy of the step number of its segment. If parameters shared one
+        tensor, an optimizer that loads the state would increment it once per parameter.
 
         Returns:
-            A state dict as of the inner optimizer on the parameters.
+            A state dict in the format of ``cls`` on the separate parameters.
         """
         found = super().state_dict()
         found["state"] = {
@@ -450,13 +463,17 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Load a state dict of this optimizer, or of ``cls`` on the separate parameters.
 
         Args:
-            state_dict: The state dict.
+            state_dict: A state dict for the same parameters, in the same order.
         """
         super().load_state_dict(state_dict)
         self._take_state()
 
     def _loaded(self, piece: Piece) -> object:
-        """Return the state of a parameter that is not per element, such as its step number."""
+        """Return the values that parameters of one segment must have in common.
+
+        These are the names of the states and all states that are not per element, such as the step
+        number.
+        """
         state = self.state.get(piece.parameter, {})
         return {
             name: value.tolist() if isinstance(value, Tensor) else value
@@ -474,7 +491,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _are_same(found: Iterable[object], known: Iterable[object]) -> bool:
-    """Return whether both have the same objects, without a call in Python for each."""
+    """Return whether both iterables yield the same objects. Compares in C with ``is``."""
     return all(starmap(is_, zip_longest(found, known, fillvalue=...)))
 
 

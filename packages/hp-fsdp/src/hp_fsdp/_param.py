@@ -1,7 +1,8 @@
-"""One parameter: the sharded DTensor or ragged tensor, and what modules compute with.
+"""The sharded and the unsharded form of each parameter, and the modules that register it.
 
-Here is also what modules have of parameters: `ParameterTable` for those of a group, and notes on
-the modules, because from a module below its own a unit cannot be seen.
+`ShardedParameter` and `RaggedParameter` represent one parameter. `ParameterTable` lists the
+parameters of one group. `note_managed` marks every submodule of a unit, because only the modules
+that were passed to `fully_shard` refer to their unit.
 """
 
 import weakref
@@ -49,22 +50,26 @@ MANAGED_ATTRIBUTE = "_fully_shard_managed"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Where a parameter is registered; a tied parameter has several owners."""
+    """A module and the name under which it registers a parameter.
+
+    A tied parameter has several owners. ``registry`` is the ``_parameters`` dict of ``module``.
+    """
 
     module: nn.Module
     registry: dict[str, nn.Parameter | None]
     name: str
 
     def get(self) -> nn.Parameter | None:
-        """Return what is registered here now; None where it was removed."""
+        """Return the parameter that the module registers now, or None if it was removed."""
         return self.registry.get(self.name)
 
 
 class ShardedParameter:
-    """A parameter of a group: ``sharded``, a DTensor, and ``unsharded``, a view of the gather.
+    """One parameter of a group, in its sharded and its unsharded form.
 
-    ``sharded`` keeps its identity for life: optimizers hold it. ``part`` returns this rank's part
-    of a tensor that is laid out as it.
+    ``sharded`` is a DTensor. It stays the same object, because optimizers refer to it, unless user
+    code registers another parameter in its place. ``unsharded`` is a view of the all-gather output.
+    ``part`` returns the local tensor of ``sharded`` or of its gradient.
     """
 
     part: Callable[[Any], Tensor] = staticmethod(local_of)
@@ -77,14 +82,14 @@ class ShardedParameter:
         mesh_info: MeshInfo,
         dim: int | None = 0,
     ) -> None:
-        """Find the mesh and the placements of the sharded parameter; nothing is allocated.
+        """Determine the mesh and the placements of the sharded parameter. Allocates no memory.
 
         Args:
             original: The parameter before `fully_shard`.
-            owners: All modules that register it.
-            name: Path from the unit's module.
+            owners: All modules that register ``original``.
+            name: Path of the parameter from the unit's module, such as ``"0.weight"``.
             mesh_info: The data-parallel mesh.
-            dim: Dimension to shard. None: every rank keeps the whole parameter.
+            dim: Tensor dim to shard. None: the parameter is replicated, not sharded.
 
         Raises:
             MeshError: The mesh of ``original`` does not fit the data-parallel mesh.
@@ -103,7 +108,7 @@ class ShardedParameter:
         self.axes = mesh_info.axes.replicated() if whole else mesh_info.axes
         self._requires_grad = original.requires_grad
         self._repeated_rows = getattr(original, "repeated_rows", ())
-        self._held: Tensor | None = None
+        self._held: Tensor | None = None  # gradients accumulated by `hold_gradient`
         self._is_built = False
         self.extension: Extension | None = None
         if is_extended(original):
@@ -111,27 +116,28 @@ class ShardedParameter:
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
         self.sharded: nn.Parameter
-        self.local_view: Tensor  # this rank's part as `sharded` has it
-        self.wrap: Callable[[Tensor], Tensor]  # of a local tensor, one laid out as `sharded`
+        self.local_view: Tensor  # the local tensor of `sharded`
+        self.wrap: Callable[[Tensor], Tensor]  # local tensor -> tensor like `sharded`
         self.unsharded: nn.Parameter
 
     def note_original(self) -> None:
-        """Note on the original that it was sharded: modules outside the unit may still have it."""
+        """Mark the original parameter as sharded. Modules outside the unit may still use it."""
         original = self.original()
         if original is not None:
             vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
 
     @torch.no_grad()
     def build_sharded(self, local: Tensor) -> None:
-        """Create the sharded parameter over ``local``, this rank's part."""
+        """Create the sharded parameter with the local tensor ``local``, this rank's shard."""
         self.sharded = nn.Parameter(self._laid_out(local), requires_grad=self._requires_grad)
         mark_repeated_rows(self.sharded, self._repeated_rows)
-        # A parameter has a view of the view; optimizers must write to the flat shard itself.
+        # nn.Parameter creates a new local tensor over the same memory. Optimizers must write to
+        # ``local`` itself, which is a view of the flat shard.
         self.put(local)
 
     def _laid_out(self, local: Tensor) -> Tensor:
-        # from_local brings all but what has no memory to the mesh's kind of device, where shards
-        # that rest on the CPU are not to be.
+        # ``DTensor.from_local`` moves all tensors but meta tensors to the device type of the mesh.
+        # With CPU offload, shards must stay on the CPU. So the spec is made from a meta tensor.
         like = DTensor.from_local(
             local.to("meta"),
             self._mesh,
@@ -144,9 +150,10 @@ class ShardedParameter:
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
-        """Create the unsharded parameter over ``view`` of the gathered output.
+        """Create the unsharded parameter over ``view``, a view of the all-gather output.
 
-        What was saved for a backward from one that was there must not be used any more.
+        If there was an unsharded parameter before, its version is incremented. A backward that
+        saved it then raises.
         """
         if self._is_built:
             increment_version(self.unsharded)
@@ -160,10 +167,10 @@ class ShardedParameter:
 
     @torch.no_grad()
     def move_unsharded(self, view: Tensor) -> None:
-        """Move the unsharded parameter, with its gradient, to the memory of ``view``.
+        """Replace the memory of the unsharded parameter by ``view``, and keep its gradient.
 
-        It stays the same tensor, unless an all-gather extension may have changed its class. The
-        version counts up, so that a backward that saved the previous memory raises.
+        The version is incremented, so that a backward that saved the previous memory raises. With
+        an all-gather extension, the parameter is created again, because its class may change.
         """
         if self.extension is not None:
             gradient = self.unsharded.grad
@@ -178,7 +185,11 @@ class ShardedParameter:
             set_local(cast(DTensor, self.unsharded), view)
 
     def _registered(self) -> nn.Parameter:
-        """Return the sharded parameter, or what something else registered in its place last."""
+        """Return the parameter that user code registered in place of the sharded one.
+
+        Returns the sharded parameter if it was not replaced. If modules that share it register
+        different replacements, the replacement in the last of these modules is returned.
+        """
         for owner in reversed(self.owners):
             present = owner.get()
             if present is not None and present is not self.sharded:
@@ -186,13 +197,13 @@ class ShardedParameter:
         return self.sharded
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
+        """Replace the local tensor of the sharded parameter by ``view``."""
         set_local(cast(DTensor, self.sharded), view)
         self.wrap = wrapper_like(cast(DTensor, self.sharded))
         self.local_view = view
 
     def fits(self, found: object) -> bool:
-        """Return whether ``found`` is laid out as the sharded parameter."""
+        """Return whether ``found`` has the class, shape, mesh and placements of ``sharded``."""
         own = cast(DTensor | RaggedTensor, self.sharded)
         return (
             isinstance(found, DTensor | RaggedTensor)
@@ -203,7 +214,11 @@ class ShardedParameter:
         )
 
     def refusal(self) -> str | None:
-        """Return why what is registered cannot be the sharded parameter; None if it can."""
+        """Return an error message if a registered parameter cannot replace the sharded one.
+
+        Returns None if all modules in ``owners`` register the sharded parameter or a valid
+        replacement.
+        """
         for owner in self.owners:
             if owner.get() is None:
                 return self._removal(owner)
@@ -233,7 +248,7 @@ class ShardedParameter:
         )
 
     def _changed_extension(self) -> str | None:
-        """Return an error message if an all-gather extension came or went after `fully_shard`."""
+        """Return an error message if the all-gather extension was added or lost; else None."""
         found = self._registered()
         local = self.part(found)
         if self.extension is None and (is_extended(found) or is_extended(local)):
@@ -264,37 +279,47 @@ class ShardedParameter:
         )
 
     def undo_replacement(self) -> None:
-        """Register the sharded parameter where another stands; what was removed stays so."""
+        """Register the sharded parameter again in the modules that have a replacement.
+
+        Modules from which the parameter was removed are left unchanged.
+        """
         for owner in self.owners:
             if owner.get() is not None:
                 owner.registry[owner.name] = self.sharded
 
     def take_replacement(self) -> None:
-        """Accept a parameter that something else registered in place of the sharded one.
+        """Use the parameter that user code registered in place of the sharded one, if any.
 
-        In all places of a tied one: what still stands in the others is not what was put there.
+        The replacement is registered in all modules that share the parameter, because user code may
+        have replaced a tied parameter in one of them only.
         """
         self.sharded = self._registered()
         for owner in self.owners:
             owner.registry[owner.name] = self.sharded
 
     def local(self) -> Tensor:
-        """Return this rank's part of what is registered, where nothing is refused."""
+        """Return the local tensor of the sharded parameter, or of its replacement by user code.
+
+        Valid only if `refusal` returns None.
+        """
         return self.part(self._registered())
 
     @property
     def is_plain(self) -> bool:
-        """Return whether modules compute with a plain tensor, not with a DTensor."""
+        """Return whether the unsharded parameter is a plain tensor, not a DTensor."""
         return self._own is None
 
     def hold_gradient(self, dtype: torch.dtype) -> None:
-        """Put the unsharded gradient aside in ``dtype``, added to what is there already."""
+        """Move the unsharded gradient from ``.grad`` to an accumulator of dtype ``dtype``.
+
+        A no-op if ``.grad`` is None. `take_gradient` returns the accumulated sum.
+        """
         gradient, self.unsharded.grad = self.unsharded.grad, None
         if gradient is not None:
             self._held = gradient.to(dtype) if self._held is None else self._held.add_(gradient)
 
     def clear_gradient(self, set_to_none: bool) -> None:
-        """Remove the sharded gradient, or fill it with zeros."""
+        """Set the sharded gradient to None if ``set_to_none`` is True, else to zeros."""
         gradient = self.sharded.grad
         if gradient is not None and set_to_none:
             self.sharded.grad = None
@@ -302,22 +327,21 @@ class ShardedParameter:
             self.part(gradient).zero_()
 
     def drop_gradient(self) -> None:
-        """Forget the unsharded gradient and what was put aside."""
+        """Discard the unsharded gradient and the sum accumulated by `hold_gradient`."""
         self._held = None
         self.unsharded.grad = None
 
     def no_gradient(self) -> Tensor:
-        """Return plain zeros in place of an unsharded gradient."""
+        """Return zeros with the local shape of the unsharded parameter, for a missing gradient."""
         whole: Tensor = self.unsharded
         whole = local_of(whole) if isinstance(whole, DTensor) else whole
         return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
 
     def take_gradient(self, collectives: Collectives) -> Tensor | None:
-        """Remove and return the unsharded gradient as a plain tensor; None where there is none.
+        """Remove the unsharded gradient and return its contiguous local tensor.
 
-        A DTensor is brought to the parameter's own placements first: a sum over the axes of its own
-        mesh on which it is Partial, a redistribution where it is sharded otherwise. Axes that the
-        group reduces over are left to it.
+        Returns None if there is no gradient. A DTensor gradient is redistributed to the placements
+        of the original parameter. It stays Partial over the mesh dims that the group reduces over.
         """
         gradient, self.unsharded.grad = self.unsharded.grad, None
         held, self._held = self._held, None
@@ -335,7 +359,10 @@ class ShardedParameter:
         return gradient.contiguous()
 
     def add_gradient(self, local: Tensor) -> None:
-        """Set the sharded gradient to ``local``, or add ``local`` to it, and run hooks on it."""
+        """Accumulate ``local``, this rank's reduced gradient, into the sharded gradient.
+
+        Then run the post-accumulate-grad hooks of the sharded parameter.
+        """
         sharded = self.sharded
         present = sharded.grad
         if present is None:
@@ -348,9 +375,10 @@ class ShardedParameter:
 
 
 class RaggedParameter(ShardedParameter):
-    """A parameter of which each rank holds a run of whole atoms, ``atom`` elements each.
+    """A parameter in the ragged layout: each rank holds a run of consecutive elements.
 
-    ``sharded`` is a ragged tensor of hp-dtensor.
+    An atom, ``atom`` consecutive elements, is never split between ranks. ``sharded`` is a
+    `RaggedTensor` of hp-dtensor.
     """
 
     part = staticmethod(attrgetter("local"))
@@ -363,7 +391,10 @@ class RaggedParameter(ShardedParameter):
         mesh_info: MeshInfo,
         atom: int,
     ) -> None:
-        """Work out the parameter's mesh; the group's plan gives the run lengths."""
+        """Determine the mesh of the sharded parameter. `set_runs` sets the run lengths later.
+
+        Raises `ParameterError` if ``original`` is a DTensor.
+        """
         super().__init__(original, owners, name, mesh_info)
         self.atom = atom
         if not self.is_plain:
@@ -373,7 +404,10 @@ class RaggedParameter(ShardedParameter):
             )
 
     def set_runs(self, leading: int, sizes: tuple[int, ...]) -> None:
-        """Take the run lengths that the plan gives, over the flattened leading dims."""
+        """Set how many rows each rank holds, after flattening the first ``leading`` dims to rows.
+
+        ``sizes``: the number of rows of each rank, such as ``(2, 1, 0)``.
+        """
         runs = RaggedShard(tuple(range(leading)), sizes)
         self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
 
@@ -381,14 +415,17 @@ class RaggedParameter(ShardedParameter):
         return RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
+        """Replace the local tensor of the sharded parameter by ``view``."""
         self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
         self.wrap = cast(RaggedTensor, self.sharded).like
         self.local_view = self.part(self.sharded)
 
 
 class _Identity(torch.autograd.Function):
-    """Leads from a leaf to its gradient accumulator, for every tensor class."""
+    """Autograd function that gives access to the AccumulateGrad node of a leaf.
+
+    It calls no operator on the leaf, so it works for every tensor class.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -400,10 +437,10 @@ class _Identity(torch.autograd.Function):
 
 
 def gradient_accumulator(parameter: nn.Parameter) -> Node | None:
-    """Return the autograd node that accumulates into a parameter, also into a frozen one.
+    """Return the AccumulateGrad node of a parameter, also of a frozen one.
 
-    Return None if the dtype has no gradients. The parameter loses the node, and hooks on it, if
-    nobody holds it.
+    Returns None if the dtype has no gradients. The parameter refers to the node weakly, so the
+    caller must keep a reference as long as it needs hooks on the node.
     """
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
@@ -416,15 +453,18 @@ def gradient_accumulator(parameter: nn.Parameter) -> Node | None:
 
 
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
-    """Return what ``candidate`` became when a unit that still lives was made of it."""
+    """Return the `ShardedParameter` that `fully_shard` created from ``candidate``.
+
+    Returns None if ``candidate`` was not sharded, or if its unit was garbage-collected.
+    """
     noted = vars(candidate).get(SHARDED_ATTRIBUTE)
     return None if noted is None else cast("ShardedParameter | None", noted())
 
 
 def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
-    """Return why what is registered cannot be one group's: two dtypes or devices; None if it can.
+    """Return an error message if registered parameters of a group differ in dtype or device.
 
-    For parameters of which none is refused.
+    Returns None if they do not differ. Valid if `ShardedParameter.refusal` returns None for all.
     """
     kinds: dict[str, list[str]] = {}
     for parameter in parameters:
@@ -437,7 +477,10 @@ def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
 
 
 def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
-    """Return the error that names the parameters of the unit at ``path`` without memory."""
+    """Return a `StateError` that names the parameters on the meta device.
+
+    ``path``: path of the unit from the root module; empty for the root.
+    """
     names = [parameter.name for parameter in parameters if parameter.local().is_meta]
     where = f"in {path}: " if path else ""
     return StateError(
@@ -446,24 +489,29 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
     )
 
 
-# Runs what an iterator does for each of many, without a call in Python for each.
+# Consumes an iterator for its side effects, without a Python call for each item.
 _run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 _each = chain.from_iterable
 _EXTENSION = frozenset({PRE_ALL_GATHER, POST_ALL_GATHER})
 
 
 class ParameterTable:
-    """The parameters of one group in lists that calls in C go through, made anew where they are.
+    """Parallel lists of a group's parameters and of the modules that register them.
 
-    What gathers have to know of their parameters is asked of all groups under a root together, once
-    a pass: for each group alone it costs more than the rest of a gather. ``shown`` are those that
-    modules have, at ``names`` of their ``registries``.
+    Updates and checks iterate over these lists in C. `are_shown` and `are_in_place` check the
+    tables of all groups under a root in one call, because a call per group costs more host time
+    than the rest of an unshard. ``shown[i]`` is the tensor last registered under ``names[i]`` in
+    ``registries[i]``. The table is created again if the group gets new parameters.
     """
 
     def __init__(
         self, parameters: Sequence[ShardedParameter], shards: Sequence[Tensor], flat: Tensor | None
     ) -> None:
-        """List ``parameters``, of one kind; ``shards`` are views of ``flat``, if there is one."""
+        """List ``parameters``, which are instances of one class.
+
+        ``shards`` are views of ``flat``, the flat shard of the group. ``flat`` is None for
+        parameters with all-gather extensions.
+        """
         owners = [(each, owner) for each in parameters for owner in each.owners]
         self.sharded = [each.sharded for each in parameters]
         self.unsharded = [each.unsharded for each in parameters]
@@ -475,10 +523,11 @@ class ParameterTable:
         self._part, self._parts = parameters[0].part, [each.local_view for each in parameters]
         self._shards = [] if flat is None else list(shards)
         self._addresses = list(map(Tensor.data_ptr, self._shards))
-        # Each shard holds the memory that it is a part of, until it is moved elsewhere.
+        # Each shard keeps one reference to this storage until the shard is moved elsewhere.
         self.storages = [] if flat is None else [flat.untyped_storage()]
         self.references = storage_references(self.storages)
-        # Where user code may attach an all-gather extension to a parameter without one.
+        # User code may add the methods of an all-gather extension to these attributes after
+        # `fully_shard`. `are_shown` detects this.
         plain = [each for each in parameters if each.extension is None]
         self.attributes = [vars(x) for each in plain for x in (each.sharded, each.local_view)]
 
@@ -493,27 +542,27 @@ class ParameterTable:
         self.shown = self._unsharded_at
 
     def has_parts(self) -> bool:
-        """Return whether the sharded parameters have the local tensors that they were given."""
+        """Return whether the sharded parameters still have the local tensors set by `put`."""
         return all(map(is_, self._parts, map(self._part, self.sharded)))
 
     def moved(self) -> bool:
-        """Return whether the memory of a shard is no longer the flat shard's.
+        """Return whether the address of a shard has changed since the table was created.
 
-        Sending a tensor to another process moves its storage to shared memory, on the CPU.
+        For example, sending a CPU tensor to another process moves its storage to shared memory.
         """
         references = storage_references(self.storages)
         if references == self.references:
             return False
         if list(map(Tensor.data_ptr, self._shards)) != self._addresses:
             return True
-        self.references = references  # somebody made or dropped a view
+        self.references = references  # only a view was created or deleted
         return False
 
 
 def are_shown(tables: Sequence[ParameterTable]) -> bool:
-    """Return whether modules have the tensors that were registered last.
+    """Return whether the modules still have the parameters that each table registered last.
 
-    False also if one of them has gained an all-gather extension.
+    Returns False, too, if user code has added an all-gather extension to a parameter.
     """
     registries = _each([table.registries for table in tables])
     names = _each([table.names for table in tables])
@@ -522,12 +571,12 @@ def are_shown(tables: Sequence[ParameterTable]) -> bool:
         found = map(getitem, registries, names)
         unchanged = all(map(is_, found, _each([table.shown for table in tables])))
     except KeyError:
-        return False  # one was removed
+        return False  # a parameter was removed from its module
     return unchanged and all(map(_EXTENSION.isdisjoint, attributes))
 
 
 def are_in_place(tables: Sequence[ParameterTable]) -> bool:
-    """Return whether the sharded parameters have the memory of their shards, where it was."""
+    """Return whether all sharded parameters still have their local tensors at the same address."""
     if not all([table.has_parts() for table in tables]):
         return False
     references = storage_references(_each([table.storages for table in tables]))
@@ -537,9 +586,10 @@ def are_in_place(tables: Sequence[ParameterTable]) -> bool:
 
 
 class _Managed:
-    """The names of a module's parameters that units have, and of those that were ignored.
+    """The names of a module's parameters that belong to units, and of its ignored parameters.
 
-    A copied or loaded module has none.
+    This mark is stored on the module. A copied or unpickled module has no mark, because its
+    parameters belong to no unit.
     """
 
     def __init__(self, names: Iterable[str], ignored: Iterable[str]) -> None:
@@ -547,11 +597,14 @@ class _Managed:
         self.ignored = frozenset(ignored)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # the copy's parameters are its own
+        return type(None), ()  # a copy of the mark is None
 
 
 def note_managed(roots: Iterable[nn.Module], ignored: Container[int] = ()) -> None:
-    """Note that units have all parameters under ``roots``, but those whose id is ``ignored``."""
+    """Mark all parameters under ``roots`` as members of units.
+
+    Parameters with an id in ``ignored`` are marked as ignored.
+    """
     for root in roots:
         for inner in root.modules():
             found = {name: p for name, p in parameters_of(inner).items() if p is not None}
@@ -560,22 +613,25 @@ def note_managed(roots: Iterable[nn.Module], ignored: Container[int] = ()) -> No
 
 
 def is_managed(module: nn.Module, name: str) -> bool:
-    """Return whether a unit has the parameter that ``module`` registers as ``name``."""
+    """Return whether the parameter ``name`` of ``module`` belongs to a unit."""
     noted = module.__dict__.get(MANAGED_ATTRIBUTE)
     return isinstance(noted, _Managed) and name in noted.names
 
 
 def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules under ``roots``, each once, by path; of several from their positions."""
+    """Yield each module under ``roots`` once, with its path.
+
+    If there are several roots, the path begins with the index of the root: ``"[0].layers"``.
+    """
     seen: set[nn.Module] = set()
     for position, root in enumerate(roots):
         yield from root.named_modules(seen, f"[{position}]" if len(roots) > 1 else "")
 
 
 def added_parameters(roots: Sequence[nn.Module]) -> list[str]:
-    """Return the plain parameters under ``roots`` that train and that no unit was ever given.
+    """Return the paths of trainable parameters that were added to ``roots`` after `fully_shard`.
 
-    They were added after `fully_shard`, with their module or alone.
+    These parameters are plain tensors, belong to no unit, and were not ignored.
     """
     return [
         f"{path}.{name}" if path else name

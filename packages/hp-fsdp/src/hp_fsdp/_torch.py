@@ -1,4 +1,4 @@
-"""Private names of torch, each wrapped once in a typed function.
+"""Typed wrappers of the private functions and attributes of torch that this package uses.
 
 Tested with torch 2.13, and briefly with 2.11.
 """
@@ -38,10 +38,10 @@ R = TypeVar("R")
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own registry of parameters.
+    """Return the dict in which ``module`` registers its own parameters, without submodules.
 
-    ``setattr`` is the public way to register one; its checks cost several times the host time, for
-    every parameter at every gather and reshard.
+    Each unshard and reshard registers all parameters of a unit. Writing to this dict takes a
+    fraction of the host time of ``setattr``, which runs checks.
     """
     return module._parameters
 
@@ -49,8 +49,8 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Replace parameters and buffers on the meta device by uninitialised ones on ``device``.
 
-    Unlike ``Module.to_empty``, which calls ``Module._apply`` for all tensors, this keeps the other
-    tensors, and keeps tied parameters and buffers tied.
+    Unlike ``Module.to_empty``, this function does not change tensors on other devices, and tied
+    parameters and buffers stay tied.
     """
     made: dict[int, Any] = {}
 
@@ -74,30 +74,29 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own registry of buffers."""
+    """Return the dict in which ``module`` registers its own buffers, without submodules."""
     return module._buffers
 
 
 def wrapper_like(parameter: DTensor) -> Callable[[Tensor], DTensor]:
-    """Return a function that makes DTensors with the mesh, placements and shape of a parameter.
+    """Return a function that wraps a local tensor in a DTensor with the layout of ``parameter``.
 
-    The public ``DTensor.from_local`` with shape and stride takes several times the host time,
-    because it computes the layout again. This function runs once per parameter and step.
+    The result of this function runs once per parameter and step. ``DTensor.from_local`` takes
+    several times the host time, because it computes the layout again.
     """
-    # Without __init__, which only adds a wrapper that takes longer than __new__.
+    # ``DTensor(...)`` would also call ``__init__``, which takes longer than ``__new__``.
     return partial(DTensor.__new__, DTensor, spec=parameter._spec, requires_grad=False)
 
 
 def set_local(parameter: DTensor, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor in place, so that optimizers keep their key to it.
+    """Replace the local tensor of a DTensor in place, so that optimizers keep its state.
 
-    ``Parameter.data = ...`` is the public way for plain tensors; it does not reach a DTensor's
-    local tensor.
+    The public ``parameter.data = ...`` does not replace the local tensor of a DTensor.
     """
     parameter._local_tensor = local
 
 
-# The local tensor itself; ``to_local`` returns a new view, with autograd history.
+# Returns the local tensor itself. ``to_local`` returns a new view, with autograd history.
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 _storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _pointer_of = attrgetter("_cdata")
@@ -109,33 +108,35 @@ def storage_references(storages: Iterable[torch.UntypedStorage]) -> list[int]:
 
 
 def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> None:
-    """Split each gradient in ``degree`` row blocks, zero-padded, and write block r to ``out[r]``.
+    """Copy gradients to the input of a reduce-scatter over ``degree`` ranks.
 
-    This is ``torch._chunk_cat``. The public ``pad``, ``view`` and ``cat`` need one more copy if the
-    rows of a gradient do not divide.
+    Splits each gradient into ``degree`` zero-padded blocks of rows, and writes the blocks of rank r
+    to ``out[r]``. This is ``torch._chunk_cat``. ``pad`` and ``cat`` would need one more copy if the
+    rows of a gradient do not divide evenly.
     """
     torch._chunk_cat(list(gradients), dim=0, num_chunks=degree, out=out)
 
 
-# Autograd's number of the next operation of this thread. There is no public function for this.
+# Returns the sequence number that autograd gives to the next operation of this thread. There is no
+# public function for this.
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def runs_after_new_ones(tensor: Tensor) -> bool:
-    """Return whether backward reaches a tensor after all operations that run from now on.
+    """Return whether backward reaches ``tensor`` only after all operations that follow this call.
 
-    Of the nodes that are ready, autograd runs the accumulation into leaves first, then the node
-    with the highest number of its thread. The number has no public name.
+    Among the nodes that are ready, autograd runs AccumulateGrad nodes first, then the node with the
+    highest sequence number. There is no public function for this number.
     """
     node = tensor.grad_fn
     return node is not None and node._sequence_nr() < next_number()
 
 
 def base_since(tensor: Tensor, number: int) -> Tensor | None:
-    """Return the base of a view if it was computed since `next_number` returned ``number``.
+    """Return the base of a view if the base was computed since `next_number` returned ``number``.
 
-    An in-place operation on a view gives the view a new node, without the hooks of the old one. The
-    node of the base stays.
+    Returns None otherwise. An in-place operation on a view gives the view a new node without the
+    hooks of the old one. The node of the base stays in the graph, so hooks on the base still run.
     """
     base = tensor._base if tensor._is_view() else None
     node = None if base is None else base.grad_fn
@@ -143,16 +144,16 @@ def base_since(tensor: Tensor, number: int) -> Tensor | None:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Run ``function`` at the end of the current backward. There is no public hook for this."""
+    """Call ``function`` at the end of the current backward. There is no public hook for this."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(function)
 
 
 def uncompiled(function: F) -> F:
-    """Return a function that is never compiled, including the functions that it calls.
+    """Return a version of ``function`` that is never compiled, nor are the functions it calls.
 
-    ``torch.compiler.disable`` takes ten calls to disable the compiler, so it is used only if a
-    compiler is active. There is no public function to find this out.
+    ``torch.compiler.disable`` adds ten Python calls to each call, so it is used only if a compiler
+    is active. There is no public function to find this out.
     """
     disabled = torch.compiler.disable(function)
 
@@ -164,40 +165,41 @@ def uncompiled(function: F) -> F:
 
 
 def uncompiled_itself(function: F) -> F:
-    """Return a function that is never compiled; the functions that it calls may be.
+    """Return a version of ``function`` that is never compiled. Functions that it calls may be.
 
-    ``torch.compiler.disable(recursive=False)`` would add two calls.
+    ``torch.compiler.disable(recursive=False)`` would add two Python calls to each call.
     """
     return cast(F, skip(function))
 
 
-# Number of the backward that runs on this thread, or -1. There is no public function for this.
+# Returns the id of the backward that runs on this thread, or -1. There is no public function for
+# this.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-# Whether a transform of ``torch.func`` is active. There is no public function for this.
+# Returns whether a transform of ``torch.func`` is active. There is no public function for this.
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def inside_forward_ad() -> bool:
-    """Return whether tensors have tangents of ``torch.autograd.forward_ad``; no public name."""
+    """Return whether forward-mode differentiation is active. There is no public function."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def without_tangents() -> AbstractContextManager[None]:
-    """Return a context in which forward-mode differentiation is disabled. It has no public name."""
+    """Return a context that disables forward-mode differentiation. It has no public name."""
     return cast("AbstractContextManager[None]", forward_ad._set_fwd_grad_enabled(False))
 
 
-# The active compiler callback, or None.
+# Returns the callback of the active compiler, or None.
 compiler: Callable[[], object] = get_eval_frame_callback
 
 
 def outside_transforms(function: Callable[..., R], *args: Any) -> R:
-    """Call a function whose operators are not transformed by ``torch.func``.
+    """Call ``function`` while transforms of ``torch.func`` are disabled.
 
-    Communication writes to buffers, which a transform rejects. There is no public way:
-    ``autograd.Function`` with ``setup_context`` requires outputs.
+    Communication writes to buffers, and a transform raises for such writes. The public alternative,
+    ``autograd.Function`` with ``setup_context``, is only for functions with outputs.
     """
     if not inside_transform():
         return function(*args)
@@ -211,9 +213,9 @@ _tensor_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 def apply_untransformed(
     function: type[torch.autograd.Function], context: object, *tensors: Tensor
 ) -> Any:
-    """Apply an autograd function if no transform of ``torch.func`` is active.
+    """Call ``function.apply``. The caller has checked that no ``torch.func`` transform is active.
 
-    ``function.apply`` needs seven calls to check this.
+    This function is faster, because ``function.apply`` needs seven Python calls for that check.
     """
     own: Any = super(torch.autograd.Function, function)
     return own.apply(context, *map(_tensor_alive, tensors))
@@ -236,20 +238,20 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
 
 
 def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:
-    """Return the hooks of ``Tensor.register_post_accumulate_grad_hook``, which has no getter."""
+    """Return the post-accumulate-grad hooks of a parameter by id, or None. torch has no getter."""
     return parameter._post_accumulate_grad_hooks
 
 
-# Called for all parameters in every step, by `map`, which makes no calls in Python.
+# ``map`` calls these for all parameters in every step. An attrgetter needs no Python call.
 trains: Callable[[Tensor], bool] = attrgetter("requires_grad")
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-# In this context, attributes of tensors are read and written twice as fast, because torch does not
-# look for ``__torch_function__``, which DTensors have disabled.
+# In this context, reading and writing attributes of tensors takes half the time, because torch does
+# not look for ``__torch_function__``. DTensors do not use ``__torch_function__``.
 plain_attributes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def training(tensors: Iterable[Tensor]) -> list[bool]:
-    """Return whether each tensor requires grad."""
+    """Return ``requires_grad`` of each tensor."""
     with plain_attributes():
         return list(map(trains, tensors))
 
@@ -258,7 +260,7 @@ _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def any_hooks_after_gradient(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether any parameter has `hooks_after_gradient`."""
+    """Return whether any of the parameters has post-accumulate-grad hooks."""
     with plain_attributes():
         return any(map(_hooks_of, parameters))
 
@@ -269,10 +271,10 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 def composed_by(module: nn.Module) -> set[str]:
-    """Return which of torch's ``replicate`` and ``fully_shard`` have the module's parameters.
+    """Return the names of torch's composable functions that manage the module's parameters.
 
-    Composable functions write it to a registry without a public name. Other functions, such as
-    ``checkpoint``, manage no parameters.
+    The result is a subset of ``{"replicate", "fully_shard"}``. torch records composable functions
+    in a registry of the module that has no public name.
     """
     return {"replicate", "fully_shard"}.intersection(module.__dict__.get(REGISTRY_KEY, ()))
 
@@ -283,9 +285,10 @@ def managed_by_torch(module: nn.Module) -> bool:
 
 
 def _refuse_torchs_call(module: nn.Module, frame: FrameType | None) -> None:
-    """Raise `ModuleStateError` if ``frame`` runs in a call of torch's ``fully_shard``.
+    """Raise `ModuleStateError` if torch's ``fully_shard`` is called on a sharded ``module``.
 
-    Parameters that the call ignores may stay where they are.
+    ``frame``: the function that reads the registry of ``module``. Does not raise if it is not part
+    of torch's ``fully_shard``, or if that call ignores all parameters of ``module``.
     """
     if frame is None or frame.f_code is not _is_composable_with_fsdp.__code__:
         return
@@ -303,8 +306,8 @@ def _refuse_torchs_call(module: nn.Module, frame: FrameType | None) -> None:
 class _Registry(dict[str, RegistryItem]):
     """A module's registry of composable functions. It raises if torch's ``fully_shard`` reads it.
 
-    Torch's ``fully_shard`` looks for ``replicate`` in the registry of each submodule. There is no
-    other hook in it, and it would fail later with an error about meshes. Other callers look for
+    torch's ``fully_shard`` looks for ``replicate`` in the registry of each submodule. Without this
+    class, the call would fail later with an error about meshes. Other callers look for
     ``replicate`` too, so the code object of the caller is compared.
     """
 
@@ -321,14 +324,14 @@ class _Registry(dict[str, RegistryItem]):
 
 
 def note_composed(unit: Iterable[nn.Module], owners: Iterable[nn.Module]) -> None:
-    """Register modules as sharded with torch's composable functions.
+    """Mark modules as sharded in torch's registry of composable functions.
 
-    torch's ``replicate`` on an outer module then ignores their parameters, and torch's
-    ``fully_shard`` raises.
+    torch's ``replicate`` on an outer module then ignores the parameters of these modules, and
+    torch's ``fully_shard`` raises.
 
     Args:
-        unit: The modules of a unit.
-        owners: The modules that register its parameters.
+        unit: The modules that were passed to one `fully_shard` call.
+        owners: The modules that register the parameters of the unit.
     """
     for module in dict.fromkeys([*unit, *owners]):
         registry = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
@@ -339,11 +342,11 @@ def note_composed(unit: Iterable[nn.Module], owners: Iterable[nn.Module]) -> Non
 
 
 class TorchState:
-    """Stands in for torch's ``FSDPState``, for code of torch that reads the state of a module.
+    """Replaces torch's ``FSDPState`` for code in torch that reads the state of a sharded module.
 
     - Pipeline stages call ``post_backward`` of every parameter group after the last backward, and
-      then the callback for the end of backward. Here there are no groups, and the callback reduces
-      all gradients. Up to torch 2.12 the groups are ``all_states[i]._fsdp_param_group``.
+      then ``_root_post_backward_final_callback``. This state has no groups, and the callback
+      reduces all gradients. Up to torch 2.12 the groups are ``all_states[i]._fsdp_param_group``.
     - torch's ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``.
     - Any other attribute raises `UnsupportedError`.
 
@@ -377,17 +380,17 @@ class TorchState:
         )
 
 
-# torch's own names, also if a program later replaces them by names of this package.
+# The original objects of torch, because a program may replace these names by this package's.
 _fully_shard: Any = fsdp.fully_shard
 TORCH_MODULE: type[fsdp.FSDPModule] = fsdp.FSDPModule
 
 
 class _ForeignState(UnsupportedError, AttributeError):
-    """An UnsupportedError; an AttributeError too, so that ``hasattr`` answers False."""
+    """Raised for attributes that `TorchState` lacks. Makes ``hasattr`` return False."""
 
 
 def note_state(module: nn.Module, state: TorchState) -> None:
-    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``."""
+    """Make ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``."""
     module.__dict__.setdefault(STATE_KEY, {})[_fully_shard.__wrapped__] = state
 
 
@@ -397,24 +400,24 @@ def noted_state(module: nn.Module) -> Any:
 
 
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return the 1-D mesh over several axes, ``DeviceMesh._flatten``, which has no public name."""
+    """Flatten several mesh axes into a 1-D mesh. ``DeviceMesh._flatten`` has no public name."""
     return mesh[names]._flatten("_".join(names))
 
 
 def averages(group: object, device: torch.device) -> bool:
-    """Return whether a process group computes averages on a device.
+    """Return whether the backend of a process group can compute averages on a device.
 
-    With other groups, the collectives of hp-dtensor divide the sums.
+    If it cannot, the collectives of hp-dtensor sum and then divide.
     """
     return backend_of(group, device) == "nccl"
 
 
-# torch's objects for collectives in memory that the process group allocates.
+# torch's classes for collectives that use memory allocated by the process group.
 GROUP_MEMORY: Any = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)
 
 
 def registers_memory(group: object, device: torch.device) -> bool:
-    """Return whether the backend that serves a device allocates memory to communicate in."""
+    """Return whether the backend of a process group can allocate memory for its collectives."""
     if not isinstance(group, ProcessGroup):
         return False
     try:
@@ -429,17 +432,16 @@ PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Return whether a tensor has an all-gather extension, or a part of one."""
+    """Return whether a tensor has at least one of the two methods of an all-gather extension."""
     return hasattr(tensor, PRE_ALL_GATHER) or hasattr(tensor, POST_ALL_GATHER)
 
 
 def preserved_versions(tensor: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which writes to a tensor do not change its version.
+    """Return a context in which writes to ``tensor`` do not increment its version.
 
-    For writes of the same values: autograd then does not refuse the tensors that it has saved.
-
-    ``torch.autograd._unsafe_preserve_version_counter``, which has no public name; an alias of its
-    own (``.data``) is the way for plain tensors, and not all tensor classes can make one.
+    Valid only for writing the same values again: autograd then accepts the tensors that it saved.
+    ``torch.autograd._unsafe_preserve_version_counter`` has no public name. Writing to
+    ``tensor.data`` is the public way, but not all tensor classes support it.
     """
     autograd: Any = torch.autograd
     guard: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)

@@ -1,8 +1,8 @@
-"""Weights in safetensors files: each rank reads and writes only the elements that it stores.
+"""Load and save the weights of sharded models as safetensors files.
 
-A file starts with a header that gives each tensor's dtype, shape and position. Everything else is
-the tensors' elements, in row-major order. Therefore every rank can read the boxes of global indices
-that it stores, and write them to their place, without gathering a parameter anywhere.
+A safetensors file starts with a header that gives the dtype, shape and position of each tensor. The
+elements of the tensors follow, in row-major order. So each rank can compute the positions of the
+elements that it stores, and read or write only these. No parameter is gathered.
 """
 
 from ._load import load_safetensors as load_safetensors

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, and functions in which all ranks succeed or raise together."""
+"""Shared functions of loading and saving: names of tensors, and errors raised on all ranks."""
 
 import os
 import warnings
@@ -19,11 +19,11 @@ from hp_dtensor.torch_compat import EXTRA_STATE_KEY
 from .._errors import CheckpointError
 
 T = TypeVar("T")
-Box = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]  # a half-open range of indices for each dim
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LISTED = 8  # names that an error lists of each kind
+LISTED = 8  # largest number of names in a list of an error message
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -37,13 +37,13 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Parts of names that wrappers of torch insert: `torch.compile(model)`, activation checkpointing.
+# ``torch.compile(model)`` and activation checkpointing insert these parts into parameter names.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter or buffer of a model, and all names that it has there."""
+    """A parameter or buffer of a model, with its names. A tied parameter has several names."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -65,7 +65,10 @@ def safe_open() -> Any:
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """Reshard the model, and return its parameters and persistent buffers."""
+    """Reshard the model, and return its parameters and persistent buffers.
+
+    Their names do not contain the parts that wrappers insert; see `plain_name`.
+    """
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
             module.reshard()
@@ -81,11 +84,12 @@ def targets_of(model: nn.Module) -> list[Target]:
 
 
 def check_extra_states(model: nn.Module, given: Collection[str]) -> None:
-    """Raise `CheckpointError` for modules with extra state, unless sources are ``given``.
+    """Raise `CheckpointError` if a module has extra state that a weight file would lose.
 
-    Extra state is an entry of a state dict that is no parameter or buffer
-    (``nn.Module.get_extra_state``). It can say how to read the parameters, as the order of experts
-    in hp-ep does. Files of weights cannot store it. Warns if the module has no parameters.
+    Extra state (``nn.Module.get_extra_state``) may describe how to read the parameters, such as
+    the order of experts in hp-ep. Weight files cannot store it. ``given``: names of the parameters
+    with explicit sources, for which extra state is not needed. If a module with extra state has no
+    parameters, the function only warns.
     """
     for key in model.state_dict(keep_vars=True):
         prefix, _, name = plain_name(key).rpartition(".")
@@ -108,26 +112,30 @@ def check_extra_states(model: nn.Module, given: Collection[str]) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers insert."""
+    """Return the name of a parameter without the parts that wrappers insert.
+
+    For example, ``"_orig_mod.head.weight"`` becomes ``"head.weight"``.
+    """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def folder_of(folder: object) -> Path:
-    """Return the path of a folder; `CheckpointError` for anything but a path that is not empty."""
+    """Return ``folder`` as a `Path`. Raises `CheckpointError` if it is not a path or is empty."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise CheckpointError(f"folder={folder!r} is not the path of a folder")
     return Path(folder)
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Return this rank's number in the group; 0 without a process group."""
+    """Return this rank's number in the group; 0 if there is no process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def on_all_ranks(group: ProcessGroup | None, make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on this rank; raise on all ranks if any of them failed.
+    """Call ``make`` on each rank and return this rank's result. If a rank fails, all ranks raise.
 
-    An ImportError stays one. All other errors become `CheckpointError`.
+    The error is the error of the first rank that failed: an ``ImportError``, or else a
+    `CheckpointError`.
     """
     result, error = _tried(make)
     failures: list[Any] = [_described(error)]
@@ -139,7 +147,10 @@ def on_all_ranks(group: ProcessGroup | None, make: Callable[[], T]) -> T:
 
 
 def on_first_rank(group: ProcessGroup | None, make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on the first rank, on all ranks; raise if it failed there."""
+    """Call ``make`` on the first rank only, and broadcast the result. All ranks return it.
+
+    If ``make`` fails, all ranks raise.
+    """
     result, error = _tried(make) if rank_in(group) == 0 else (None, None)
     found: list[Any] = [(result, _described(error))]
     if dist.is_initialized():
@@ -151,10 +162,13 @@ def on_first_rank(group: ProcessGroup | None, make: Callable[[], T]) -> T:
 
 
 def distinct_objects(group: ProcessGroup | None, own: T) -> dict[int, T]:
-    """Return the different objects of all ranks, each by the first rank that has it.
+    """Gather the objects of all ranks, without duplicates.
 
-    Equal objects, by their ``repr``, are sent once. Ranks with the same part of a model have equal
-    ones, so the time and memory do not grow with the number of ranks.
+    Objects are duplicates if they have the same ``repr``. Ranks with the same part of a model have
+    equal objects, so time and memory do not grow with the number of ranks.
+
+    Returns:
+        A dict of the different objects. The key of an object is the first rank that has it.
     """
     if not dist.is_initialized():
         return {0: own}
@@ -178,7 +192,7 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Return whether an error is an ImportError, and its text; None without an error."""
+    """Return None if ``error`` is None, else whether it is an ImportError, and its message."""
     if error is None:
         return None
     known = isinstance(error, CheckpointError | ImportError)
@@ -188,7 +202,10 @@ def _described(error: Exception | None) -> tuple[bool, str] | None:
 
 
 def _raise_first(failures: Sequence[tuple[bool, str] | None], own: Exception | None) -> None:
-    """Raise the failure of the first rank that has one, on all ranks."""
+    """Raise the error of the first rank that failed. A no-op if no rank failed.
+
+    ``failures``: result of `_described` for each rank. ``own``: the error of this rank, if any.
+    """
     for rank, failure in enumerate(failures):
         if failure is not None:
             text = failure[1] if all(each == failure for each in failures) else ""
@@ -197,15 +214,16 @@ def _raise_first(failures: Sequence[tuple[bool, str] | None], own: Exception | N
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names as text, and how many more there are."""
+    """Return the first `LISTED` names as text, followed by the number of other names."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 
 
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """Return the index of ``box`` in a tensor that has the elements of the box ``origin``.
+    """Return the slices that select ``box`` from a tensor with the elements of ``origin``.
 
-    Without ``origin``, the tensor has all elements.
+    A box is one range ``(start, stop)`` per dim. ``origin`` contains ``box``. If ``origin`` is
+    None, the tensor has all elements.
     """
     starts = [0] * len(box) if origin is None else [lo for lo, _ in origin]
     return tuple(slice(lo - s, hi - s) for (lo, hi), s in zip(box, starts, strict=True))

@@ -1,4 +1,4 @@
-"""`load_safetensors`: the catalogue of a folder, the check against the model, the reading."""
+"""`load_safetensors`: read the headers of the files, compare them with the model, and load."""
 
 import json
 import os
@@ -36,12 +36,12 @@ from ._common import (
     targets_of,
 )
 
-SAMPLE = 4096  # bytes of each file that ranks compare
+SAMPLE = 4096  # number of bytes in each file that ranks compare
 LFS_POINTER = b"version https://git-lfs"
 
 
 class StoredTensor(NamedTuple):
-    """One entry of a file's header."""
+    """File name, shape and dtype of one tensor, from the header of a file."""
 
     file: str
     shape: tuple[int, ...]
@@ -49,13 +49,14 @@ class StoredTensor(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One piece to read.
+    """One read from a file: a box of a stored tensor, and its destination.
 
     Attributes:
         piece: The box of a stored tensor.
-        view: The same elements of a parameter on this rank.
-        tie: None to copy the stored elements into ``view``. For the second name of a tied
-            parameter, a text with both names: the stored elements must equal ``view`` then.
+        view: The elements of a parameter on this rank that correspond to ``piece``.
+        tie: None: copy the stored elements into ``view``. Otherwise ``view`` was loaded already
+            under another name of a tied parameter, and the stored elements must equal it. ``tie``
+            is then a text with both names, for an error message.
     """
 
     piece: Piece
@@ -71,38 +72,38 @@ def load_safetensors(
     device: torch.device | str | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Load weights from safetensors files into a model that may be sharded, in place.
+    """Load weights from safetensors files into a model, in place. The model may be sharded.
 
-    Each rank reads only the elements that it stores, straight into its shards. This works for
-    parameters under `fully_shard`, tensor parallelism and expert parallelism, for ragged and for
-    plain parameters, and for persistent buffers. Values are converted to the dtype of the
-    parameter. All ranks of ``group`` must call this function.
+    Each rank reads only the elements that it stores, directly into its shards. Parameters may be
+    sharded by `fully_shard` in either layout, by tensor parallelism and by expert parallelism, or
+    may be plain tensors. Persistent buffers are loaded, too. Values are converted to the dtype of
+    the parameter. All ranks of ``group`` must call this function.
 
     The folder has either one file ``model.safetensors``, or several files and
     ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them.
 
     Args:
         model: The model. Parameters on the meta device get memory.
-        folder: Folder with the files. All ranks must see the same files.
-        sources: For parameters that the files store in other pieces: a `hp_dtensor.sources.Source`
-            by parameter name, or a function that makes them, such as
-            ``hp_ep.transformers.checkpoint_sources(model)``. Parameters without an entry have the
-            same name in the files. Defaults to None: all names are equal.
-        device: Device of parameters that are on the meta device now. Defaults to None: the device
-            type of the DTensors' mesh, the CPU without any.
+        folder: Folder with the files. All ranks must read the same files.
+        sources: Describes parameters that the files store under other names or in other shapes: a
+            mapping from parameter names to `hp_dtensor.sources.Source`, or a function that returns
+            a `SourcePlan`, such as ``hp_ep.transformers.checkpoint_sources(model)``. All other
+            parameters have the same name in the files as in the model. Defaults to None.
+        device: Device for parameters that are on the meta device. Defaults to the device of the
+            mesh of the model's DTensors, or to the CPU if the model has no DTensors.
         group: Process group of the ranks that call this function. Defaults to the world.
 
     Raises:
         CheckpointError: Raised on all ranks, before the model is changed, if
 
-            - a file or the index is missing, damaged, or does not fit the other files;
-            - ranks see files of other sizes, or with other bytes in the middle of a file;
-            - names of the model are missing, or names in the files are not in the model;
+            - a file or the index is missing, damaged, or does not match the other files;
+            - ranks read files with different sizes or with different bytes in the middle;
+            - the files lack a parameter of the model, or the model lacks a tensor of the files;
             - shapes differ, or stored values are quantized;
-            - a buffer on the meta device is not in the files, so that nothing would give it values.
+            - a buffer on the meta device is not in the files, so it would have no values.
 
-            Raised after the model is changed if reading fails, or if a tied parameter has several
-            names in the files, with different values.
+            Raised after the model is changed if reading fails, or if the files store different
+            values under two names of a tied parameter.
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
     Examples:
@@ -118,10 +119,11 @@ def load_safetensors(
         True
 
     Note:
-        A rank needs no memory beyond its shards: slices of files are mapped, not read into memory.
-        One file at a time is mapped. A limit of the address space (RLIMIT_AS) counts the mapping.
+        Files are memory-mapped, one at a time, so a rank needs no memory beyond its shards. The
+        mapping counts towards a limit on the address space (``RLIMIT_AS``).
 
-        Create the optimizer after this call: plain parameters on the meta device may be replaced.
+        Create the optimizer after this call, because plain parameters on the meta device may be
+        replaced.
     """
     opened = on_all_ranks(group, safe_open)
     path = on_all_ranks(group, lambda: folder_of(folder))
@@ -136,7 +138,10 @@ def load_safetensors(
 
 
 def _read_catalogue(folder: Path, opened: Any) -> dict[str, StoredTensor]:
-    """Return all tensors of a folder by name, from the headers of its files."""
+    """Return all stored tensors of a folder by name, from the headers of the files.
+
+    ``opened`` is ``safetensors.safe_open``. Raises `CheckpointError` if the files are incomplete.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give one with safetensors files")
     index = folder / INDEX
@@ -196,7 +201,7 @@ def _read_header(path: Path, opened: Any) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _damage(path: Path, error: Exception) -> str:
-    """Return the reason why a file cannot be read."""
+    """Return the reason why a file cannot be read, such as ``"is missing"``."""
     if not path.exists():
         return "is missing"
     try:
@@ -208,7 +213,7 @@ def _damage(path: Path, error: Exception) -> str:
 
 
 def _sample(folder: Path, found: Mapping[str, StoredTensor]) -> str:
-    """Return a digest of the size and of one block in the middle of each file."""
+    """Return a digest of the name, the size and a block in the middle of each file."""
     digest = sha256()
     for name in sorted({stored.file for stored in found.values()}):
         path = folder / name
@@ -223,7 +228,11 @@ def _sample(folder: Path, found: Mapping[str, StoredTensor]) -> str:
 
 
 def _raise_different_folders(samples: Mapping[int, str], folder: Path) -> None:
-    """Raise on all ranks unless all see the same files."""
+    """Raise `CheckpointError` if ranks read different files.
+
+    ``samples``: the different results of `_sample`, by the first rank that has each. Equal on all
+    ranks, so all ranks raise.
+    """
     if len(samples) > 1:
         ranks = ", ".join(map(str, samples))
         raise CheckpointError(
@@ -237,7 +246,11 @@ def _check(
     found: Mapping[str, StoredTensor],
     device: torch.device | str | None,
 ) -> "tuple[SourcePlan, Problems, torch.device]":
-    """Return the sources, the problems, and the device of parameters without memory."""
+    """Compare the files with the model on this rank.
+
+    Returns the source of each name, the differences, and the device for parameters on the meta
+    device.
+    """
     targets = targets_of(model)
     plan = _plan(model, sources, {name: stored.shape for name, stored in found.items()}, targets)
     problems = _problems(targets, plan, found)
@@ -251,7 +264,11 @@ def _plan(
     shapes: Mapping[str, tuple[int, ...]],
     targets: Sequence[Target],
 ) -> SourcePlan:
-    """Return the source of each name: the given one, or else the stored tensor with this name."""
+    """Return the source of each name in the model.
+
+    This is the entry in ``sources``, or else the stored tensor with the same name. Names with
+    neither are left out. Raises `CheckpointError` if ``sources`` is invalid.
+    """
     given = SourcePlan({}, shapes)
     if isinstance(sources, Mapping):
         own = {name for target in targets for name in target.names}
@@ -288,9 +305,9 @@ class Problems(NamedTuple):
     """Differences between the files and the model of one rank.
 
     Attributes:
-        missing: Names of the model that the files lack.
-        wrong: Sentences about shapes, dtypes and buffers.
-        used: Names in the files that the model uses.
+        missing: Names of parameters and buffers that the files lack.
+        wrong: Error texts about shapes, dtypes and buffers.
+        used: Names of stored tensors that the model uses.
     """
 
     missing: list[str]
@@ -301,7 +318,7 @@ class Problems(NamedTuple):
 def _problems(
     targets: Sequence[Target], plan: SourcePlan, found: Mapping[str, StoredTensor]
 ) -> Problems:
-    """Return missing names, other problems, and the stored names that this rank's model uses."""
+    """Compare names, shapes and dtypes of this rank's tensors with the files."""
     missing: list[str] = []
     wrong: list[str] = []
     used: list[str] = []
@@ -320,7 +337,7 @@ def _problems(
 
 
 def _without_values(model: nn.Module, targets: Sequence[Target]) -> Iterator[str]:
-    """Describe the buffers without memory that no file would fill."""
+    """Yield an error text for each buffer on the meta device that weight files do not contain."""
     filled = {name for target in targets for name in target.names}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and plain_name(name) not in filled:
@@ -358,11 +375,15 @@ def _mismatches(
 def _raise_problems(
     by_rank: Mapping[int, Problems], folder: Path, unused: set[str], ties: bool
 ) -> None:
-    """Raise one error that lists the problems of all ranks."""
+    """Raise one `CheckpointError` that lists the problems of all ranks, if there are any.
+
+    ``unused``: names of all stored tensors, except ignored ones. ``ties``: whether the model has a
+    method ``tie_weights``, which the message then suggests.
+    """
     every = by_rank.values()
     missing = sorted({name for each in every for name in each.missing})
     wrong = list(dict.fromkeys(text for each in every for text in each.wrong))
-    # Ranks of a pipeline have different parts of the model.
+    # A stored tensor may be used by one stage of a pipeline only.
     unexpected = sorted(unused.difference(*(each.used for each in every)))
     parts = [f"missing in the files: {listed(missing)}"] if missing else []
     parts += [f"not in the model: {listed(unexpected)}"] if unexpected else []
@@ -376,7 +397,7 @@ def _raise_problems(
 
 
 def _device_of(targets: Sequence[Target], device: torch.device | str | None) -> torch.device:
-    """Return ``device``, or by default the device of the mesh of a DTensor, else the CPU."""
+    """Return ``device``; if it is None, the device of the first DTensor's mesh, else the CPU."""
     if device is not None:
         return torch.device(device)
     for target in targets:
@@ -396,7 +417,7 @@ def _read(
     folder: Path,
     opened: Any,
 ) -> None:
-    """Copy this rank's elements from the files, one file at a time."""
+    """Read the elements that this rank stores, one file at a time, into ``targets``."""
     by_file: dict[str, list[Read]] = {}
     for target in targets:
         names = [name for name in target.names if name in plan.parameters]
@@ -406,7 +427,7 @@ def _read(
                     part = view[slices(piece.target, box)]
                     tie = None if name == names[0] else f"{names[0]} and {name}"
                     by_file.setdefault(found[piece.name].file, []).append(Read(piece, part, tie))
-    # Tied parameters are compared after they were read.
+    # The second name of a tied parameter is compared after the first name was read.
     for compared in (False, True):
         for name, reads in sorted(by_file.items()):
             chosen = [read for read in reads if (read.tie is not None) == compared]
@@ -415,7 +436,7 @@ def _read(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether all values are equal; NaN equals NaN."""
+    """Return whether all elements are equal. NaN equals NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -1,4 +1,4 @@
-"""`parameters_on_meta`: build a model whose weights are loaded later, without memory for them."""
+"""`parameters_on_meta`: build a model without memory for its parameters, to load them later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 def parameters_on_meta() -> Iterator[None]:
     """Put the parameters of modules that are built in a ``with`` block on the meta device.
 
-    Such parameters have a shape and a dtype, but no memory and no values. `load_safetensors` gives
-    them both. Buffers, such as the frequencies of rotary embeddings, get memory and values as
-    usual, because weight files do not have them. Tied parameters stay tied.
+    Parameters on the meta device have a shape and a dtype, but no memory and no values.
+    `load_safetensors` allocates and loads them. Buffers, such as the frequencies of rotary
+    embeddings, are created as usual, because weight files may not contain them. Tied parameters
+    stay tied.
 
     Yields:
         None.
@@ -27,12 +28,11 @@ def parameters_on_meta() -> Iterator[None]:
         device(type='meta')
 
     Note:
-        ``torch.device("meta")`` puts buffers on the meta device, too, so they would have to be
-        computed again. Each parameter is created before it is moved, so the largest one must fit
-        into memory.
+        ``with torch.device("meta")`` would put buffers on the meta device, too. Each parameter is
+        created before it is moved, so the largest parameter must fit into memory.
     """
 
-    moved: Any = WeakIdKeyDictionary()  # a tied parameter must become one object
+    moved: Any = WeakIdKeyDictionary()  # tied parameters must stay one object
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta:
@@ -43,7 +43,7 @@ def parameters_on_meta() -> Iterator[None]:
             moved[parameter] = empty
         return cast(nn.Parameter, moved[parameter])
 
-    hook = register_module_parameter_registration_hook(cast(Any, move))  # torch says: returns None
+    hook = register_module_parameter_registration_hook(cast(Any, move))  # annotated to return None
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`save_safetensors`: the positions of all tensors in files, and the writing."""
+"""`save_safetensors`: assign each tensor a position in a file, and write its elements."""
 
 import json
 import math
@@ -51,33 +51,35 @@ def save_safetensors(
     max_file_bytes: int = DEFAULT_FILE_BYTES,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Save the weights of a model that may be sharded as safetensors files.
+    """Save the weights of a model, which may be sharded, as safetensors files.
 
-    Each rank writes the elements that it stores to their place in the files, so no rank ever has a
-    whole parameter. Of the replicas on a tensor's mesh the first one writes. The result is one file
-    ``model.safetensors``, or several files with an index, as ``from_pretrained`` of transformers
-    and `load_safetensors` read them. All ranks of ``group`` must call this function. Ranks may have
-    different parts of a model, such as the stages of a pipeline, with different names.
+    Each rank writes the elements that it stores directly to the files, so no parameter is gathered.
+    If several ranks store the same elements, only the first of them writes. The result is one file
+    ``model.safetensors``, or several files with an index. `load_safetensors` and
+    ``from_pretrained`` of transformers read both. All ranks of ``group`` must call this function.
+    Ranks may have different parts of a model, such as the stages of a pipeline, if the parts have
+    different parameter names.
 
     Args:
         model: The model.
         folder: Folder on a file system that all ranks share. It is created if it does not exist.
-        sources: A function that chooses other pieces and names for the files, such as
-            ``hp_ep.transformers.checkpoint_sources(model)``. Defaults to None: the names of the
-            model. A tied parameter is stored once, under its first name.
+        sources: A function that describes the parameters by tensors with other names or shapes,
+            which the files then store, such as ``hp_ep.transformers.checkpoint_sources(model)``.
+            Defaults to None: the files store the parameters under their names in the model. A tied
+            parameter is stored once, under its first name.
         dtype: Dtype of floating-point parameters in the files. Buffers, such as the bias of a
-            router, keep theirs. Defaults to the dtype of each parameter.
-        max_file_bytes: Upper bound on the bytes of all tensors in one file; a larger tensor gets a
-            file of its own.
+            router, are not converted. Defaults to the dtype of each parameter.
+        max_file_bytes: Upper bound on the bytes of all tensors in one file. A larger tensor gets a
+            separate file.
         group: Process group of the ranks that call this function. Defaults to the world.
 
     Raises:
         CheckpointError: Raised on all ranks, and no file is left, if
 
-            - the folder has weights already, is not shared by all ranks, or cannot be written;
-            - a parameter has no values, or a dtype that files cannot have;
-            - ``sources`` does not give each stored element exactly once;
-            - different parts of a model have the same name, or a module has extra state.
+            - the folder contains weights already, is not shared by all ranks, or is not writable;
+            - a parameter is on the meta device, or has a dtype that files do not support;
+            - ``sources`` does not provide each stored element exactly once;
+            - different ranks use one name for different tensors, or a module has extra state.
 
         ImportError: The package safetensors is missing; ``pip install 'hp-fsdp[safetensors]'``.
 
@@ -104,11 +106,11 @@ def save_safetensors(
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a model.
+    """Shape and dtype of a tensor to save.
 
     Attributes:
         shape: Global shape.
-        dtype: Name of its dtype in the files.
+        dtype: Name of the dtype in the files, such as ``"BF16"``.
     """
 
     shape: tuple[int, ...]
@@ -116,10 +118,10 @@ class TensorInfo(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The part of a model on one rank.
+    """Description of the tensors that one rank stores, which it sends to the other ranks.
 
     Attributes:
-        tensors: Each tensor by its first name.
+        tensors: Shape and dtype of each tensor, by the tensor's first name.
         plan: The sources of the tensors.
         max_file_bytes: Argument of `save_safetensors`.
     """
@@ -132,7 +134,7 @@ class Part(NamedTuple):
 def _part(
     model: nn.Module, sources: SourceRule | None, dtype: Any, max_file_bytes: Any
 ) -> tuple[list[Target], Part]:
-    """Check the arguments of `save_safetensors`; return the tensors and the part of this rank."""
+    """Check the arguments of `save_safetensors`, and return this rank's tensors and its `Part`."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError(
             f"dtype={dtype!r} is not a floating-point dtype; use one, such as torch.bfloat16"
@@ -173,7 +175,10 @@ def _plan(
     targets: Sequence[Target],
     tensors: Mapping[str, TensorInfo],
 ) -> SourcePlan:
-    """Return the sources of this rank's tensors, by the first name of each tensor."""
+    """Return the source of each tensor on this rank, by the tensor's first name.
+
+    Raises `CheckpointError` if ``sources`` has unknown names or wrong shapes.
+    """
     given = SourcePlan({}, {}) if sources is None else sources(None)
     check_extra_states(model, given.parameters)
     first = {name: target.names[0] for target in targets for name in target.names}
@@ -194,12 +199,12 @@ def _plan(
 
 
 class Saved(NamedTuple):
-    """What all ranks save together.
+    """The tensors and the files that all ranks save together. Equal on all ranks.
 
     Attributes:
         plan: The sources of the tensors of all ranks.
-        first_rank: For each plain tensor, the first rank that has it.
-        files: The files.
+        first_rank: For each tensor, the first rank that has it. This rank writes plain tensors.
+        files: The files to write.
     """
 
     plan: SourcePlan
@@ -208,7 +213,11 @@ class Saved(NamedTuple):
 
 
 def _merged(parts: Mapping[int, Part]) -> Saved:
-    """Combine the parts of all ranks, each given by the first rank that has it."""
+    """Merge the descriptions of all ranks. ``parts`` is the result of `distinct_objects`.
+
+    Raises `CheckpointError` if ranks use one name for different tensors, or if stored elements are
+    missing or given twice.
+    """
     tensors: dict[str, TensorInfo] = {}
     parameters: dict[str, Source] = {}
     stored: dict[str, Sequence[int]] = {}
@@ -234,7 +243,7 @@ def _merged(parts: Mapping[int, Part]) -> Saved:
 
 
 def _check_covered(plan: SourcePlan, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise unless the parameters give each element of every stored tensor, and only one does."""
+    """Raise `CheckpointError` unless each stored element comes from exactly one parameter."""
     boxes: dict[str, dict[str, list[Box]]] = {}
     for name, source in plan.parameters.items():
         whole = tuple((0, length) for length in tensors[name].shape)
@@ -249,7 +258,8 @@ def _check_covered(plan: SourcePlan, tensors: Mapping[str, TensorInfo]) -> None:
         places = [{edge: place for place, edge in enumerate(dim)} for dim in edges]
         owners = torch.zeros([len(dim) - 1 for dim in edges], dtype=torch.int32)
         for several in by_parameter.values():
-            mine = torch.zeros_like(owners)  # replicas of an expert give the same elements
+            # Boxes of one parameter may overlap, because replicas of an expert repeat elements.
+            mine = torch.zeros_like(owners)
             for box in several:
                 mine[
                     tuple(slice(at[lo], at[hi]) for at, (lo, hi) in zip(places, box, strict=True))
@@ -264,7 +274,7 @@ def _check_covered(plan: SourcePlan, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 class Position(NamedTuple):
-    """Position of a stored tensor: file, dtype in the file, and offset of the first byte."""
+    """Position of a stored tensor: file name, dtype, and offset of the first byte in the file."""
 
     file: str
     dtype: str
@@ -273,7 +283,13 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files to write: their headers and sizes in bytes by name, and each tensor's position."""
+    """The files to write.
+
+    Attributes:
+        headers: Header of each file, by file name.
+        sizes: Size of each file in bytes, by file name.
+        positions: Position of each stored tensor, by tensor name.
+    """
 
     headers: Mapping[str, bytes]
     sizes: Mapping[str, int]
@@ -281,7 +297,7 @@ class Files:
 
 
 def _files(plan: SourcePlan, tensors: Mapping[str, TensorInfo], max_bytes: int) -> Files:
-    """Distribute the stored tensors over files, in the order of the plan."""
+    """Distribute the stored tensors over files of at most ``max_bytes``, in the plan's order."""
     dtypes = {
         stored: tensors[name].dtype
         for name, source in plan.parameters.items()
@@ -320,7 +336,7 @@ def _files(plan: SourcePlan, tensors: Mapping[str, TensorInfo], max_bytes: int) 
 
 
 def _begin(folder: Path, files: Files, token: str) -> None:
-    """Create the files with their headers, under names that end with ``token``."""
+    """Create the files with headers and final sizes. Their temporary names end with ``token``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_empty(folder)
@@ -341,7 +357,7 @@ def _check_empty(folder: Path) -> None:
 
 @torch.no_grad()
 def _write(targets: Sequence[Target], saved: Saved, folder: Path, token: str, rank: int) -> None:
-    """Write the elements for which this rank is the first replica."""
+    """Write the elements that this rank stores, unless an earlier rank stores them, too."""
     plan, files = saved.plan, saved.files
     for name in files.headers:
         if not (folder / (name + token)).exists():
@@ -376,14 +392,17 @@ def _write(targets: Sequence[Target], saved: Saved, folder: Path, token: str, ra
 def _write_piece(
     descriptor: int, piece: Piece, part: Tensor, shape: Sequence[int], position: Position
 ) -> None:
-    """Write one box of a stored tensor, in runs that are contiguous in the file."""
+    """Write one box of a stored tensor, one contiguous range of the file at a time.
+
+    ``part``: the elements in the layout of the parameter. ``shape``: shape of the stored tensor.
+    """
     dtype, box = DTYPES[position.dtype], piece.stored
     values = piece.as_stored(part).to("cpu", dtype).clone(memory_format=torch.contiguous_format)
     content = values.reshape(-1).view(torch.uint8).numpy().data
-    inner = len(box)  # dims from here on are whole
+    inner = len(box)  # the box covers all dims from here on completely
     while inner > 0 and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
-    lead = max(inner - 1, 0)  # a run spans the range of dim `lead`, and all of the dims after it
+    lead = max(inner - 1, 0)  # a contiguous run covers the box from dim `lead` on
     strides = [math.prod(shape[dim + 1 :]) * dtype.itemsize for dim in range(len(shape))]
     length = math.prod(hi - lo for lo, hi in box[lead:]) * dtype.itemsize
     starts = product(*(range(*interval) for interval in box[:lead]))
@@ -397,10 +416,10 @@ def _write_piece(
 
 
 def _finish(folder: Path, files: Files, token: str) -> None:
-    """Give the files their names, and write the index if there are several."""
+    """Rename the files to their final names, and write the index if there are several files."""
     named: list[Path] = []
     try:
-        _check_empty(folder)  # another program may have saved there meanwhile
+        _check_empty(folder)  # another program may have written to the folder
         if len(files.headers) > 1:
             total = sum(files.sizes[name] - len(header) for name, header in files.headers.items())
             located = {name: position.file for name, position in files.positions.items()}
@@ -416,6 +435,6 @@ def _finish(folder: Path, files: Files, token: str) -> None:
 
 
 def _remove(folder: Path, files: Files, token: str) -> None:
-    """Remove the files that have no name yet."""
+    """Remove the files that still have temporary names."""
     for name in [*files.headers, INDEX]:
         (folder / (name + token)).unlink(missing_ok=True)
