@@ -142,11 +142,13 @@ def _chart(rows: list[Json]) -> str:
         return BAR_WIDTH * math.log(ratio / low) / math.log(high / low)
 
     height = LINE * len(drawn) + 30
-    title = "Ratio of our figure to the peer's, on a logarithmic axis; smaller is better"
+    title, legend = "Ratio of our figure to the peer's", "1 = peer; left is better"
+    if all(row.get("against") == "published" for row in drawn):  # estimates are not to be small
+        title, legend = "Ratio of the estimate to the published figure", "1 = published figure"
     lines = [
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" class="ratios">',
-        f"<title>{title}</title>",
-        _text(x(1), height - 6, "1 = peer; left is better", "middle"),
+        f"<title>{title}, on a logarithmic axis</title>",
+        _text(x(1), height - 6, legend, "middle"),
     ]
     for number, row in enumerate(drawn):
         top = LINE * number

@@ -156,6 +156,9 @@ def test_results_are_a_chart_and_a_table(tmp_path: Path) -> None:
     assert "Measured on 2026-01-02 with a machine; torch 2.13." in text
     assert "| a &#124; b | 10 ms | 12.5 ms | torch | 0.80 (0.70 to 0.90) |" in text
     assert text.count("<rect") == 1
+    assert "1 = peer; left is better" in text
+    measured(tmp_path, **facts, rows=[{**row, "against": "published", "ratio": 0.8}])
+    assert "1 = published figure" in results("hp-new", "step", tmp_path)
 
 
 def test_results_without_a_date_or_of_no_benchmark_are_refused(tmp_path: Path) -> None:
