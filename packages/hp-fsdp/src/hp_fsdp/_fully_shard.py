@@ -268,6 +268,8 @@ P = ParamSpec("P")
 class _Overloaded(Protocol[P]):
     """The type of `fully_shard`: a module returns a module, a list returns a list."""
 
+    __name__: str
+
     @overload
     def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
 
