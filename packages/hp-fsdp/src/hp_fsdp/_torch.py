@@ -219,8 +219,8 @@ def apply_untransformed(
     return own.apply(context, *map(_tensor_alive, tensors))
 
 
-# Whether a profiler is active. There is no public function for this. Code that runs in every step of
-# a unit checks this first, because a context takes four calls.
+# Whether a profiler is active. There is no public function for this. Code that runs often checks it
+# first, because a context takes four calls.
 profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 
