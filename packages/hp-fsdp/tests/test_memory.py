@@ -75,10 +75,11 @@ def levels(shard: Callable[[nn.Module], object], tokens: int) -> tuple[int, int]
 @pytest.mark.parametrize(
     ("options", "few", "many"),
     [
-        ({}, 1.0, 1.0),
-        ({"layout": "ragged"}, 1.0, 1.0),
-        ({"grads": "accumulate"}, 0.8, 0.95),
-        ({"grads": "accumulate", "layout": "ragged"}, 0.8, 0.95),
+        # Flags and tags, which torch does not send, are less than a thousandth.
+        ({}, 1.001, 1.001),
+        ({"layout": "ragged"}, 1.001, 1.001),
+        ({"grads": "accumulate"}, 0.87, 0.95),
+        ({"grads": "accumulate", "layout": "ragged"}, 0.87, 0.95),
     ],
     ids=["copy", "ragged", "accumulate", "ragged, accumulate"],
 )

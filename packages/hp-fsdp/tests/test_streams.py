@@ -234,7 +234,7 @@ def early() -> Any:
 
     def finish(self: Reduction) -> None:
         self.scattering = None
-        self._give_back()
+        self._release_packed()
 
     return mock.patch.object(StreamedReduction, "finish_scatter", finish)
 

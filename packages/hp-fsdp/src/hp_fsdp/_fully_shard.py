@@ -290,6 +290,8 @@ P = ParamSpec("P")
 class _Overloaded(Protocol[P]):
     """Type of `fully_shard`: returns a module for a module, and a list for a list."""
 
+    __name__: str
+
     @overload
     def __call__(self, module: nn.Module, *args: P.args, **kwargs: P.kwargs) -> FSDPModule: ...
 

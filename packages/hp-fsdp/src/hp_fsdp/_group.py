@@ -46,7 +46,7 @@ from ._precision import choose_dtypes
 from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
-from ._torch import gradient_of, graph_task, local_of, named_range, training, uncompiled
+from ._torch import gradient_of, graph_task, local_of, named_range, profiled, training, uncompiled
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
@@ -251,14 +251,17 @@ class ParameterGroup:
             return
         if layout.shard.is_meta:
             raise no_memory(self.parameters, self.path)
-        block = self.post_forward_axis if fewer else None
-        axis = block or self.axes.shard
+        axis = self.axes.shard
         try:
-            with named_range("all_gather", self.path, axis.name):
-                if block is None:
+            if fewer and self.post_forward_axis is not None:
+                axis = self.post_forward_axis
+                with named_range("all_gather", self.path, axis.name):
+                    self._work = layout.gather_block(axis, self.gathers)
+            elif profiled():
+                with named_range("all_gather", self.path, axis.name):
                     self._work = layout.gather(axis, self.gathers, self.streams)
-                else:
-                    self._work = layout.gather_block(block, self.gathers)
+            else:
+                self._work = layout.gather(axis, self.gathers, self.streams)
             if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]
@@ -312,9 +315,13 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            with named_range("wait_all_gather", self.path):
+            if profiled():
+                with named_range("wait_all_gather", self.path):
+                    self._wait()
+                with named_range("show_unsharded", self.path):
+                    self._show_unsharded()
+            else:
                 self._wait()
-            with named_range("show_unsharded", self.path):
                 self._show_unsharded()
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None

@@ -18,7 +18,7 @@ from ._options import Options
 from ._param import ShardedParameter
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major
+from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major, profiled
 
 _dtype_of = attrgetter("dtype")
 
@@ -294,7 +294,8 @@ class Reduction:
 
     Args:
         plan: The parameters and their layout.
-        gradients: One contiguous gradient per parameter, if ``rows`` is None.
+        gradients: One contiguous gradient per parameter, if ``rows`` is None. The list is cleared
+            when they are packed.
         rows: Gradients that are packed already.
         used: Whether this rank has a gradient, per parameter. A parameter without one counts as
             zeros, and gets a gradient only if another rank has one.
@@ -331,7 +332,7 @@ class Reduction:
         self._sum_axis = axes.shard  # axis of the latest all-reduce
         self.scattering: Waitable | None = None
         self._summing: Waitable | None = None
-        self._gradients = gradients  # released when they are packed
+        self._gradients = gradients
         self._used = used
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
@@ -339,17 +340,20 @@ class Reduction:
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
-            with named_range("reduce_scatter", plan.path, axes.shard.name):
+            if profiled():
+                with named_range("reduce_scatter", plan.path, axes.shard.name):
+                    self.scattering = self._scatter(axes.shard, start, rows)
+            else:
                 self.scattering = self._scatter(axes.shard, start, rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows, division.before))
 
     def _pack(self, rows: Tensor | None, before: float | None) -> Tensor:
-        plan, gradients = self._plan, self._gradients
+        plan = self._plan
         if rows is None:
-            self._gradients = []
             with named_range("pack_gradients", plan.path):
-                rows = plan.pack(gradients, self._used)
+                rows = plan.pack(self._gradients, self._used)
+            self._gradients.clear()  # frees them before the result is allocated
         if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
             width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
@@ -396,7 +400,10 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                with named_range("wait_reduce_scatter", self._plan.path):
+                if profiled():
+                    with named_range("wait_reduce_scatter", self._plan.path):
+                        self.scattering.wait()
+                else:
                     self.scattering.wait()
             except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
@@ -458,9 +465,8 @@ class Reduction:
 
     def _put_gradients(self) -> None:
         plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
-        hooked = any_hooks_after_gradient(plan.sharded)
         for parameter, local, is_used in zip(plan.parameters, self._results(), used, strict=True):
-            if is_used and not hooked and parameter.sharded.grad is None:
+            if is_used and not self._hooked and parameter.sharded.grad is None:
                 parameter.sharded.grad = parameter.wrap(local)
             elif is_used:
                 parameter.add_gradient(local)

@@ -221,9 +221,9 @@ def apply_untransformed(
     return own.apply(context, *map(_tensor_alive, tensors))
 
 
-# Whether a profiler is active; there is no public function for this.
-_profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
-_NO_RANGE = nullcontext()
+# Whether a profiler is active. There is no public function for this. Code that runs often checks it
+# first, because a context takes four calls.
+profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 
 def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[object]:
@@ -231,8 +231,8 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
 
     Without a profiler it does nothing, because ``torch.profiler.record_function`` takes 7 us.
     """
-    if not _profiled():
-        return _NO_RANGE
+    if not profiled():
+        return nullcontext()
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
 
