@@ -110,7 +110,7 @@ class Extension:
 class ExtendedLayout(Layout):
     """The shards of parameters with all-gather extensions, and the all-gather of their inputs.
 
-    Each shard is a tensor of its own, and ``shard`` is empty. The inputs of an all-gather are the
+    Each shard is a separate tensor, and ``shard`` is empty. The inputs of an all-gather are the
     tensors that ``fsdp_pre_all_gather`` returns. They are copied to one buffer of bytes, which is
     gathered into another one. The first all-gather plans the offsets in these buffers. ``plan`` has
     the offsets of the gradients.
@@ -132,7 +132,7 @@ class ExtendedLayout(Layout):
         ParameterError: A part has lost the class with the extension.
 
     Attributes:
-        unsharded: The unsharded parameters over ``fulls``. None until they exist.
+        unsharded: The unsharded parameters over ``fulls``, or None if they do not exist yet.
     """
 
     unsharded: Sequence[Tensor] | None = None
@@ -214,7 +214,7 @@ class ExtendedLayout(Layout):
     def _exchange(
         self, names: Sequence[str], own: Sequence[int], unit: str, even: bool
     ) -> list[tuple[int, ...]]:
-        """Return the numbers of all ranks for each name; ``own`` are those of this rank.
+        """Return the numbers of all ranks for each name. ``own`` is the list of this rank.
 
         Raises `DisagreementError` on all ranks if ``even`` and the numbers for one name differ.
         """
