@@ -380,6 +380,11 @@ class Schedule:
         if run.unit.hidden:
             self.check_hidden(run.unit)
             return  # more gradients may follow, so the end of backward reduces
+        if not run.reached:
+            # The loss depends on a value inside the unit only, so no output announced the backward.
+            run.reached = True
+            if not self.in_backward:
+                self.begin_backward()
         if run.order is self._walked and self._ahead == run.begin + 1:
             self._ahead = run.begin
         else:
