@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Literal, cast
 
@@ -16,9 +17,10 @@ from ._mesh import DataAxes
 from ._offsets import GradientRows
 from ._options import Options
 from ._param import ShardedParameter
+from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major
+from ._torch import any_hooks_after_gradient, averages, pack_rank_major
 
 _dtype_of = attrgetter("dtype")
 
@@ -150,7 +152,7 @@ class ReductionPlan:
     """State that all reductions of the same parameters of a group share.
 
     Attributes:
-        path: Path of the module, for profiles.
+        comm: Starts and counts the collectives of the unit.
         tag: Tag of the unit, sent with every reduction.
         offloaded: Whether shards are on the CPU and computed on another device.
         rows: Layout of the packed gradients.
@@ -169,8 +171,9 @@ class ReductionPlan:
         partial: PartialSum,
         offloaded: bool,
         tag: Tag,
+        comm: UnitComm,
     ) -> None:
-        self.path = ""
+        self.comm = comm
         self.tag = tag
         self.offloaded = offloaded
         self.parameters = list(parameters)
@@ -339,8 +342,7 @@ class Reduction:
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
-            with named_range("reduce_scatter", plan.path, axes.shard.name):
-                self.scattering = self._scatter(axes.shard, start, rows)
+            self.scattering = self._scatter(axes.shard, start, rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows, division.before))
 
@@ -348,7 +350,7 @@ class Reduction:
         plan, gradients = self._plan, self._gradients
         if rows is None:
             self._gradients = []
-            with named_range("pack_gradients", plan.path):
+            with plan.comm.range("pack_gradients"):
                 rows = plan.pack(gradients, self._used)
         if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
@@ -360,11 +362,13 @@ class Reduction:
 
     def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
         self._flat = flat = rows.new_empty(self._plan.rows.reduced_numel)
-        if self._has_flags:
-            return start(flat, rows)
-        flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
-        inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
-        return self._collectives.reduce_scatter(axis, inputs, outputs, op=self._op)
+        function: Callable[[], Waitable] = partial(start, flat, rows)
+        if not self._has_flags:
+            flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
+            inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
+            scatter = self._collectives.reduce_scatter
+            function = partial(scatter, axis, inputs, outputs, op=self._op)
+        return self._plan.comm.start("reduce_scatter", axis, axis.size * flat.nbytes, function)
 
     def _begin_sum(self, flat: Tensor) -> None:
         self._flat = flat
@@ -380,8 +384,9 @@ class Reduction:
     def _sum(self, axis: Axis) -> Waitable:
         self._sum_axis = axis
         flats = [] if self._flat is None else [self._flat]
-        with named_range("all_reduce", self._plan.path, axis.name):
-            return self._collectives.all_reduce(axis, flats, op=self._op)
+        size = sum([flat.nbytes for flat in flats])
+        function = partial(self._collectives.all_reduce, axis, flats, op=self._op)
+        return self._plan.comm.start("all_reduce", axis, size, function)
 
     @property
     def ends_early(self) -> bool:
@@ -396,7 +401,7 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                with named_range("wait_reduce_scatter", self._plan.path):
+                with self._plan.comm.range("wait_reduce_scatter"):
                     self.scattering.wait()
             except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
@@ -417,7 +422,7 @@ class Reduction:
         self.finish_scatter()
         while self._summing is not None:
             try:
-                with named_range("wait_all_reduce", self._plan.path):
+                with self._plan.comm.range("wait_all_reduce"):
                     self._summing.wait()
             except Exception as error:
                 self._summing, self._ready = None, False
@@ -587,7 +592,7 @@ class StreamedReduction(Reduction):
         """Wait for all steps. If gradients are copied to the CPU, the host waits for the copy."""
         self.finish_scatter()
         if self._ended is not None:
-            with named_range("wait_reduction", self._plan.path):
+            with self._plan.comm.range("wait_reduction"):
                 self._ended.wait()
                 if self._plan.offloaded:
                     self._ended.synchronize()
