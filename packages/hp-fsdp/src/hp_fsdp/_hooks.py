@@ -53,9 +53,7 @@ def run_forward(
     try:
         args, kwargs = (_pre_forward if plain else pre_forward)(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
-        if module not in unit.running_modules and (
-            graph_task() < 0 or module in unit.modules_with_end_hook
-        ):
+        if module not in unit.running_modules and (graph_task() < 0 or module in unit.hook_ended):
             return output  # a hook has ended it
         return (_post_forward if plain else post_forward)(unit, module, output)
     except BaseException:
@@ -77,9 +75,7 @@ def _run_within(
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)
         output = forward(*args, **kwargs)
-        return (
-            output if module in unit.modules_with_end_hook else post_forward(unit, module, output)
-        )
+        return output if module in unit.hook_ended else post_forward(unit, module, output)
     finally:
         call.nested_modules = before
 
@@ -96,8 +92,8 @@ def end_in_hook(unit: Unit, module: nn.Module) -> None:
         ended = module not in unit.running_modules and graph_task() < 0
         return output if ended else post_forward(unit, module, output)
 
-    if module not in unit.modules_with_end_hook:
-        unit.modules_with_end_hook.add(module)
+    if module not in unit.hook_ended:
+        unit.hook_ended.add(module)
         nn.Module.register_forward_hook(module, hook)
 
 
@@ -129,12 +125,8 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
     unit.running_modules.add(module)
     transformed = inside_transform()
     if first:
-        begin = schedule.pre_forward
-        is_root = (
-            outside_transforms(begin, unit.forward_call)
-            if transformed
-            else begin(unit.forward_call)
-        )
+        begin, call = schedule.pre_forward, unit.forward_call
+        is_root = outside_transforms(begin, call) if transformed else begin(call)
         if is_root and schedule.device.type != "cpu":
             args, kwargs = move_tensors((args, kwargs), schedule.device)
     if transformed:
@@ -226,7 +218,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
     elif not (unit.hook_gradients(partial(_gradient_came, unit, schedule)) or _hides(call, output)):
         return output  # everything is frozen: no backward reaches this unit
     else:
-        unit.outputs_without_hooks = True
+        unit.unhooked = True
     unit.expects_backward = True
     unit.gradient_state = AFTER[Event.FORWARD][unit.gradient_state]
     return output
@@ -284,7 +276,7 @@ def _expect_second_backward(call: ForwardCall, schedule: Schedule) -> None:
             "configuration"
         )
     if unit.hook_gradients(partial(_gradient_came, unit, schedule)):
-        unit.outputs_without_hooks = True
+        unit.unhooked = True
         unit.note_create_graph(call)
 
 

@@ -20,7 +20,7 @@ from ._param import ShardedParameter
 from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, averages, pack_rank_major
+from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major
 
 _dtype_of = attrgetter("dtype")
 
@@ -184,8 +184,11 @@ class ReductionPlan:
         self.device = device
         self.shard = shard
         self.partial = partial
-        self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
-        self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
+        # Properties that every reduction reads.
+        self.numel, self.reduced_numel = rows.numel, rows.reduced_numel
+        self.tag_columns = slice(rows.tag_start, rows.tag_start + TAG_FLAGS)
+        self.has_flags = not rows.flags_apart or self.numel <= COPIED_NUMEL
+        self._ranks = self.numel // rows.flags if rows.flags_apart else rows.degree
         self._flags_shape = self._ranks, rows.flag_count
         self._gaps = rows.gaps[::-1]  # backwards, so that insertions shift no later gap
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
@@ -235,7 +238,7 @@ class ReductionPlan:
             pieces.insert(i, self._gap(start, end, used, dtype))
         if self._has_empty:
             pieces = [piece for piece in pieces if piece.numel()]
-        flat = torch.empty(rows.numel, dtype=self.dtype, device=self.device)
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         if pieces:
             pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
         if rows.flags_apart and self.has_flags:
@@ -350,7 +353,7 @@ class Reduction:
         plan, gradients = self._plan, self._gradients
         if rows is None:
             self._gradients = []
-            with plan.comm.range("pack_gradients"):
+            with named_range("pack_gradients", plan.comm.path):
                 rows = plan.pack(gradients, self._used)
         if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
@@ -361,7 +364,7 @@ class Reduction:
         return rows
 
     def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
-        self._flat = flat = rows.new_empty(self._plan.rows.reduced_numel)
+        self._flat = flat = rows.new_empty(self._plan.reduced_numel)
         function: Callable[[], Waitable] = partial(start, flat, rows)
         if not self._has_flags:
             flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
@@ -401,7 +404,7 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                with self._plan.comm.range("wait_reduce_scatter"):
+                with named_range("wait_reduce_scatter", self._plan.comm.path):
                     self.scattering.wait()
             except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
@@ -419,10 +422,11 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for all collectives of this reduction."""
-        self.finish_scatter()
+        if self.scattering is not None:
+            self.finish_scatter()
         while self._summing is not None:
             try:
-                with self._plan.comm.range("wait_all_reduce"):
+                with named_range("wait_all_reduce", self._plan.comm.path):
                     self._summing.wait()
             except Exception as error:
                 self._summing, self._ready = None, False
@@ -453,7 +457,7 @@ class Reduction:
         flat, plan = self._flat, self._plan
         if flat is None or not plan.is_exact:
             return
-        flags = flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
+        flags = flat[plan.tag_columns]
         if plan.tag.log is None and flags_agree(flags.tolist()):
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
@@ -592,7 +596,7 @@ class StreamedReduction(Reduction):
         """Wait for all steps. If gradients are copied to the CPU, the host waits for the copy."""
         self.finish_scatter()
         if self._ended is not None:
-            with self._plan.comm.range("wait_reduction"):
+            with named_range("wait_reduction", self._plan.comm.path):
                 self._ended.wait()
                 if self._plan.offloaded:
                     self._ended.synchronize()

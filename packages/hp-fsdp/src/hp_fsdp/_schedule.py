@@ -9,6 +9,7 @@ from torch import nn
 
 from ._agreement import TagLog
 from ._errors import Once, StateError, first_error
+from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
 from ._param import added_parameters, are_in_place, are_shown, named_modules
@@ -176,7 +177,7 @@ class Schedule:
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
         if (
-            unit.outputs_without_hooks
+            unit.unhooked
             and unit.gradient_state is GradientState.EMPTY
             and not unit.create_graph_calls
         ):
@@ -275,7 +276,7 @@ class Schedule:
             unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
-        elif unit.outputs_without_hooks:
+        elif unit.unhooked:
             unit.groups.retain()  # unsharded until the end of backward
         else:
             self._reshard_after_forward(unit)
@@ -336,7 +337,9 @@ class Schedule:
             for unit in self.units:
                 if unit.groups.retained:
                     unit.groups.train_as_shown()
-                unit.groups.stop_frozen()
+                for group in unit.groups:
+                    if group.waiting:
+                        group.stop_frozen()
             call_after_backward(self._finish_backward)
             self._check_together(self.units, backward=True)
 
@@ -348,13 +351,9 @@ class Schedule:
                 "between its forward and its backward, which needs those of the forward; convert "
                 "them after backward"
             )
-        next_call = call.next_call
-        if (
-            next_call is not None
-            and next_call.backward_number == self._backwards
-            and self.in_backward
-        ):
-            self.backward_left(next_call)
+        later = call.next_call
+        if later is not None and later.backward_number == self._backwards and self.in_backward:
+            self.backward_left(later)
         unit = call.unit
         if not self.in_backward:
             self.begin_backward()
@@ -372,7 +371,7 @@ class Schedule:
 
     def check_unhooked(self, unit: Unit) -> None:
         """Raise `StateError` if a second backward reaches a unit whose outputs have no hooks."""
-        if not unit.groups.unsharded:
+        if not all([group.unsharded for group in unit.groups]):
             path = self.path_of(unit)
             raise StateError(
                 f"a backward came to {path}, whose parameters were given up: no tensor that it "
@@ -383,7 +382,7 @@ class Schedule:
 
     def backward_left(self, call: ForwardCall) -> None:
         """End the backward of a forward call: reshard the unit and reduce its gradients."""
-        if call.unit.outputs_without_hooks:
+        if call.unit.unhooked:
             self.check_unhooked(call.unit)
             return  # more gradients may follow, so the end of backward reduces
         if call.events is self._traversed and self._reached == call.begin + 1:
@@ -431,7 +430,7 @@ class Schedule:
                 and self._last
             ):
                 call.backward_ended = True
-                if not call.unit.outputs_without_hooks:
+                if not call.unit.unhooked:
                     self._finish_unit(call.unit)
 
     def _reach(self, call: ForwardCall) -> None:
@@ -489,7 +488,7 @@ class Schedule:
             for begun in self._reductions:
                 begun.wait()
             unit.order.reductions.settle()
-        chosen = unit.groups.reduced()
+        chosen = list(map(ParameterGroup.reduced, unit.groups))
         unit.before_reduction(chosen, options)
         unit.unreduced = False
         pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
@@ -527,9 +526,7 @@ class Schedule:
         for unit in reversed(self.units):
             # Before the last backward, a later one may reach the other units, and nothing shows
             # when it reaches a hidden unit.
-            written = (
-                unit.gradient_state is GradientState.WRITING and not unit.outputs_without_hooks
-            )
+            written = unit.gradient_state is GradientState.WRITING and not unit.unhooked
             if written or (last and unit.gradient_state is not GradientState.EMPTY):
                 self._finish_unit(unit)
             if last:

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -189,10 +188,6 @@ class UnitComm:
             with side.after_current():
                 timed.wait()
         return timed
-
-    def range(self, what: str) -> AbstractContextManager[object]:
-        """Return a context that profiles show with the name of the unit."""
-        return named_range(what, self.path)
 
     def stats(self, unit: str) -> list[CollectiveStats]:
         """Return the totals since the last `reset`, under the name ``unit``."""

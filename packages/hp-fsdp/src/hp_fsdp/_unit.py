@@ -26,12 +26,13 @@ from ._agreement import (
     is_exact,
     order_of,
 )
-from ._errors import DisagreementError
-from ._group import ParameterGroup
+from ._errors import DisagreementError, first_error
+from ._group import RESTING, ParameterGroup
 from ._groups import ParameterGroups
 from ._mesh import Alone, DataAxes
 from ._options import Options
-from ._states import AFTER, Event, GradientState
+from ._param import are_shown
+from ._states import AFTER, Event, GradientState, ParameterState
 from ._torch import graph_task, runs_after_new_ones
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ class ForwardCall:
         Returns:
             Whether this is possible. If not, the caller has to mark the inputs.
         """
-        if self.events is None or self.begin < 1 or not self.unit.groups.trains:
+        if self.events is None or self.begin < 1:
+            return False
+        if not any([group.trains for group in self.unit.groups]):
             return False  # a frozen unit may have outputs of unknown type
         previous, ended = self.events[self.begin - 1]
         if not ended or previous.output is None or previous.output() is not tensor:
@@ -129,9 +132,9 @@ class Unit:
         unreduced: Whether gradients of earlier backwards wait for a reduction.
         pending_modules: Modules whose forward has not ended in this forward call.
         running_modules: The part of ``pending_modules`` whose forward has begun.
-        modules_with_end_hook: Modules whose forward ends in a forward hook.
-        outputs_without_hooks: Whether an output since the last backward had no tensor to hook.
-            ``gradient_hooks``, on the gradients of the parameters, then detect backward.
+        hook_ended: Modules whose forward ends in a forward hook, not in `run_forward`.
+        unhooked: Whether an output since the last backward has no tensor to hook. Hooks on the
+            gradients of the parameters, ``gradient_hooks``, then detect backward.
         forward_call: The current forward call, or the last one.
         expects_backward: Whether a backward may follow ``forward_call``.
         parameters_version: Increases if the unsharded parameters are created again.
@@ -167,7 +170,7 @@ class Unit:
         self.checked_in_pass = 0
         self.pending_modules: set[nn.Module] = set()
         self.running_modules: set[nn.Module] = set()
-        self.modules_with_end_hook: set[nn.Module] = set()
+        self.hook_ended: set[nn.Module] = set()
         self.expects_backward = False
         self.parameters_version = 0
         self.forward_call = ForwardCall(self, 0)
@@ -178,7 +181,7 @@ class Unit:
         self._position = self._creation_position = 0
         self._paths: Callable[[], list[str]] | None = None
         self._owner: object = None
-        self.outputs_without_hooks = False
+        self.unhooked = False
         self.gradient_hooks: list[RemovableHandle] = []
         self.create_graph_calls: weakref.WeakSet[ForwardCall] | None = None
         # Also on modules inside: their state dict may be taken alone.
@@ -237,8 +240,12 @@ class Unit:
         Raises:
             ParameterError: A parameter cannot be used.
         """
-        if self.groups.were_replaced(backward):
-            self.reset_sharded(final=True)
+        for group in self.groups:
+            if group.state in RESTING and not (
+                are_shown([group.table]) if backward else group.in_place
+            ):
+                self.reset_sharded(final=True)
+                return
 
     def start_gather(
         self,
@@ -260,7 +267,10 @@ class Unit:
         forward = operation is Operation.FORWARD
         if forward and self.packs_early:
             self.groups.check_unfrozen()
-        if not self.groups.sharded:
+        for group in self.groups:
+            if group.state in RESTING:
+                break
+        else:
             return
         if pass_number is None or self.checked_in_pass != pass_number:
             self.check_parameters(not forward)
@@ -275,23 +285,28 @@ class Unit:
                 return
             else:
                 self._before_gather(operation)
-        self.gathered_by_schedule = by_schedule
-        self.groups.gather()
+        self.gathered_by_schedule, self.groups.retained = by_schedule, False
+        for group in self.groups:
+            group.gather()
+        no_backward = forward and not torch.is_grad_enabled()
+        if no_backward:
+            self.groups.retain()
         # Ranks mix up gathers only if one of them starts an unexpected gather. That rank reads the
         # tags and raises. Others raise when they miss it in a later collective, before they have
         # gradients. Without a backward there may be no later collective, so all ranks read.
-        if forward and not torch.is_grad_enabled():
-            self.groups.retain()
-            self.groups.read_tags()
-        elif history is not None and history.unsettled is self._reference:
-            self.groups.read_tags()
+        if no_backward or (history is not None and history.unsettled is self._reference):
+            for group in self.groups:
+                group.reads_tags = True
 
     def reshard(self) -> None:
         """Register the sharded parameters with the modules, and free the unsharded ones."""
         self.gathered_by_schedule = False
         if self.create_graph_calls:
             self._refuse_second_backwards()
-        self.groups.reshard()
+        if len(self.groups) == 1:
+            self.groups[0].reshard()
+        elif (error := first_error([group.reshard for group in self.groups])) is not None:
+            raise error
 
     def end_without_backward(self) -> None:
         """Reshard after a forward that no backward can follow.
@@ -315,7 +330,8 @@ class Unit:
         self.gathered_by_schedule = self.unreduced = False
         self.forget_forward()
         self.remove_gradient_hooks()
-        self.groups.reset()
+        if (error := first_error([group.reset for group in self.groups])) is not None:
+            raise error
 
     def forget_forward(self) -> None:
         """Let the next forward of any module start a new forward call of the unit."""
@@ -331,7 +347,7 @@ class Unit:
     @property
     def gathering(self) -> bool:
         """Return whether an all-gather is in flight."""
-        return self.groups.gathering
+        return ParameterState.GATHERING in [group.state for group in self.groups]
 
     def finish_backward(self) -> bool:
         """Reshard after backward, as the options say, and mark the gradients as unreduced.
@@ -349,7 +365,8 @@ class Unit:
             self.groups.retain()
         self.unreduced = True
         if not self.options.gradient_sync:
-            self.groups.hold_gradients()
+            for group in self.groups:
+                group.hold_gradients()
         return True
 
     def rest(self) -> None:
@@ -404,7 +421,7 @@ class Unit:
 
     def remove_gradient_hooks(self) -> None:
         """Remove the hooks of `hook_gradients`, because no earlier output needs them any more."""
-        self.outputs_without_hooks = False
+        self.unhooked = False
         for handle in self.gradient_hooks:
             handle.remove()
         self.gradient_hooks = []
@@ -509,7 +526,7 @@ class Unit:
     def _count(self, operation: Operation) -> str:
         if operation is not Operation.REDUCTION:
             return ""
-        return f" ({sum(map(len, self.groups.reduced()))} parameters)"
+        return f" ({sum([len(group.reduced()) for group in self.groups])} parameters)"
 
     def forget_comparisons(self) -> None:
         """Forget which collectives were compared, so that ranks compare them again."""
