@@ -47,7 +47,7 @@ from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
 from ._stats import UnitComm
 from ._streams import Streams, Waitable
-from ._torch import gradient_of, graph_task, local_of, named_range, training, uncompiled
+from ._torch import gradient_of, graph_task, in_range, local_of, training, uncompiled
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
@@ -314,10 +314,8 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            with named_range("wait_all_gather", self.comm.path):
-                self._wait()
-            with named_range("show_unsharded", self.comm.path):
-                self._show_unsharded()
+            in_range("wait_all_gather", self.comm.path, self._wait)
+            in_range("show_unsharded", self.comm.path, self._show_unsharded)
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
             if self.post_forward_axis is not None:

@@ -20,7 +20,7 @@ from ._param import ShardedParameter
 from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major
+from ._torch import any_hooks_after_gradient, averages, in_range, named_range, pack_rank_major
 
 _dtype_of = attrgetter("dtype")
 
@@ -353,8 +353,8 @@ class Reduction:
         plan, gradients = self._plan, self._gradients
         if rows is None:
             self._gradients = []
-            with named_range("pack_gradients", plan.comm.path):
-                rows = plan.pack(gradients, self._used)
+            pack = partial(plan.pack, gradients, self._used)
+            rows = in_range("pack_gradients", plan.comm.path, pack)
         if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
             width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
@@ -404,8 +404,7 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                with named_range("wait_reduce_scatter", self._plan.comm.path):
-                    self.scattering.wait()
+                in_range("wait_reduce_scatter", self._plan.comm.path, self.scattering.wait)
             except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
@@ -426,8 +425,7 @@ class Reduction:
             self.finish_scatter()
         while self._summing is not None:
             try:
-                with named_range("wait_all_reduce", self._plan.comm.path):
-                    self._summing.wait()
+                in_range("wait_all_reduce", self._plan.comm.path, self._summing.wait)
             except Exception as error:
                 self._summing, self._ready = None, False
                 self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)

@@ -11,7 +11,7 @@ import torch
 from hp_dtensor import Axis
 
 from ._streams import SideStream, Waitable
-from ._torch import named_range
+from ._torch import in_range
 
 W = TypeVar("W", bound="Waitable | None")
 CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -179,8 +179,7 @@ class UnitComm:
             counter.count += 1
             counter.bytes += received
         before = self._now() if self.timing else None
-        with named_range(name, self.path, axis.name):
-            work = function()
+        work = in_range(name, self.path, function, axis.name)
         if before is None or work is None or not received:
             return work
         timed = _TimedWork(work, counter, before)

@@ -100,7 +100,10 @@ class ForwardCall:
         """
         if self.events is None or self.begin < 1:
             return False
-        if not any([group.trains for group in self.unit.groups]):
+        for group in self.unit.groups:
+            if group.trains:
+                break
+        else:
             return False  # a frozen unit may have outputs of unknown type
         previous, ended = self.events[self.begin - 1]
         if not ended or previous.output is None or previous.output() is not tensor:
