@@ -205,7 +205,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         tensors = []
     call = unit.forward_call
     if tensors:
-        if any(map(call.needs_view, tensors)):
+        if True in map(call.needs_view, tensors):
             output = map_tensors(partial(_own_view, call), output)
             tensors = tensors_with_gradient(output)
         before = partial(_before_backward, call)

@@ -94,7 +94,7 @@ class _Counter:
     def __init__(self) -> None:
         self.count = self.bytes = 0
         self.seconds: float | None = None
-        # Events before and after collectives on an accelerator whose durations are not read yet.
+        # Events before and after collectives on an accelerator that `_read_first` has not read.
         self._events: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def add_seconds(self, seconds: float) -> None:
@@ -212,6 +212,5 @@ class UnitComm:
         return event
 
 
-# How often a collective passes the bytes of its tensor through each rank, but for a rank's own
-# part. An all-reduce is a reduce-scatter and an all-gather.
+# A bandwidth-optimal all-reduce is a reduce-scatter followed by an all-gather.
 _PASSES: dict[CollectiveName, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

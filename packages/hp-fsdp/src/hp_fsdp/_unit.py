@@ -634,7 +634,7 @@ class _Reshard:
         self._unit = unit
 
     def __call__(self, *_: Any) -> None:
-        """Reshard, whatever the hook is told."""
+        """Reshard. The arguments of the hook are not needed."""
         if self._unit is not None:
             self._unit.rest()
 
