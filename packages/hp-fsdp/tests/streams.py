@@ -65,7 +65,7 @@ def watched(
     schedule = unit.schedule
     schedule._tag_log = log = TagLog(device.streams.offload)
     for group in (group for each in schedule.units for group in each.groups):
-        group.streams = device.streams.named(group.path)
+        group.streams = device.streams.named(group.comm.path)
         group.tag.log, group.reads_tags = log, True
         group.collectives = group.gathers = group.scatters = Nccl(device, TorchCollectives())
         if own:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from hp_fsdp import StateError, fully_shard, sharded_optimizer
+from hp_fsdp._groups import ParameterGroups
 from hp_fsdp._unit import Unit
 
 from .models import Gradients, full, gradients, mesh_of, worst
@@ -99,8 +100,8 @@ def thawed_under_way(rank: int, interrupted: bool) -> list[bool]:
         model[1].unshard(async_op=True)
     model[1].requires_grad_(True)
     if interrupted:
-        for name in ("check_parameters", "unshard"):
-            stop = mock.patch.object(Unit, name, side_effect=KeyboardInterrupt)
+        for owner, name in ((Unit, "check_parameters"), (ParameterGroups, "unshard")):
+            stop = mock.patch.object(owner, name, side_effect=KeyboardInterrupt)
             with stop, pytest.raises(KeyboardInterrupt):
                 model[1].unshard()
             model.reset()

@@ -27,6 +27,8 @@ from ._module import UnshardHandle as UnshardHandle
 from ._module import register_fsdp_forward_method as register_fsdp_forward_method
 from ._module import share_comm_ctx as share_comm_ctx
 from ._optimizer import sharded_optimizer as sharded_optimizer
+from ._stats import CollectiveStats as CollectiveStats
+from ._stats import CommStats as CommStats
 from .weights import load_safetensors as load_safetensors
 from .weights import parameters_on_meta as parameters_on_meta
 from .weights import save_safetensors as save_safetensors
@@ -35,6 +37,8 @@ __version__ = "0.3.0"
 __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
+    "CollectiveStats",
+    "CommStats",
     "DataParallelMeshDims",
     "DisagreementError",
     "FSDPModule",

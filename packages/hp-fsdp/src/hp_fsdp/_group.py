@@ -45,8 +45,9 @@ from ._param import (
 from ._precision import choose_dtypes
 from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
+from ._stats import UnitComm
 from ._streams import Streams, Waitable
-from ._torch import gradient_of, graph_task, local_of, named_range, profiled, training, uncompiled
+from ._torch import gradient_of, graph_task, in_range, local_of, training, uncompiled
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
@@ -78,7 +79,7 @@ class ParameterGroup:
         self.partial = PartialSum()
         self.tag = Tag()
         self.reads_tags = False  # when the gather under way has ended
-        self.path = ""  # from the root of the step to the unit, once there is one
+        self.comm = UnitComm(config.device)  # shared by the groups of a unit
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
@@ -250,18 +251,16 @@ class ParameterGroup:
         if not fewer and before is not ParameterState.SHARDED:
             return
         if layout.shard.is_meta:
-            raise no_memory(self.parameters, self.path)
-        axis = self.axes.shard
+            raise no_memory(self.parameters, self.comm.path)
+        block = self.post_forward_axis if fewer else None
+        axis = block or self.axes.shard
         try:
-            if fewer and self.post_forward_axis is not None:
-                axis = self.post_forward_axis
-                with named_range("all_gather", self.path, axis.name):
-                    self._work = layout.gather_block(axis, self.gathers)
-            elif profiled():
-                with named_range("all_gather", self.path, axis.name):
-                    self._work = layout.gather(axis, self.gathers, self.streams)
+            if block is None:
+                gather = partial(layout.gather, axis, self.gathers, self.streams)
             else:
-                self._work = layout.gather(axis, self.gathers, self.streams)
+                gather = partial(layout.gather_block, block, self.gathers)
+            side = None if self.streams is None else self.streams.gather
+            self._work = self.comm.start("all_gather", axis, layout.gathered_bytes, gather, side)
             if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]
@@ -315,14 +314,8 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            if profiled():
-                with named_range("wait_all_gather", self.path):
-                    self._wait()
-                with named_range("show_unsharded", self.path):
-                    self._show_unsharded()
-            else:
-                self._wait()
-                self._show_unsharded()
+            in_range("wait_all_gather", self.comm.path, self._wait)
+            in_range("show_unsharded", self.comm.path, self._show_unsharded)
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
             if self.post_forward_axis is not None:
@@ -506,7 +499,6 @@ class ParameterGroup:
             if plan is None or self._planned != chosen:
                 self._plan = plan = self._plan_of(chosen)
             self._planned = chosen
-        plan.path = self.path  # another, where the step has another root
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:
@@ -553,6 +545,7 @@ class ParameterGroup:
             partial=self.partial,
             offloaded=self.config.rest != self.config.device,
             tag=self.tag,
+            comm=self.comm,
         )
 
     @property
@@ -600,7 +593,7 @@ class ParameterGroup:
 
     def refusals(self) -> list[str]:
         """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""
-        where = f"in {self.path}: " if self.path else ""
+        where = f"in {self.comm.path}: " if self.comm.path else ""
         said = [parameter.refusal() for parameter in self.parameters]
         refused = [where + each for each in said if each is not None]
         if refused or self.incomplete:
@@ -696,7 +689,7 @@ def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) ->
     found = group()
     if found is None or not found.use_warning.first():
         return
-    path = f"{found.path}.{name}" if found.path else name
+    path = f"{found.comm.path}.{name}" if found.comm.path else name
     warnings.warn(
         f"a loss used the sharded parameter {path} outside its module's forward, for example by "
         f"full_tensor(). The gradient of this use is not reduced: each rank adds the gradient of "

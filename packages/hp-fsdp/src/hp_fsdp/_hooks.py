@@ -32,7 +32,7 @@ from ._torch import (
     uncompiled,
     uncompiled_itself,
 )
-from ._unit import Run, Unit
+from ._unit import ForwardCall, Unit
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -44,14 +44,16 @@ Kwargs = dict[str, Any]
 def run_forward(
     unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``forward`` with unsharded parameters, before and after the unit's own steps."""
-    if module in unit.running and not (unit.sharded or unit.stale or inside_backward()):
+    """Call ``forward`` with unsharded parameters, between `pre_forward` and `post_forward`."""
+    if module in unit.running_modules and not (
+        unit.groups.sharded or unit.groups.stale or inside_backward()
+    ):
         return _run_within(unit, module, forward, args, kwargs)
     plain = compiler() is None  # without a compiler, the functions need no protection from it
     try:
         args, kwargs = (_pre_forward if plain else pre_forward)(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
-        if module not in unit.running and (graph_task() < 0 or module in unit.ended_by_hook):
+        if module not in unit.running_modules and (graph_task() < 0 or module in unit.hook_ended):
             return output  # a hook has ended it
         return (_post_forward if plain else post_forward)(unit, module, output)
     except BaseException:
@@ -68,14 +70,14 @@ def _run_within(
     unsharded until the outer call ends. The outputs are hooked, because a backward may begin
     inside.
     """
-    run, before = unit.run, unit.run.within
-    run.within = (*before, module)
+    call, before = unit.forward_call, unit.forward_call.nested_modules
+    call.nested_modules = (*before, module)
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)
         output = forward(*args, **kwargs)
-        return output if module in unit.ended_by_hook else post_forward(unit, module, output)
+        return output if module in unit.hook_ended else post_forward(unit, module, output)
     finally:
-        run.within = before
+        call.nested_modules = before
 
 
 def end_in_hook(unit: Unit, module: nn.Module) -> None:
@@ -87,16 +89,16 @@ def end_in_hook(unit: Unit, module: nn.Module) -> None:
 
     @uncompiled
     def hook(module: nn.Module, _: Args, output: Any) -> Any:
-        ended = module not in unit.running and graph_task() < 0
+        ended = module not in unit.running_modules and graph_task() < 0
         return output if ended else post_forward(unit, module, output)
 
-    if module not in unit.ended_by_hook:
-        unit.ended_by_hook.add(module)
+    if module not in unit.hook_ended:
+        unit.hook_ended.add(module)
         nn.Module.register_forward_hook(module, hook)
 
 
 def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Unshard; return the inputs, cast, and marked to detect the end of the unit's backward."""
+    """Unshard the parameters. Return the inputs, cast and marked to detect the end of backward."""
     schedule = unit.schedule
     if schedule is None:
         schedule = Schedule(unit.modules)
@@ -104,44 +106,43 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
         args, kwargs = _cast_inputs(unit, args, kwargs)
     if graph_task() >= 0:
         # Activation checkpointing runs the forward again, and may leave it before its end.
-        outside_transforms(_gather_now, unit)
-        if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
+        outside_transforms(_unshard_in_backward, unit)
+        if torch.is_grad_enabled() and unit.gradient_state is GradientState.EMPTY:
             # Reentrant checkpointing runs the first forward without gradients, so it did not expect
             # a backward.
-            unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
+            unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
             schedule.begin_backward()
         return args, kwargs
     if schedule.in_backward:
         schedule.check_no_backward()
     # If a module did not end its last forward, or calls itself, its unit starts again.
-    first = module not in unit.waiting or module in unit.running
+    first = module not in unit.pending_modules or module in unit.running_modules
     if first:
-        unit.running.clear()
-        unit.waiting.update(unit.modules)
+        unit.running_modules.clear()
+        unit.pending_modules.update(unit.modules)
         unit.expects_backward = False
-        unit.run = Run(unit, next_number())
-    unit.running.add(module)
+        unit.forward_call = ForwardCall(unit, next_number())
+    unit.running_modules.add(module)
     transformed = inside_transform()
     if first:
-        begin = schedule.pre_forward
-        is_root = outside_transforms(begin, unit.run) if transformed else begin(unit.run)
+        begin, call = schedule.pre_forward, unit.forward_call
+        is_root = outside_transforms(begin, call) if transformed else begin(call)
         if is_root and schedule.device.type != "cpu":
             args, kwargs = move_tensors((args, kwargs), schedule.device)
     if transformed:
-        outside_transforms(unit.unshard)
+        outside_transforms(unit.groups.unshard)
     else:
-        unit.unshard()
+        unit.groups.unshard()
         # A unit without parameters has nothing to do at the end of its backward.
         if first and unit.groups and torch.is_grad_enabled():
-            args, kwargs = _mark_inputs(unit.run, args, kwargs)
+            args, kwargs = _mark_inputs(unit.forward_call, args, kwargs)
     return args, kwargs
 
 
-def _gather_now(unit: Unit) -> None:
-    unit.gather(in_pass=True)
-    unit.unshard()
-    for group in unit.groups:
-        group.train_as_sharded(backward=True)
+def _unshard_in_backward(unit: Unit) -> None:
+    unit.gather(by_schedule=True)
+    unit.groups.unshard()
+    unit.groups.train_as_sharded(backward=True)
 
 
 def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -152,7 +153,7 @@ def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
-    """Hook the outputs, reshard, and return the outputs, cast."""
+    """Cast the outputs, hook them to detect the begin of backward, and reshard."""
     dtype = unit.options.precision.output_dtype
     output = output if dtype is None else cast_floating(output, dtype)
     if graph_task() >= 0:  # recomputation in backward
@@ -162,11 +163,11 @@ def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         raise StateError("a forward ended in a unit in which none began")
     if torch.is_grad_enabled():
         output = _expect_backward(unit, schedule, output)
-    if module in unit.run.within:
+    if module in unit.forward_call.nested_modules:
         return output
-    unit.waiting.discard(module)
-    unit.running.discard(module)
-    if not unit.waiting:
+    unit.pending_modules.discard(module)
+    unit.running_modules.discard(module)
+    if not unit.pending_modules:
         try:
             if inside_transform():
                 outside_transforms(schedule.end_forward, unit)
@@ -182,7 +183,7 @@ pre_forward, post_forward = uncompiled(_pre_forward), uncompiled(_post_forward)
 
 
 def _forward_failed(unit: Unit, module: nn.Module) -> None:
-    if module in unit.running:
+    if module in unit.running_modules:
         unit.forget_forward()
         if unit.schedule is not None:
             unit.schedule.forward_failed(unit)
@@ -202,70 +203,70 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         for tensor in tensors:
             tensor.register_hook(partial(_before_transform, unit))
         tensors = []
-    run = unit.run
+    call = unit.forward_call
     if tensors:
-        if any([tensor.is_leaf or run.is_input(tensor) for tensor in tensors]):
-            output = map_tensors(partial(_of_its_own, run), output)
+        if True in map(call.needs_view, tensors):
+            output = map_tensors(partial(_own_view, call), output)
             tensors = tensors_with_gradient(output)
-        before = partial(_before_backward, unit.run)
+        before = partial(_before_backward, call)
         for tensor in tensors:
             tensor.register_hook(before)
-            if (base := base_since(tensor, unit.run.number)) is not None:
+            if (base := base_since(tensor, call.sequence_number)) is not None:
                 base.register_hook(before)
-        unit.run.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
-        unit.run.expected = True
-    elif not (unit.hook_gradients(partial(_gradient_came, unit, schedule)) or _hides(run, output)):
+        call.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
+        call.outputs_hooked = True
+    elif not (unit.hook_gradients(partial(_gradient_came, unit, schedule)) or _hides(call, output)):
         return output  # everything is frozen: no backward reaches this unit
     else:
-        unit.hidden = True
+        unit.unhooked = True
     unit.expects_backward = True
-    unit.gradients = AFTER[Event.FORWARD][unit.gradients]
+    unit.gradient_state = AFTER[Event.FORWARD][unit.gradient_state]
     return output
 
 
-def _hides(run: Run, output: Any) -> bool:
+def _hides(call: ForwardCall, output: Any) -> bool:
     """Return whether backward may pass a frozen unit through objects of unknown type."""
-    if not (run.marked or run.hidden_input):
+    if not (call.inputs_hooked or call.unknown_inputs):
         return False
     return not (can_look_into(output) and tensors_in(output))
 
 
-def _of_its_own(run: Run, tensor: Tensor) -> Tensor:
-    shared = tensor.requires_grad and (tensor.is_leaf or run.is_input(tensor))
-    return tensor.view_as(tensor) if shared else tensor
+def _own_view(call: ForwardCall, tensor: Tensor) -> Tensor:
+    needs_view = tensor.requires_grad and call.needs_view(tensor)
+    return tensor.view_as(tensor) if needs_view else tensor
 
 
 def _gradient_came(unit: Unit, schedule: Schedule) -> None:
-    schedule.check_hidden(unit)
-    unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
+    schedule.check_unhooked(unit)
+    unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
     schedule.begin_backward()
 
 
 def _before_transform(unit: Unit, gradient: Tensor) -> None:
-    outside_transforms(_gather_now, unit)
+    outside_transforms(_unshard_in_backward, unit)
 
 
-def _before_backward(run: Run, gradient: Tensor) -> None:
-    unit = run.unit
+def _before_backward(call: ForwardCall, gradient: Tensor) -> None:
+    unit = call.unit
     if unit.schedule is None:
         raise StateError("a backward reached a unit that has not run forward")
     if torch.is_grad_enabled():  # with create_graph=True
         with torch.no_grad():
-            _expect_second_backward(run, unit.schedule)
-            _before_backward(run, gradient)
+            _expect_second_backward(call, unit.schedule)
+            _before_backward(call, gradient)
         return
-    unit.schedule.backward_reached(run)
+    unit.schedule.backward_reached(call)
     if unit.options.unshard_in_backward:
-        unit.unshard()
+        unit.groups.unshard()
 
 
-def _expect_second_backward(run: Run, schedule: Schedule) -> None:
+def _expect_second_backward(call: ForwardCall, schedule: Schedule) -> None:
     """Prepare a unit for a second backward, through the graph that ``create_graph=True`` makes.
 
     The second backward does not reach the hooks on the unit's outputs. So hooks on the gradients of
     the parameters detect it. They stay while the graph may exist.
     """
-    unit = run.unit
+    unit = call.unit
     if not unit.keeps_parameters(schedule.units[0] is unit):
         raise UnsupportedError(
             f"a backward with create_graph=True reached {schedule.path_of(unit)}, which frees its "
@@ -275,11 +276,11 @@ def _expect_second_backward(run: Run, schedule: Schedule) -> None:
             "configuration"
         )
     if unit.hook_gradients(partial(_gradient_came, unit, schedule)):
-        unit.hidden = True
-        unit.note_create_graph(run)
+        unit.unhooked = True
+        unit.note_create_graph(call)
 
 
-def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def _mark_inputs(call: ForwardCall, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the inputs, marked to detect the end of the unit's backward.
 
     The inputs that require grad pass through `_AfterBackward`. If the only one is the output of the
@@ -288,15 +289,15 @@ def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """
     alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
     tensors = list(args) if alone else tensors_with_gradient((args, kwargs))
-    run.marked = tensors[0].requires_grad if alone else bool(tensors)
-    if not run.marked:
-        run.hidden_input = not alone and not can_look_into((args, kwargs))
+    call.inputs_hooked = tensors[0].requires_grad if alone else bool(tensors)
+    if not call.inputs_hooked:
+        call.unknown_inputs = not alone and not can_look_into((args, kwargs))
         return args, kwargs
-    if len(tensors) == 1 and run.follow(tensors[0]):
+    if len(tensors) == 1 and call.use_hook_of_previous(tensors[0]):
         return args, kwargs
     if alone:
-        return apply_untransformed(_AfterBackward, run, *args), kwargs
-    marked = iter(apply_untransformed(_AfterBackward, run, *tensors))
+        return apply_untransformed(_AfterBackward, call, *args), kwargs
+    marked = iter(apply_untransformed(_AfterBackward, call, *tensors))
     args, kwargs = map_tensors(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
     )
@@ -307,15 +308,15 @@ class _AfterBackward(torch.autograd.Function):
     """The identity on a unit's inputs; its backward runs after the unit's own backward."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.run = run
+    def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.run.unit.schedule is not None:
+        if ctx.call.unit.schedule is not None:
             with torch.no_grad():  # gradients are enabled with create_graph=True
-                ctx.run.unit.schedule.backward_left(ctx.run)
+                ctx.call.unit.schedule.backward_left(ctx.call)
         return None, *gradients
 
     @staticmethod

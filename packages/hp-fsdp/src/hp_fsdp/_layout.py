@@ -37,6 +37,7 @@ class Layout:
             if the all-gather has no tags.
         expected_tags: Value of ``tags`` if all ranks gather the same unit.
         is_exact: Whether the all-gather copies every element unchanged.
+        gathered_bytes: Bytes that all ranks together send in an all-gather.
     """
 
     plan: ExactPlan | RaggedPlan
@@ -46,6 +47,7 @@ class Layout:
     tags: Tensor | None = None
     expected_tags: Sequence[float | list[float]] = ()
     is_exact = False
+    gathered_bytes = 0
     _output: Buffer | None = None
     _sent: Buffer | None = None
     _inputs: Sequence[Tensor] = ()
@@ -126,6 +128,7 @@ class Layout:
         self._outputs = [
             as_sent(memory[degree * start : degree * (start + n)]) for start, n in plan.segments
         ]
+        self.gathered_bytes = sum([output.nbytes for output in self._outputs])
         self._copy_out = plan.copy_out(memory)
         if plan.tag_numel:
             start, length = plan.segments[-1]

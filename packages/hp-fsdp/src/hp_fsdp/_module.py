@@ -32,6 +32,7 @@ from ._hooks import end_in_hook, post_forward, pre_forward, run_forward
 from ._mesh import new_axis
 from ._options import ReductionHook, check_bool
 from ._schedule import Schedule, drop_gradients
+from ._stats import CommStats
 from ._torch import (
     GROUP_MEMORY,
     TORCH_MODULE,
@@ -175,6 +176,16 @@ def _units(module: object, recurse: bool) -> list[Unit]:
     return units_in(cast(nn.Module, module)) if recurse else [own]
 
 
+def _paths(module: object) -> dict[Unit, str]:
+    """Return the path of each unit in a module; all paths if it was given a list of modules."""
+    paths = {_unit(module): ["(root)"]}
+    for path, inner in cast(nn.Module, module).named_modules():
+        unit = unit_of(inner)
+        if unit is not None and path:
+            paths.setdefault(unit, []).append(path)
+    return {unit: ", ".join(at) for unit, at in paths.items()}
+
+
 def _edit(module: object, recurse: bool, **changes: Any) -> None:
     edited = [(unit, replace(unit.options, **changes)) for unit in _units(module, recurse)]
     for unit, options in edited:
@@ -240,7 +251,7 @@ class UnshardHandle:
         """
         if self._unit.gathering:
             self._unit.gather()  # again, if an optimizer has stepped
-            self._unit.unshard()
+            self._unit.groups.unshard()
 
 
 class FSDPModule:
@@ -413,8 +424,8 @@ class FSDPModule:
         if recurse and _unit(self).options.in_pipeline:
             for unit in _units(self, True):
                 if unit.awaits_split_backward:
-                    unit.gather(in_pass=True)
-                    unit.unshard()
+                    unit.gather(by_schedule=True)
+                    unit.groups.unshard()
         return cast(nn.Module, super()).parameters(recurse)
 
     def plan_report(self) -> PlanReport:
@@ -434,13 +445,75 @@ class FSDPModule:
             >>> group.dtype, group.parameter_bytes
             ('float32', 256)
         """
-        paths = {_unit(self): ["(root)"]}
-        for path, module in cast(nn.Module, self).named_modules():
-            unit = unit_of(module)
-            if unit is not None and path:
-                paths.setdefault(unit, []).append(path)
-        found = [(", ".join(at), group) for unit, at in paths.items() for group in unit.groups]
-        return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in found))
+        found = [(path, group) for unit, path in _paths(self).items() for group in unit.groups]
+        return PlanReport(groups=tuple(_group_report(path, group) for path, group in found))
+
+    def comm_stats(self, *, reset: bool = False) -> CommStats:
+        """Return the number and the bytes of the collectives of all units in this module.
+
+        Every collective is counted when it starts, on this rank only. For ``n`` ranks of its axis:
+
+        - An all-gather of ``b`` bytes per rank counts ``(n - 1) * b`` bytes. All-gathers of forward
+          and backward are in one row.
+        - A reduce-scatter with an output of ``b`` bytes counts ``(n - 1) * b`` bytes.
+        - An all-reduce of ``b`` bytes counts ``2 * b * (n - 1) // n`` bytes.
+        - A collective over one rank does not count.
+
+        Bytes include padding. They do not include the messages in which ranks compare the order of
+        their collectives.
+
+        Args:
+            reset: If True, set all counts of these units to zero afterwards.
+
+        Returns:
+            The counts since the first forward or the last reset. ``print(stats)`` prints a table.
+
+        Raises:
+            ModuleError: The module is not sharded.
+
+        Examples:
+            On 4 ranks:
+
+            >>> model = fully_shard(nn.Linear(8, 8, bias=False))
+            >>> model(torch.ones(2, 8)).sum().backward()
+            >>> [(row.collective, row.count) for row in model.comm_stats(reset=True).rows]
+            [('all_gather', 1), ('reduce_scatter', 1)]
+            >>> model.comm_stats().rows
+            ()
+        """
+        check_bool("reset", reset)
+        paths = _paths(self)
+        rows = [row for unit, path in paths.items() for row in unit.groups.comm.stats(path)]
+        for unit in paths if reset else ():
+            unit.groups.comm.reset()
+        return CommStats(rows=tuple(rows))
+
+    def set_comm_timing(self, enable: bool) -> None:
+        """Set whether `comm_stats` has the duration of collectives, for all units in this module.
+
+        On a CPU, the duration is the host time from the start of a collective to the end of its
+        ``wait``. On accelerators, it is the time between two events around the collective on its
+        stream. It includes waiting for other ranks. Collectives that start while timing is disabled
+        are counted, but not timed.
+
+        Args:
+            enable: True to time collectives from now on. Initially False.
+
+        Raises:
+            ModuleError: The module is not sharded.
+
+        Examples:
+            On 4 ranks:
+
+            >>> model = fully_shard(nn.Linear(8, 8))
+            >>> model.set_comm_timing(True)
+            >>> _ = model(torch.ones(2, 8))
+            >>> model.comm_stats().rows[0].seconds > 0
+            True
+        """
+        check_bool("enable", enable)
+        for unit in _units(self, True):
+            unit.groups.comm.timing = enable
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | None, recurse: bool = True

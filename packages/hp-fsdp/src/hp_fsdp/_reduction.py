@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Literal, cast
 
@@ -16,9 +17,10 @@ from ._mesh import DataAxes
 from ._offsets import GradientRows
 from ._options import Options
 from ._param import ShardedParameter
+from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, averages, named_range, pack_rank_major, profiled
+from ._torch import any_hooks_after_gradient, averages, in_range, named_range, pack_rank_major
 
 _dtype_of = attrgetter("dtype")
 
@@ -150,7 +152,7 @@ class ReductionPlan:
     """State that all reductions of the same parameters of a group share.
 
     Attributes:
-        path: Path of the module, for profiles.
+        comm: Starts and counts the collectives of the unit.
         tag: Tag of the unit, sent with every reduction.
         offloaded: Whether shards are on the CPU and computed on another device.
         rows: Layout of the packed gradients.
@@ -169,8 +171,9 @@ class ReductionPlan:
         partial: PartialSum,
         offloaded: bool,
         tag: Tag,
+        comm: UnitComm,
     ) -> None:
-        self.path = ""
+        self.comm = comm
         self.tag = tag
         self.offloaded = offloaded
         self.parameters = list(parameters)
@@ -181,8 +184,11 @@ class ReductionPlan:
         self.device = device
         self.shard = shard
         self.partial = partial
-        self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
-        self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
+        # Properties that every reduction reads.
+        self.numel, self.reduced_numel = rows.numel, rows.reduced_numel
+        self.tag_columns = slice(rows.tag_start, rows.tag_start + TAG_FLAGS)
+        self.has_flags = not rows.flags_apart or self.numel <= COPIED_NUMEL
+        self._ranks = self.numel // rows.flags if rows.flags_apart else rows.degree
         self._flags_shape = self._ranks, rows.flag_count
         self._gaps = rows.gaps[::-1]  # backwards, so that insertions shift no later gap
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
@@ -232,7 +238,7 @@ class ReductionPlan:
             pieces.insert(i, self._gap(start, end, used, dtype))
         if self._has_empty:
             pieces = [piece for piece in pieces if piece.numel()]
-        flat = torch.empty(rows.numel, dtype=self.dtype, device=self.device)
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         if pieces:
             pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
         if rows.flags_apart and self.has_flags:
@@ -340,19 +346,15 @@ class Reduction:
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
-            if profiled():
-                with named_range("reduce_scatter", plan.path, axes.shard.name):
-                    self.scattering = self._scatter(axes.shard, start, rows)
-            else:
-                self.scattering = self._scatter(axes.shard, start, rows)
+            self.scattering = self._scatter(axes.shard, start, rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows, division.before))
 
     def _pack(self, rows: Tensor | None, before: float | None) -> Tensor:
         plan = self._plan
         if rows is None:
-            with named_range("pack_gradients", plan.path):
-                rows = plan.pack(self._gradients, self._used)
+            pack = partial(plan.pack, self._gradients, self._used)
+            rows = in_range("pack_gradients", plan.comm.path, pack)
             self._gradients.clear()  # frees them before the result is allocated
         if before and self._has_flags:  # do not divide the flags, which could become zero
             layout = plan.rows
@@ -363,12 +365,14 @@ class Reduction:
         return rows
 
     def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
-        self._flat = flat = rows.new_empty(self._plan.rows.reduced_numel)
-        if self._has_flags:
-            return start(flat, rows)
-        flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
-        inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
-        return self._collectives.reduce_scatter(axis, inputs, outputs, op=self._op)
+        self._flat = flat = rows.new_empty(self._plan.reduced_numel)
+        function: Callable[[], Waitable] = partial(start, flat, rows)
+        if not self._has_flags:
+            flags, end = self._plan.flags(self._used, rows.dtype), self._plan.rows.flags
+            inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
+            scatter = self._collectives.reduce_scatter
+            function = partial(scatter, axis, inputs, outputs, op=self._op)
+        return self._plan.comm.start("reduce_scatter", axis, axis.size * flat.nbytes, function)
 
     def _begin_sum(self, flat: Tensor) -> None:
         self._flat = flat
@@ -384,8 +388,9 @@ class Reduction:
     def _sum(self, axis: Axis) -> Waitable:
         self._sum_axis = axis
         flats = [] if self._flat is None else [self._flat]
-        with named_range("all_reduce", self._plan.path, axis.name):
-            return self._collectives.all_reduce(axis, flats, op=self._op)
+        size = sum([flat.nbytes for flat in flats])
+        function = partial(self._collectives.all_reduce, axis, flats, op=self._op)
+        return self._plan.comm.start("all_reduce", axis, size, function)
 
     @property
     def ends_early(self) -> bool:
@@ -400,11 +405,7 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self.scattering is not None:
             try:
-                if profiled():
-                    with named_range("wait_reduce_scatter", self._plan.path):
-                        self.scattering.wait()
-                else:
-                    self.scattering.wait()
+                in_range("wait_reduce_scatter", self._plan.comm.path, self.scattering.wait)
             except Exception as error:  # after an interrupt the collective would still run
                 self.scattering, self._ready = None, False
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
@@ -421,11 +422,11 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for all collectives of this reduction."""
-        self.finish_scatter()
+        if self.scattering is not None:
+            self.finish_scatter()
         while self._summing is not None:
             try:
-                with named_range("wait_all_reduce", self._plan.path):
-                    self._summing.wait()
+                in_range("wait_all_reduce", self._plan.comm.path, self._summing.wait)
             except Exception as error:
                 self._summing, self._ready = None, False
                 self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
@@ -455,7 +456,7 @@ class Reduction:
         flat, plan = self._flat, self._plan
         if flat is None or not plan.is_exact:
             return
-        flags = flat[plan.rows.tag_start : plan.rows.tag_start + TAG_FLAGS]
+        flags = flat[plan.tag_columns]
         if plan.tag.log is None and flags_agree(flags.tolist()):
             return
         error = plan.tag.check_reduced(flags, on_host=plan.offloaded and self._ready)
@@ -593,7 +594,7 @@ class StreamedReduction(Reduction):
         """Wait for all steps. If gradients are copied to the CPU, the host waits for the copy."""
         self.finish_scatter()
         if self._ended is not None:
-            with named_range("wait_reduction", self._plan.path):
+            with named_range("wait_reduction", self._plan.comm.path):
                 self._ended.wait()
                 if self._plan.offloaded:
                     self._ended.synchronize()

@@ -17,12 +17,13 @@ from ._reduction import Reduction
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
 from ._torch import call_after_backward, inside_forward_ad, without_tangents
-from ._unit import Act, Run, Unit, unit_of, units_in
+from ._unit import ForwardCall, Operation, Unit, unit_of, units_in
 
 # The first units in backward. Most activations are allocated during their backwards.
 LATE_UNITS = 2
 
-Order = list[tuple[Run, bool]]  # begins (False) and ends (True) of the forward calls of one pass
+# The begins (False) and ends (True) of the forward calls of one pass.
+Events = list[tuple[ForwardCall, bool]]
 LearnedOrder = tuple[list[Unit], list[Unit]]  # the order of begins, and the order of ends
 
 
@@ -64,16 +65,16 @@ class Schedule:
         self.in_backward = False
         self._backwards = 0  # number of backwards that have begun
         self._cursor = 0  # position of backward in `_end_order`
-        self._order: Order = []  # of the current pass, or of the last one
-        self._walked: Order | None = None  # order that the current backward traverses in reverse
-        self._ahead = 0  # position of the last event that it has reached
+        self._events: Events = []  # of the current pass, or of the last one
+        self._traversed: Events | None = None  # the current backward goes through it in reverse
+        self._reached = 0  # position of the last event that backward has reached
         self._reductions: list[Reduction] = []  # in flight
         self._scattering: list[Reduction] = []  # in flight, with packed gradients allocated
         self._hooked: list[Reduction] = []  # in flight, to be finished during backward
         self._in_flight = 1  # largest number of packed gradients at once
-        self._turn = 0  # number of passes and backwards that have begun
+        self._pass_number = 0  # number of passes and backwards that have begun
         self._dual = False  # whether this backward began inside forward-mode differentiation
-        self._late: Unit | None = None  # prefetched at the end of the current unit's backward
+        self._deferred: Unit | None = None  # prefetched at the end of the current unit's backward
         for part in dict.fromkeys(unit.schedule for unit in self.units):
             if part is not None:
                 part.check_no_backward()
@@ -84,11 +85,11 @@ class Schedule:
         # If the code above or `_split_axes` raises, it can be repeated.
         self._split_axes()
         self._name_groups()
-        made = sorted(self.units, key=lambda unit: unit.made)
+        made = sorted(self.units, key=lambda unit: unit.creation_number)
         places = {unit: place for place, unit in enumerate(made)}
         owner = object()  # represents this schedule in histories, which must not keep it alive
         for number, unit in enumerate(self.units):
-            unit.schedule, unit.checked = self, 0
+            unit.schedule, unit.checked_in_pass = self, 0
             unit.join(owner, number, places[unit], self.paths)
 
     def paths(self) -> list[str]:
@@ -110,10 +111,10 @@ class Schedule:
         self._tag_log = self._new_tag_log(streams)
         use_warning = Once()
         for unit, path in zip(self.units, self.paths(), strict=True):
+            unit.groups.comm.path = "" if path == "(root)" else path
             for group in unit.groups:
-                group.path = "" if path == "(root)" else path
                 group.use_warning = use_warning
-                group.streams = None if streams is None else streams.named(group.path)
+                group.streams = None if streams is None else streams.named(group.comm.path)
                 group.tag.log = self._tag_log
                 group.reads_tags = self._tag_log is not None
 
@@ -159,36 +160,40 @@ class Schedule:
                 "before the next forward"
             )
 
-    def pre_forward(self, run: Run) -> bool:
+    def pre_forward(self, call: ForwardCall) -> bool:
         """Record that a forward call begins, and start its all-gather and the prefetch.
 
         Returns:
             Whether the unit is the root of the pass.
         """
-        unit = run.unit
+        unit = call.unit
         # The root starts a new pass if the last one did not end: one module of a list ran alone.
         if self._pass_root is None or self._pass_root is unit or unit is self.units[0]:
             self._begin_pass(unit)
-        run.order, run.begin = self._order, len(self._order)
-        self._order.append((run, False))
+        call.events, call.begin = self._events, len(self._events)
+        self._events.append((call, False))
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
-        if unit.hidden and unit.gradients is GradientState.EMPTY and not unit.create_graph_runs:
-            unit.forget_hidden()
-        if unit.stays and unit.stale:
+        if (
+            unit.unhooked
+            and unit.gradient_state is GradientState.EMPTY
+            and not unit.create_graph_calls
+        ):
+            unit.remove_gradient_hooks()
+        if unit.groups.retained and unit.groups.stale:
             unit.reshard()  # an optimizer has stepped
-        elif unit.stays:
-            unit.train_as_shown()
-            unit.train_as_sharded()
-        unit.gather_in_turn(Act.FORWARD, self._turn)
-        run.laid_out = unit.laid_out
+        elif unit.groups.retained:
+            unit.groups.train_as_shown()
+            unit.groups.train_as_sharded()
+        unit.start_gather(Operation.FORWARD, self._pass_number)
+        call.parameters_version = unit.parameters_version
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
-                chosen.gather_in_turn(Act.FORWARD, self._turn, ahead=True)
+                chosen.start_gather(Operation.FORWARD, self._pass_number, prefetch=True)
         elif self._following and position + 1 < len(order):
-            order[position + 1].gather_in_turn(Act.FORWARD, self._turn, ahead=True)
+            order[position + 1].start_gather(Operation.FORWARD, self._pass_number, prefetch=True)
         return unit is self._pass_root
 
     def _begin_pass(self, root: Unit) -> None:
@@ -203,15 +208,15 @@ class Schedule:
             self._tag_log.check()
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
-        self._order = []
+        self._events = []
         self._following = True
         # An earlier pass without a backward (after an exception, or if the loss was discarded) left
         # units unsharded. An optimizer may have stepped.
         for unit in self.units:
-            if unit.waiting and unit is not root:
+            if unit.pending_modules and unit is not root:
                 unit.forget_forward()
-            if unit.in_pass or (unit.stays and unit.stale):
-                unit.train_as_shown()
+            if unit.gathered_by_schedule or (unit.groups.retained and unit.groups.stale):
+                unit.groups.train_as_shown()
                 unit.reshard()
         self._check_together(self._begin_order, backward=False)
 
@@ -220,12 +225,12 @@ class Schedule:
 
         If some were, each unit is checked when it is gathered.
         """
-        self._turn += 1
+        self._pass_number += 1
         chosen = list(dict.fromkeys(units))
         tables = [group.table for unit in chosen for group in unit.groups]
         if are_shown(tables) and (backward or are_in_place(tables)):
             for unit in chosen:
-                unit.checked = self._turn
+                unit.checked_in_pass = self._pass_number
 
     def wait_for_optimizer(self) -> None:
         """Let the device wait for the event of `FSDPModule.set_post_optim_event`, once."""
@@ -267,23 +272,23 @@ class Schedule:
         - If the begin of its backward cannot be detected, the unit stays unsharded.
         - If the root ends, units of which only some modules have run are ended, too.
         """
-        if unit.waiting:
+        if unit.pending_modules:
             unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
-        elif unit.hidden:
-            unit.note_writes()  # unsharded until the end of backward
+        elif unit.unhooked:
+            unit.groups.retain()  # unsharded until the end of backward
         else:
             self._reshard_after_forward(unit)
-        run = unit.run
-        if run.order is self._order:  # it began in this pass
-            run.end = len(self._order)
-            self._order.append((run, True))
+        call = unit.forward_call
+        if call.events is self._events:  # it began in this pass
+            call.end = len(self._events)
+            self._events.append((call, True))
         self._ended.append(unit)
         if unit is not self._pass_root:
             return
         for other in self.units:
-            if other.waiting:  # some but not all modules of its list have run
+            if other.pending_modules:  # some but not all modules of its list have run
                 self.end_forward(other)
         self._orders.pop(unit, None)
         self._orders[unit] = self._begun, self._ended
@@ -317,9 +322,9 @@ class Schedule:
         if chosen is True:
             unit.reshard()
         elif chosen is False:
-            unit.note_writes()
+            unit.groups.retain()
         else:
-            unit.reshard_to_fewer()
+            unit.groups.reshard_to_fewer()
 
     def begin_backward(self) -> None:
         """Begin a backward, once, and let autograd call `_finish_backward` at its end."""
@@ -328,43 +333,43 @@ class Schedule:
             self._backwards += 1
             self._dual = inside_forward_ad()
             self._in_flight = max([unit.options.in_flight for unit in self.units])
-            self._walked, self._ahead, self._late = None, 0, None
+            self._traversed, self._reached, self._deferred = None, 0, None
             for unit in self.units:
-                if unit.stays:
-                    unit.train_as_shown()
+                if unit.groups.retained:
+                    unit.groups.train_as_shown()
                 for group in unit.groups:
                     if group.waiting:
                         group.stop_frozen()
             call_after_backward(self._finish_backward)
             self._check_together(self.units, backward=True)
 
-    def backward_reached(self, run: Run) -> None:
+    def backward_reached(self, call: ForwardCall) -> None:
         """Begin the backward of a forward call: start its all-gather and the prefetch."""
-        if run.laid_out != run.unit.laid_out:
+        if call.parameters_version != call.unit.parameters_version:
             raise StateError(
-                f"parameters of {self.path_of(run.unit)} were converted or moved "
+                f"parameters of {self.path_of(call.unit)} were converted or moved "
                 "between its forward and its backward, which needs those of the forward; convert "
                 "them after backward"
             )
-        follower = run.follower
-        if follower is not None and follower.backward == self._backwards and self.in_backward:
-            self.backward_left(follower)
-        unit = run.unit
+        later = call.next_call
+        if later is not None and later.backward_number == self._backwards and self.in_backward:
+            self.backward_left(later)
+        unit = call.unit
         if not self.in_backward:
             self.begin_backward()
-        if run.backward == self._backwards:  # reached through another output before
-            unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
+        if call.backward_number == self._backwards:  # reached through another output before
+            unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
             if unit.options.unshard_in_backward:
-                unit.gather_in_turn(Act.BACKWARD, self._turn)
+                unit.start_gather(Operation.BACKWARD, self._pass_number)
             return
-        if run.order is self._walked and self._ahead == run.end + 1:
-            self._ahead = run.end
+        if call.events is self._traversed and self._reached == call.end + 1:
+            self._reached = call.end
         else:
-            self._walk_to(run, run.end)  # which may end a later run of the same unit
-        unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
-        self._reach(run)
+            self._advance_to(call, call.end)  # which may end a later call of the same unit
+        unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
+        self._reach(call)
 
-    def check_hidden(self, unit: Unit) -> None:
+    def check_unhooked(self, unit: Unit) -> None:
         """Raise `StateError` if a second backward reaches a unit whose outputs have no hooks."""
         if not all([group.unsharded for group in unit.groups]):
             path = self.path_of(unit)
@@ -375,74 +380,80 @@ class Schedule:
                 "but the last, and reshard after it"
             )
 
-    def backward_left(self, run: Run) -> None:
+    def backward_left(self, call: ForwardCall) -> None:
         """End the backward of a forward call: reshard the unit and reduce its gradients."""
-        if run.unit.hidden:
-            self.check_hidden(run.unit)
+        if call.unit.unhooked:
+            self.check_unhooked(call.unit)
             return  # more gradients may follow, so the end of backward reduces
-        if not run.reached:
+        if not call.backward_begun:
             # The loss depends on a value inside the unit only, so no output announced the backward.
-            run.reached = True
+            call.backward_begun = True
             if not self.in_backward:
                 self.begin_backward()
-        if run.order is self._walked and self._ahead == run.begin + 1:
-            self._ahead = run.begin
+        if call.events is self._traversed and self._reached == call.begin + 1:
+            self._reached = call.begin
         else:
-            self._walk_to(run, run.begin)
-        run.left = True
-        self._finish_unit(run.unit)
+            self._advance_to(call, call.begin)
+        call.backward_ended = True
+        self._finish_unit(call.unit)
 
-    def _walk_to(self, run: Run, position: int) -> None:
+    def _advance_to(self, call: ForwardCall, position: int) -> None:
         """Move to an event of a pass, and handle the units of all events after it."""
-        if run.order is None or position < 0:
+        if call.events is None or position < 0:
             return  # its forward did not end
-        if run.order is not self._walked:
-            self._end_walk()
-            self._walked, self._ahead = run.order, len(run.order)
-        if self._ahead > position + 1:
-            self._pass_by(position + 1)
-        if self._ahead > position:
-            self._ahead = position
+        if call.events is not self._traversed:
+            self._end_traversal()
+            self._traversed, self._reached = call.events, len(call.events)
+        if self._reached > position + 1:
+            self._handle_skipped(position + 1)
+        if self._reached > position:
+            self._reached = position
 
-    def _end_walk(self) -> None:
+    def _end_traversal(self) -> None:
         """Handle the remaining events of a pass. After the last backward, forget the pass."""
-        self._pass_by(0)
-        if self._walked is not None and self._last:
-            self._walked.clear()
-        self._walked = None
+        self._handle_skipped(0)
+        if self._traversed is not None and self._last:
+            self._traversed.clear()
+        self._traversed = None
 
-    def _pass_by(self, end: int) -> None:
+    def _handle_skipped(self, end: int) -> None:
         """Gather and reduce the units of events from ``end`` on that backward skipped.
 
         This happens in the last backward of a step only: a later one may reach these units.
         """
-        while self._walked is not None and self._ahead > end:
-            self._ahead -= 1
-            run, ended = self._walked[self._ahead]
-            if ended and run.expected and not run.reached and self._last:
-                run.unit.gradients = AFTER[Event.BACKWARD][run.unit.gradients]
-                self._reach(run)
-            elif not ended and run.marked and run.reached and not run.left and self._last:
-                run.left = True
-                if not run.unit.hidden:
-                    self._finish_unit(run.unit)
+        while self._traversed is not None and self._reached > end:
+            self._reached -= 1
+            call, ended = self._traversed[self._reached]
+            if ended and call.outputs_hooked and not call.backward_begun and self._last:
+                call.unit.gradient_state = AFTER[Event.BACKWARD][call.unit.gradient_state]
+                self._reach(call)
+            elif (
+                not ended
+                and call.inputs_hooked
+                and call.backward_begun
+                and not call.backward_ended
+                and self._last
+            ):
+                call.backward_ended = True
+                if not call.unit.unhooked:
+                    self._finish_unit(call.unit)
 
-    def _reach(self, run: Run) -> None:
-        unit = run.unit
-        run.reached, run.backward = True, self._backwards
+    def _reach(self, call: ForwardCall) -> None:
+        unit = call.unit
+        call.backward_begun, call.backward_number = True, self._backwards
         # On a CPU, wait here so that one buffer of packed gradients is allocated at a time. On an
         # accelerator, this wait would leave no computation to overlap with the reduce-scatter, so
         # `_reduce` waits, after the backward of this unit.
         if unit.packs_early and unit.groups[0].streams is None:
             self._make_room()
-        if unit is self._late:
-            self._late = None
+        if unit is self._deferred:
+            self._deferred = None
         if unit.options.unshard_in_backward:
-            unit.gather_in_turn(Act.BACKWARD, self._turn)
+            unit.start_gather(Operation.BACKWARD, self._pass_number)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
                 if chosen.options.unshard_in_backward:
-                    chosen.gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
+                    chosen.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
             return
         order, before = self._end_order, self._cursor - 1
         at: int | None = before
@@ -459,16 +470,16 @@ class Schedule:
             first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
             if at and order[at - 1].options.unshard_in_backward:
                 if first and unit.packs_early:
-                    self._late = order[at - 1]
+                    self._deferred = order[at - 1]
                 else:
-                    order[at - 1].gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
+                    order[at - 1].start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
 
     def _finish_unit(self, unit: Unit) -> None:
         if not unit.finish_backward():
             return
-        if self._late is not None:
-            late, self._late = self._late, None
-            late.gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
+        if self._deferred is not None:
+            late, self._deferred = self._deferred, None
+            late.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
         if unit.options.gradient_sync:
             self._reduce(unit, unit.options)
 
@@ -516,18 +527,18 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         last = self._last
-        self._end_walk()
+        self._end_traversal()
         for unit in reversed(self.units):
             # Before the last backward, a later one may reach the other units, and nothing shows
             # when it reaches a hidden unit.
-            written = unit.gradients is GradientState.WRITING and not unit.hidden
-            if written or (last and unit.gradients is not GradientState.EMPTY):
+            written = unit.gradient_state is GradientState.WRITING and not unit.unhooked
+            if written or (last and unit.gradient_state is not GradientState.EMPTY):
                 self._finish_unit(unit)
             if last:
                 # Earlier backwards left gradients in units that this one did not reach.
                 if unit.unreduced and unit.options.gradient_sync:
                     self._reduce(unit, unit.options)
-                if unit.waiting:
+                if unit.pending_modules:
                     unit.forget_forward()
         if last:
             self._finish_reductions()
@@ -558,7 +569,7 @@ class Schedule:
     def _finish_copies(self) -> None:
         """Wait on the host for copies from the CPU, because an optimizer may write there next."""
         for unit in self.units:
-            unit.finish_copies()
+            unit.groups.finish_copies()
 
     def finish_early(self) -> None:
         """Finish reductions in flight that belong to a backward before the last one.
@@ -584,7 +595,7 @@ class Schedule:
 
     def _drop_unused_gathers(self) -> None:
         for unit in self.units:
-            if unit.in_pass and unit.gathering:
+            if unit.gathered_by_schedule and unit.gathering:
                 unit.reshard()
 
     def reset(self) -> None:
@@ -596,7 +607,7 @@ class Schedule:
             self._tag_log.drop()
         self._pass_root = None
         self.in_backward = False
-        self._walked, self._ahead = None, 0
+        self._traversed, self._reached = None, 0
         self._following = False
         self._cursor = len(self._end_order)
         if error is not None:
@@ -608,7 +619,7 @@ def drop_gradients(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.schedule is not None:
             unit.schedule.finish_early()
-        unit.drop_gradients()
+        unit.groups.drop_gradients()
 
 
 def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:

@@ -1,0 +1,117 @@
+"""The parameter groups of one unit, and the operations that apply to all of them."""
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+
+from ._errors import ParameterError
+from ._group import RESTING, ParameterGroup
+from ._param import ShardedParameter
+from ._stats import UnitComm
+
+
+class ParameterGroups(tuple[ParameterGroup, ...]):
+    """The parameter groups of one unit: one for each dtype and set of ranks.
+
+    Attributes:
+        comm: Counts the collectives of the unit.
+        retained: Whether parameters stayed unsharded, or sharded over fewer ranks, since the last
+            all-gather, while user code may write to the shards.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self.comm = self[0].comm if self else UnitComm(torch.device("cpu"))
+        for group in self:
+            group.comm = self.comm
+        self.retained = False
+
+    @property
+    def parameters(self) -> list[ShardedParameter]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self for parameter in group.parameters]
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether any group is sharded."""
+        return any([group.state in RESTING for group in self])
+
+    @property
+    def stale(self) -> bool:
+        """Return whether an optimizer stepped, or shards were written to, since `retain`."""
+        return any([group.stale for group in self])
+
+    def unshard(self) -> None:
+        """Wait for the all-gathers, and register the unsharded parameters with the modules."""
+        for group in self:
+            group.unshard()
+
+    def retain(self) -> None:
+        """Keep the parameters as they are, and detect writes to the shards from now on."""
+        self.retained = True
+        for group in self:
+            group.note_writes()
+
+    def reshard_to_fewer(self) -> None:
+        """Reshard to the number of ranks that an integer ``reshard_after_forward`` selects."""
+        self.retained = True
+        for group in self:
+            group.reshard_to_fewer()
+            group.note_writes()
+
+    def train_as_shown(self) -> None:
+        """Copy ``requires_grad`` of the registered unsharded parameters to the sharded ones."""
+        for group in self:
+            group.train_as_shown()
+
+    def train_as_sharded(self, backward: bool = False) -> None:
+        """Copy ``requires_grad`` of the sharded parameters to the unsharded ones.
+
+        With ``backward``, no parameter stops to require grad: a parameter that was frozen after its
+        forward still gets a gradient, which is not reduced.
+        """
+        for group in self:
+            group.train_as_sharded(backward)
+
+    def check_unfrozen(self) -> None:
+        """Raise `StateError` if parameters were unfrozen while gradients wait for a reduction."""
+        for group in self:
+            group.check_unfrozen()
+
+    def finish_copies(self) -> None:
+        """Wait on the host for copies from the CPU."""
+        for group in self:
+            group.finish_copies()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that are not reduced yet."""
+        for group in self:
+            group.drop_gradients()
+
+    def take_replacements(self, final: bool) -> bool:
+        """Copy parameters that user code replaced or converted back to the flat shards.
+
+        If one cannot be used, none is copied. With ``final``, the parameters from before are then
+        registered again, except for removed ones. Without, the next all-gather checks again.
+
+        Returns:
+            Whether unsharded parameters were created again.
+
+        Raises:
+            ParameterError: A parameter cannot be used, and ``final`` is True.
+            StateError: Parameters were converted while their gradients wait for a reduction.
+        """
+        refusals = [refusal for group in self for refusal in group.refusals()]
+        if refusals and final:
+            for group in self:
+                group.undo_replacements()
+            raise ParameterError("; ".join(refusals))
+        if refusals:
+            return False
+        for group in self:
+            group.check_converted()
+        before = [parameter.unsharded for parameter in self.parameters]
+        for group in self:
+            group.reset_sharded()
+        now = [parameter.unsharded for parameter in self.parameters]
+        return not all(map(is_, before, now))
