@@ -4,7 +4,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from operator import is_, or_
 from typing import Any, cast
@@ -23,17 +22,12 @@ from hp_dtensor.torch_compat import writes_into
 
 from ._agreement import Tag, is_exact
 from ._errors import Once, ParameterError, StateError
-from ._extensions import ExtendedLayout
+from ._extensions import ExtendedFlatBuffer
 from ._gradients import BucketHooks
-from ._layout import Layout
-from ._layout_exact import ExactPlan, plan_group
-from ._layout_ragged import RaggedPlan, plan_ragged
 from ._mesh import DataAxes
-from ._offsets import GradientRows, ShardSpec, is_large
 from ._options import GroupConfig, Options
 from ._param import (
     ParameterTable,
-    RaggedParameter,
     ShardedParameter,
     are_in_place,
     are_shown,
@@ -47,19 +41,31 @@ from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
 from ._torch import gradient_of, graph_task, local_of, named_range, training, uncompiled
+from .layout import PLANNERS, FlatBuffer, FlatPlan, GradientRows, ShardSpec
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
 
 class ParameterGroup:
-    """Parameters of one dtype, and the state of their all-gather.
+    """Parameters of one dtype and layout, and the state of their all-gather.
 
-    ``flat``: whether the shards are views of one flat shard. False for parameters with all-gather
-    extensions.
+    The constructor copies this rank's part of each parameter. It communicates nothing and registers
+    nothing with the modules.
+
+    Args:
+        parameters: The parameters. None of them is sharded yet.
+        axes: The axes that shard and replicate the parameters.
+        collectives: The collectives of all-gathers and reductions.
+        config: Settings that cannot change.
+
+    Attributes:
+        layout: The flat shard and its all-gather.
+        flat: Whether the shards are views of one flat shard. False for parameters with all-gather
+            extensions.
     """
 
-    layout: Layout
+    layout: FlatBuffer
 
     def __init__(
         self,
@@ -68,7 +74,6 @@ class ParameterGroup:
         collectives: Collectives,
         config: GroupConfig,
     ) -> None:
-        """Copy this rank's rows; nothing is communicated, and registered only on request."""
         self.parameters = list(parameters)
         self.flat = parameters[0].extension is None
         self.axes = self.reduce_axes = axes
@@ -103,33 +108,41 @@ class ParameterGroup:
         for parameter in self.parameters:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
-        self._lay_out(self._own_parts(wholes))
+        shard = axes.shard
+        specs = [
+            ShardSpec(
+                shape=tuple(whole.shape), dim=each.dim or 0, degree=shard.size, atom=each.atom
+            )
+            for each, whole in zip(self.parameters, wholes, strict=True)
+        ]
+        planner, itemsize = PLANNERS[parameters[0].layout], self._itemsize(wholes[0])
+        plan = planner(specs, shard.size, itemsize, config.direct_bytes)
+        self._lay_out([plan.part(i, whole, shard.index) for i, whole in enumerate(wholes)], plan)
         # With one rank gradients are not packed. Extensions create unsharded parameters later.
         if config.grads != "copy" and axes.size > 1 and self.flat:
             self._hook_gradients()
-        for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
-            parameter.build_sharded(local)
+        for i, (parameter, local) in enumerate(
+            zip(self.parameters, self.layout.shards, strict=True)
+        ):
+            parameter.build_sharded(local, plan.ragged_shard(i))
         self._build_unsharded()
 
-    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        axis = self.axes.shard
-        self._specs = [
-            ShardSpec(shape=tuple(whole.shape), dim=parameter.dim or 0, degree=axis.size)
-            for parameter, whole in zip(self.parameters, wholes, strict=True)
-        ]
-        return [
-            spec.part(whole, axis.index) for spec, whole in zip(self._specs, wholes, strict=True)
-        ]
+    def _itemsize(self, stored: Tensor) -> int:
+        """Return the bytes per element for which offsets are aligned: stored or computed."""
+        dtypes = choose_dtypes(self.config.precision, stored.dtype)
+        return min(stored.element_size(), dtypes.compute.itemsize)
 
-    def _lay_out(self, locals_: Sequence[Tensor]) -> None:
-        self.dtypes = choose_dtypes(self.config.precision, locals_[0].dtype)
-        if not locals_[0].is_meta:
-            locals_ = [local.to(self.config.rest) for local in locals_]
-        self.layout = self._layout_of(locals_, self.dtypes.compute)
+    def _lay_out(self, parts: Sequence[Tensor], plan: FlatPlan) -> None:
+        """Create the flat buffers from this rank's part of each parameter."""
+        config = self.config
+        self.dtypes = choose_dtypes(config.precision, parts[0].dtype)
+        if not parts[0].is_meta:
+            parts = [part.to(config.rest) for part in parts]
+        self.layout = self._buffer_of(parts, plan)
         self.layout.write_tag(self.tag.number)
         # Gradients are packed in the order of the shard, so that both can be stepped as one tensor.
-        spans = self.layout.spans
-        self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
+        ranges = self.layout.shard_ranges
+        self.order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
 
     def use_tag(self, tag: Tag) -> None:
         """Take the tag of the unit that the group belongs to."""
@@ -146,7 +159,7 @@ class ParameterGroup:
         """Return the sizes of a gather; None if all-gather extensions choose them."""
         if not self.flat:
             return None
-        return self.layout.plan.segments, self.dtypes.compute.itemsize
+        return self.layout.plan.slices, self.dtypes.compute.itemsize
 
     def reduction_signature(self, chosen: Sequence[int]) -> tuple[object, ...]:
         """Return the size and the dtype of a reduction of the parameters at ``chosen``."""
@@ -155,9 +168,8 @@ class ParameterGroup:
         rows = self._rows_of(chosen)
         return rows.numel, rows.reduced_numel, self.dtypes.reduce
 
-    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
-        config, axis = self.config, self.axes.shard
-        plan = self._plan_for(min(locals_[0].element_size(), compute.itemsize))
+    def _buffer_of(self, parts: Sequence[Tensor], plan: FlatPlan) -> FlatBuffer:
+        config, axis, compute = self.config, self.axes.shard, self.dtypes.compute
         extensions = [each.extension for each in self.parameters if each.extension is not None]
         if extensions:
             if config.rest != config.device:
@@ -165,31 +177,28 @@ class ParameterGroup:
                     f"{[each.name for each in extensions]} have all-gather extensions, which run "
                     "on the device; legal for them is offload_policy=OffloadPolicy()"
                 )
-            return ExtendedLayout(
+            return ExtendedFlatBuffer(
                 extensions,
-                locals_,
+                parts,
                 plan,
                 axis,
                 dtype=compute,
                 config=config,
                 collectives=self.collectives,
             )
-        return Layout(
-            locals_,
+        return FlatBuffer(
+            parts,
             plan,
             axis,
             dtype=compute,
             device=config.device,
-            pinned=config.pinned and not locals_[0].is_meta,
+            pinned=config.pinned and not parts[0].is_meta,
         )
 
-    def _plan_for(self, itemsize: int) -> ExactPlan | RaggedPlan:
-        return plan_group(self._specs, self.axes.shard.size, itemsize, self.config.direct_bytes)
-
     def _build_unsharded(self) -> None:
-        for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
-            parameter.build_unsharded(full)
-        self._fulls = self.layout.fulls
+        for parameter, view in zip(self.parameters, self.layout.unsharded, strict=True):
+            parameter.build_unsharded(view)
+        self._views = self.layout.unsharded
         self.layout.free()
         self._list_parameters()
         if self.bucket_hooks is not None:
@@ -228,9 +237,9 @@ class ParameterGroup:
 
     def _hook_gradients(self) -> None:
         """Pack each large gradient when it is ready; small ones cost less if packed together."""
-        itemsize, least = self.dtypes.reduce.itemsize, self.config.direct_bytes
-        specs = enumerate(self.layout.specs)
-        large = [i for i, spec in specs if is_large(spec.shard_numel, itemsize, least)]
+        least = self.config.direct_bytes / self.dtypes.reduce.itemsize
+        specs = self.layout.plan.specs
+        large = [i for i, spec in enumerate(specs) if spec.shard_numel >= least]
         if large:
             self.bucket_hooks = BucketHooks(
                 self.parameters, large, self.reduced, self._rows_of, self._allocate_rows
@@ -350,14 +359,14 @@ class ParameterGroup:
             self._check_tags()
         layout = self.layout
         layout.finish_gather(self._work)
-        if layout.fulls is not self._fulls:  # the memory before is left to a collective
-            for parameter, full in zip(self.parameters, layout.fulls, strict=True):
-                parameter.move_unsharded(full)
-            self._fulls = layout.fulls
-            if isinstance(layout, ExtendedLayout):
+        if layout.unsharded is not self._views:  # a collective may still use the last memory
+            for parameter, view in zip(self.parameters, layout.unsharded, strict=True):
+                parameter.move_unsharded(view)
+            self._views = layout.unsharded
+            if isinstance(layout, ExtendedFlatBuffer):
                 self._list_parameters()
                 self.train_as_sharded()
-                layout.unsharded = self.table.unsharded
+                layout.parameters = self.table.unsharded
         if graph_task() < 0:
             self.train_as_sharded()
         self.table.show_unsharded()
@@ -625,7 +634,8 @@ class ParameterGroup:
                     view.copy_(local)
         else:
             self.partial.clear()
-            self._lay_out(locals_)
+            plan, itemsize = self.layout.plan, self._itemsize(locals_[0])
+            self._lay_out(locals_, plan.with_itemsize(itemsize, self.config.direct_bytes))
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
         if converted:
@@ -658,30 +668,6 @@ class ParameterGroup:
     def gradients_wait(self) -> bool:
         """Return whether there are gradients of earlier backwards that are not reduced yet."""
         return bool(self.waiting) or self.partial.waits
-
-
-class RaggedGroup(ParameterGroup):
-    """Parameters whose parts are runs of one share; gradients are reduced in that layout."""
-
-    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        parameters = cast("list[RaggedParameter]", self.parameters)
-        index = self.axes.shard.index
-        dtypes = choose_dtypes(self.config.precision, wholes[0].dtype)
-        self._shares = plan = plan_ragged(
-            [tuple(whole.shape) for whole in wholes],
-            [parameter.atom for parameter in parameters],
-            self.axes.shard.size,
-            min(dtypes.compute.itemsize, wholes[0].element_size()),
-        )
-        parts = []
-        for position, (parameter, whole) in enumerate(zip(parameters, wholes, strict=True)):
-            parameter.set_runs(plan.leading(position), plan.sizes(position))
-            first, end = plan.span(position, index)
-            parts.append(whole.flatten()[first:end].view(plan.held(position, index)[1]))
-        return parts
-
-    def _plan_for(self, itemsize: int) -> RaggedPlan:
-        return replace(self._shares, itemsize=itemsize)
 
 
 def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) -> None:

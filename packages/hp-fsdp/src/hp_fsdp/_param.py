@@ -28,7 +28,7 @@ from hp_dtensor import (
     redistribute,
 )
 
-from ._errors import ParameterError, StateError
+from ._errors import StateError
 from ._extensions import Extension
 from ._mesh import MeshInfo
 from ._torch import (
@@ -42,6 +42,7 @@ from ._torch import (
     storage_references,
     wrapper_like,
 )
+from .layout import LayoutName
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
 MANAGED_ATTRIBUTE = "_fully_shard_managed"
@@ -61,13 +62,24 @@ class Owner:
 
 
 class ShardedParameter:
-    """A parameter of a group: ``sharded``, a DTensor, and ``unsharded``, a view of the gather.
+    """A parameter of a group: sharded between uses, unsharded during forward and backward.
 
-    ``sharded`` keeps its identity for life: optimizers hold it. ``part`` returns this rank's part
-    of a tensor that is laid out as it.
+    Attributes:
+        sharded: A DTensor, or a `RaggedTensor` of hp-dtensor. It stays the same object, because
+            optimizers hold it.
+        unsharded: A view of the output of the all-gather.
+        layout: Layout of the group.
+        atom: Number of consecutive elements that one rank must hold, in the ragged layout.
+        part: Returns the local tensor of a tensor with the placements of ``sharded``.
+        wrap: Returns a tensor with the placements of ``sharded`` over a local tensor.
+        local_view: The local tensor of ``sharded``.
     """
 
-    part: Callable[[Any], Tensor] = staticmethod(local_of)
+    part: Callable[[Any], Tensor]
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+    wrap: Callable[[Tensor], Tensor]
+    local_view: Tensor
 
     def __init__(
         self,
@@ -76,6 +88,8 @@ class ShardedParameter:
         name: str,
         mesh_info: MeshInfo,
         dim: int | None = 0,
+        layout: LayoutName = "exact",
+        atom: int = 1,
     ) -> None:
         """Find the mesh and the placements of the sharded parameter; nothing is allocated.
 
@@ -85,6 +99,8 @@ class ShardedParameter:
             name: Path from the unit's module.
             mesh_info: The data-parallel mesh.
             dim: Dimension to shard. None: every rank keeps the whole parameter.
+            layout: Layout of the group.
+            atom: Number of consecutive elements that one rank must hold, in the ragged layout.
 
         Raises:
             MeshError: The mesh of ``original`` does not fit the data-parallel mesh.
@@ -92,6 +108,9 @@ class ShardedParameter:
         """
         self.name = name
         self.dim = dim
+        self.layout = layout
+        self.atom = atom
+        self._ragged: RaggedShard | None = None
         self.owners = tuple(owners)
         self.original = weakref.ref(original)
         self._own: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
@@ -110,10 +129,6 @@ class ShardedParameter:
             self.extension = Extension(original, name, owners[0].module, self._mesh)
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
-        self.sharded: nn.Parameter
-        self.local_view: Tensor  # this rank's part as `sharded` has it
-        self.wrap: Callable[[Tensor], Tensor]  # of a local tensor, one laid out as `sharded`
-        self.unsharded: nn.Parameter
 
     def note_original(self) -> None:
         """Note on the original that it was sharded: modules outside the unit may still have it."""
@@ -122,16 +137,24 @@ class ShardedParameter:
             vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
 
     @torch.no_grad()
-    def build_sharded(self, local: Tensor) -> None:
-        """Create the sharded parameter over ``local``, this rank's part."""
+    def build_sharded(self, local: Tensor, ragged: RaggedShard | None = None) -> None:
+        """Create the sharded parameter over ``local``, this rank's part.
+
+        ``ragged`` is the placement of a `RaggedTensor`. If it is None, the parameter is a DTensor.
+        """
+        self._ragged = ragged
+        self.part = local_of if ragged is None else attrgetter("local")
         self.sharded = nn.Parameter(self._laid_out(local), requires_grad=self._requires_grad)
         mark_repeated_rows(self.sharded, self._repeated_rows)
-        # A parameter has a view of the view; optimizers must write to the flat shard itself.
+        # ``nn.Parameter`` has made a view of ``local``. Optimizers must write to ``local`` itself.
         self.put(local)
 
     def _laid_out(self, local: Tensor) -> Tensor:
-        # from_local brings all but what has no memory to the mesh's kind of device, where shards
-        # that rest on the CPU are not to be.
+        if self._ragged is not None:
+            runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], self._ragged)
+            return RaggedTensor.from_local(local, self._mesh, runs, shape=self.shape)
+        # `from_local` moves tensors to the mesh's type of device, unless they are on the meta
+        # device. With offloading, the shard has to stay on the CPU.
         like = DTensor.from_local(
             local.to("meta"),
             self._mesh,
@@ -186,10 +209,14 @@ class ShardedParameter:
         return self.sharded
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
-        set_local(cast(DTensor, self.sharded), view)
-        self.wrap = wrapper_like(cast(DTensor, self.sharded))
-        self.local_view = view
+        """Let the sharded parameter use the memory of ``view``, its new local tensor."""
+        if self._ragged is None:
+            set_local(cast(DTensor, self.sharded), view)
+            self.wrap = wrapper_like(cast(DTensor, self.sharded))
+        else:
+            self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
+            self.wrap = cast(RaggedTensor, self.sharded).like
+        self.local_view = self.part(self.sharded)
 
     def fits(self, found: object) -> bool:
         """Return whether ``found`` is laid out as the sharded parameter."""
@@ -345,46 +372,6 @@ class ShardedParameter:
         if (hooks := hooks_after_gradient(sharded)) is not None:
             for hook in list(hooks.values()):
                 hook(sharded)
-
-
-class RaggedParameter(ShardedParameter):
-    """A parameter of which each rank holds a run of whole atoms, ``atom`` elements each.
-
-    ``sharded`` is a ragged tensor of hp-dtensor.
-    """
-
-    part = staticmethod(attrgetter("local"))
-
-    def __init__(
-        self,
-        original: nn.Parameter,
-        owners: Sequence[Owner],
-        name: str,
-        mesh_info: MeshInfo,
-        atom: int,
-    ) -> None:
-        """Work out the parameter's mesh; the group's plan gives the run lengths."""
-        super().__init__(original, owners, name, mesh_info)
-        self.atom = atom
-        if not self.is_plain:
-            raise ParameterError(
-                f"{name} is a DTensor already; the ragged layout takes plain parameters, so shard "
-                "the modules that have such ones with layout='exact'"
-            )
-
-    def set_runs(self, leading: int, sizes: tuple[int, ...]) -> None:
-        """Take the run lengths that the plan gives, over the flattened leading dims."""
-        runs = RaggedShard(tuple(range(leading)), sizes)
-        self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
-
-    def _laid_out(self, local: Tensor) -> Tensor:
-        return RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
-
-    def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
-        self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
-        self.wrap = cast(RaggedTensor, self.sharded).like
-        self.local_view = self.part(self.sharded)
 
 
 class _Identity(torch.autograd.Function):
