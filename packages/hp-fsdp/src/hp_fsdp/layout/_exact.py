@@ -10,14 +10,7 @@ from torch import Tensor
 
 from .._tags import tag_width
 from ._memory import as_bytes
-from ._offsets import (
-    DIRECT_BYTES,
-    GradientRows,
-    ShardSpec,
-    aligned_numel,
-    round_up,
-    rows_by_rank,
-)
+from ._offsets import DIRECT_BYTES, GradientRows, ShardSpec, aligned_numel, round_up, rows_by_rank
 from ._plan import FlatPlan
 
 # Up to this number of packed elements, one indexed copy is faster than a copy for each parameter.
@@ -151,13 +144,8 @@ def plan_exact(
     """
     unit = aligned_numel(itemsize)
     direct = tuple(
-        degree == 1
-        or (
-            spec.dim == 0
-            and spec.shard_numel % unit == 0
-            and spec.shard_numel * itemsize >= direct_bytes
-        )
-        for spec in specs
+        degree == 1 or (spec.dim == 0 and numel % unit == 0 and numel * itemsize >= direct_bytes)
+        for spec, numel in [(spec, spec.shard_numel) for spec in specs]
     )
     packed = [i for i, is_direct in enumerate(direct) if not is_direct]
     packed.sort(key=lambda i: specs[i].dim != 0)  # `copy_out` splits the parameters along dim 0
