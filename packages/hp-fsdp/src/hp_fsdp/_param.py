@@ -50,14 +50,14 @@ MANAGED_ATTRIBUTE = "_fully_shard_managed"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Where a parameter is registered; a tied parameter has several owners."""
+    """A module that registers a parameter, and its name there. A tied parameter has several."""
 
     module: nn.Module
     registry: dict[str, nn.Parameter | None]
     name: str
 
     def get(self) -> nn.Parameter | None:
-        """Return what is registered here now; None where it was removed."""
+        """Return the registered parameter. None if it was removed."""
         return self.registry.get(self.name)
 
 
@@ -91,7 +91,7 @@ class ShardedParameter:
         layout: LayoutName = "exact",
         atom: int = 1,
     ) -> None:
-        """Find the mesh and the placements of the sharded parameter; nothing is allocated.
+        """Find the mesh and the placements of the sharded parameter. Allocates no memory.
 
         Args:
             original: The parameter before `fully_shard`.
@@ -131,7 +131,7 @@ class ShardedParameter:
         self.stride = original.stride()
 
     def note_original(self) -> None:
-        """Note on the original that it was sharded: modules outside the unit may still have it."""
+        """Note on the original that it was sharded, because other modules may still have it."""
         original = self.original()
         if original is not None:
             vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
@@ -169,7 +169,7 @@ class ShardedParameter:
     def build_unsharded(self, view: Tensor) -> None:
         """Create the unsharded parameter over ``view`` of the gathered output.
 
-        What was saved for a backward from one that was there must not be used any more.
+        A backward that saved an earlier unsharded parameter raises.
         """
         if self._is_built:
             increment_version(self.unsharded)
@@ -201,7 +201,7 @@ class ShardedParameter:
             set_local(cast(DTensor, self.unsharded), view)
 
     def _registered(self) -> nn.Parameter:
-        """Return the sharded parameter, or what something else registered in its place last."""
+        """Return the sharded parameter, or the parameter that user code registered instead."""
         for owner in reversed(self.owners):
             present = owner.get()
             if present is not None and present is not self.sharded:
@@ -219,7 +219,7 @@ class ShardedParameter:
         self.local_view = self.part(self.sharded)
 
     def fits(self, found: object) -> bool:
-        """Return whether ``found`` is laid out as the sharded parameter."""
+        """Return whether ``found`` has the class, mesh and placements of the sharded parameter."""
         own = cast(DTensor | RaggedTensor, self.sharded)
         return (
             isinstance(found, DTensor | RaggedTensor)
@@ -230,7 +230,7 @@ class ShardedParameter:
         )
 
     def refusal(self) -> str | None:
-        """Return why what is registered cannot be the sharded parameter; None if it can."""
+        """Return why the registered parameter cannot be the sharded one. None if it can."""
         for owner in self.owners:
             if owner.get() is None:
                 return self._removal(owner)
@@ -260,7 +260,7 @@ class ShardedParameter:
         )
 
     def _changed_extension(self) -> str | None:
-        """Return an error message if an all-gather extension came or went after `fully_shard`."""
+        """Return an error message if an all-gather extension was added or lost later."""
         found = self._registered()
         local = self.part(found)
         if self.extension is None and (is_extended(found) or is_extended(local)):
@@ -291,31 +291,31 @@ class ShardedParameter:
         )
 
     def undo_replacement(self) -> None:
-        """Register the sharded parameter where another stands; what was removed stays so."""
+        """Register the sharded parameter instead of another one, but not if it was removed."""
         for owner in self.owners:
             if owner.get() is not None:
                 owner.registry[owner.name] = self.sharded
 
     def take_replacement(self) -> None:
-        """Accept a parameter that something else registered in place of the sharded one.
+        """Use a parameter that user code registered in place of the sharded one.
 
-        In all places of a tied one: what still stands in the others is not what was put there.
+        If the parameter is tied, all owners get the new one.
         """
         self.sharded = self._registered()
         for owner in self.owners:
             owner.registry[owner.name] = self.sharded
 
     def local(self) -> Tensor:
-        """Return this rank's part of what is registered, where nothing is refused."""
+        """Return the local tensor of the registered parameter, if `refusal` returns None."""
         return self.part(self._registered())
 
     @property
     def is_plain(self) -> bool:
-        """Return whether modules compute with a plain tensor, not with a DTensor."""
+        """Return whether the unsharded parameter is a plain tensor, not a DTensor."""
         return self._own is None
 
     def hold_gradient(self, dtype: torch.dtype) -> None:
-        """Put the unsharded gradient aside in ``dtype``, added to what is there already."""
+        """Add the unsharded gradient to the held gradient, in ``dtype``, and remove it."""
         gradient, self.unsharded.grad = self.unsharded.grad, None
         if gradient is not None:
             self._held = gradient.to(dtype) if self._held is None else self._held.add_(gradient)
@@ -329,7 +329,7 @@ class ShardedParameter:
             self.part(gradient).zero_()
 
     def drop_gradient(self) -> None:
-        """Forget the unsharded gradient and what was put aside."""
+        """Drop the unsharded gradient and the held gradient."""
         self._held = None
         self.unsharded.grad = None
 
@@ -340,11 +340,10 @@ class ShardedParameter:
         return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
 
     def take_gradient(self, collectives: Collectives) -> Tensor | None:
-        """Remove and return the unsharded gradient as a plain tensor; None where there is none.
+        """Remove and return the unsharded gradient as a plain tensor. None if there is none.
 
-        A DTensor is brought to the parameter's own placements first: a sum over the axes of its own
-        mesh on which it is Partial, a redistribution where it is sharded otherwise. Axes that the
-        group reduces over are left to it.
+        A DTensor is redistributed to the parameter's placements first, so it is summed over axes of
+        its own mesh on which it is Partial. Axes that the group reduces over are not changed.
         """
         gradient, self.unsharded.grad = self.unsharded.grad, None
         held, self._held = self._held, None
