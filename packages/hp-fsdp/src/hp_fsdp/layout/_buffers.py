@@ -162,7 +162,9 @@ class FlatBuffer:
             return None
         if self._gathered_by is not collectives:
             self._gathered_by, self.is_exact = collectives, is_exact(collectives)
-        self._allocate(output)
+        output.allocate()
+        if output.tensor is not self._memory:
+            self._renew_views(output)
         if source is None and self.plan.degree > 1:
             if self._started_by is not collectives:
                 self._start = _prepared(collectives, axis, self._inputs, self._outputs)
@@ -190,13 +192,11 @@ class FlatBuffer:
         output.in_use = source is not None
         return start()
 
-    def _allocate(self, output: ResizableBuffer) -> None:
-        """Allocate the output, with new views if a collective may still use the last memory."""
-        output.allocate()
-        if output.tensor is not self._memory:
-            with torch.inference_mode(False):
-                self._view_arrivals(output.writable)
-                self._view_output(output.tensor)
+    def _renew_views(self, output: ResizableBuffer) -> None:
+        """Create views of new memory, because a collective may still use the last memory."""
+        with torch.inference_mode(False):
+            self._view_arrivals(output.writable)
+            self._view_output(output.tensor)
 
     def save_block(self, size: int) -> None:
         """Copy the part that this rank keeps for backward, if it reshards to fewer ranks.
@@ -211,10 +211,13 @@ class FlatBuffer:
 
     def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
         """Start the all-gather of the copies of `save_block`, over the axis of the block."""
-        if self._output is None or not self._block:
+        output = self._output
+        if output is None or not self._block:
             return None
-        self._allocate(self._output)
-        self._output.in_use = True
+        output.allocate()
+        if output.tensor is not self._memory:
+            self._renew_views(output)
+        output.in_use = True
         return collectives.all_gather(axis, self._block, self._outputs)
 
     def drop_block(self) -> None:
