@@ -10,9 +10,7 @@ import json
 import math
 from pathlib import Path
 
-from hp_fsdp._layout_exact import plan_group
-from hp_fsdp._layout_ragged import plan_ragged
-from hp_fsdp._offsets import ShardSpec
+from hp_fsdp.layout import PLANNERS, ShardSpec, direct_bytes_of
 
 Shapes = list[tuple[int, ...]]
 BLOCKS: dict[str, Shapes] = {
@@ -35,16 +33,17 @@ def padding(shapes: Shapes, degree: int) -> dict[str, float]:
     """Return each layout's padding in percent of the parameters' bytes."""
     numel = sum(map(math.prod, shapes))
     chunked = sum(-(-shape[0] // degree) * degree * row(shape) for shape in shapes)
-    specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
-    exact = plan_group(specs, degree, ITEMSIZE)
-    found = {
-        "torch": chunked / numel - 1,
-        "exact": exact.padding_bytes / exact.parameter_bytes,
-    }
+    found = {"torch": chunked / numel - 1}
+    single = [1] * len(shapes)
     rows = [shape[-1] if len(shape) > 1 else 1 for shape in shapes]
-    atoms = {"ragged": [1] * len(shapes), "ragged, rows": rows}
-    for name, each in atoms.items():
-        plan = plan_ragged(shapes, each, degree, ITEMSIZE)
+    cases = {"exact": single, "ragged": single, "ragged, rows": rows}
+    for name, atoms in cases.items():
+        specs = [
+            ShardSpec(shape=shape, dim=0, degree=degree, atom=atom)
+            for shape, atom in zip(shapes, atoms, strict=True)
+        ]
+        planner = PLANNERS["exact" if name == "exact" else "ragged"]
+        plan = planner(specs, degree, ITEMSIZE, direct_bytes_of("gloo"))
         found[name] = plan.padding_bytes / plan.parameter_bytes
     return {name: 100 * share for name, share in found.items()}
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import RaggedTensor
-from hp_fsdp import _offsets, fully_shard
+from hp_fsdp import fully_shard
+from hp_fsdp.layout import _offsets
 
 TOKENS, WIDTH = 6, 8
 Gradients = dict[str, Tensor]

@@ -12,14 +12,14 @@ from rank_pool.streams import Nccl, Stream
 from torch import Tensor
 
 from hp_dtensor import Axis, TorchCollectives, Work
-from hp_fsdp import _layout, _reduction
+from hp_fsdp import _reduction
 from hp_fsdp._agreement import TagLog
-from hp_fsdp._buffers import Buffer
 from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
 from hp_fsdp._reduction import StreamedReduction
 from hp_fsdp._streams import SideStream, Streams
 from hp_fsdp._torch import local_of
 from hp_fsdp._unit import unit_of
+from hp_fsdp.layout import ResizableBuffer, _buffers
 
 SIDES = ("gather", "reduce", "all_reduce", "offload")
 
@@ -89,14 +89,14 @@ def watched(
 
 
 def _patches(device: Device, own: bool) -> list[Any]:
-    allocate, free = Buffer.allocate, Buffer.free
+    allocate, free = ResizableBuffer.allocate, ResizableBuffer.free
     on_cpu = StreamedReduction._on_cpu
 
-    def allocated(self: Buffer) -> None:
+    def allocated(self: ResizableBuffer) -> None:
         allocate(self)
         device.allocate(self._storage, device.stack[-1].name)
 
-    def freed(self: Buffer) -> None:
+    def freed(self: ResizableBuffer) -> None:
         had = self._storage.nbytes()
         free(self)
         if had and not self._storage.nbytes() and self._storage._cdata in device.memory:
@@ -114,13 +114,13 @@ def _patches(device: Device, own: bool) -> list[Any]:
             return on_cpu(self, tensor)
 
     changes: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Buffer, "allocate", allocated),
-        (Buffer, "free", freed),
+        (ResizableBuffer, "allocate", allocated),
+        (ResizableBuffer, "free", freed),
         (StreamedReduction, "_on_cpu", copied),
         (Tensor, "record_stream", lambda x, stream: device.record(x, stream)),
     ]
     if not own:  # `Nccl` is taken for the collectives of torch
-        changes += [(module, "is_exact", lambda _: True) for module in (_layout, _reduction)]
+        changes += [(module, "is_exact", lambda _: True) for module in (_buffers, _reduction)]
     return [mock.patch.object(*change) for change in changes]
 
 

@@ -21,11 +21,10 @@ from hp_fsdp import (
     StateError,
     fully_shard,
 )
-from hp_fsdp._buffers import Buffer
-from hp_fsdp._extensions import ExtendedLayout
-from hp_fsdp._layout import Layout
-from hp_fsdp._layout_exact import ExactPlan
-from hp_fsdp._layout_ragged import RaggedPlan
+from hp_fsdp._extensions import ExtendedFlatBuffer
+from hp_fsdp.layout import FlatBuffer, ResizableBuffer
+from hp_fsdp.layout._exact import ExactPlan
+from hp_fsdp.layout._ragged import RaggedPlan
 
 from .gathering import Blocks, Halved, Layers, Whole, Wrapped, elements_of_block
 from .models import Gradients, Net, gradients, make, mesh_of, tokens, worst
@@ -469,8 +468,8 @@ class Injection:
         )
         with ExitStack() as stack:
             for kinds, names in (
-                ((Buffer,), inside),
-                ((Layout, ExtendedLayout), outside),
+                ((ResizableBuffer,), inside),
+                ((FlatBuffer, ExtendedFlatBuffer), outside),
                 ((ExactPlan, RaggedPlan), ("gradient_rows",)),
             ):
                 for kind, name in itertools.product(kinds, names):

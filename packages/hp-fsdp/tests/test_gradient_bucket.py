@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_fsdp._gradients import GradientBucket
-from hp_fsdp._offsets import ShardSpec, rows_by_rank
 from hp_fsdp._tags import tag_flags
+from hp_fsdp.layout._offsets import ShardSpec, rows_by_rank
 
 TAG = torch.tensor(tag_flags(5), dtype=torch.float64)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_fsdp._gradients import GradientBucket
-from hp_fsdp._layout_ragged import plan_ragged
-from hp_fsdp._offsets import ALIGNMENT, GradientRows, ShardSpec, rows_by_rank
 from hp_fsdp._tags import TAG_FLAGS, tag_flags
 from hp_fsdp._torch import pack_rank_major
+from hp_fsdp.layout._offsets import ALIGNMENT, GradientRows, ShardSpec, rows_by_rank
+from hp_fsdp.layout._ragged import plan_ragged
 
 TAG = torch.tensor(tag_flags(5), dtype=torch.float64)
 
@@ -41,8 +41,8 @@ def written(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
 def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
     """Return the packed gradients as one call packs them, with the flags of all."""
     pieces = [
-        extent.spec.by_rank(gradient).contiguous()
-        for extent, gradient in zip(rows.extents, gradients, strict=True)
+        columns.spec.by_rank(gradient).contiguous()
+        for columns, gradient in zip(rows.columns, gradients, strict=True)
     ]
     for i, start, end in reversed(rows.gaps):
         gap = torch.zeros(rows.degree, end - start, dtype=torch.float64)
@@ -89,8 +89,13 @@ def test_each_rank_gets_its_part_of_rows_that_lie_by_rank(
 def test_each_rank_gets_its_run_of_a_buffer_in_which_some_are_frozen(
     shapes: list[tuple[int, ...]], degree: int, atom: int, random: Any
 ) -> None:
-    atoms = [atom if math.prod(shape) % atom == 0 else 1 for shape in shapes]
-    plan = plan_ragged(shapes, atoms, degree, 8)
+    specs = [
+        ShardSpec(
+            shape=shape, dim=0, degree=degree, atom=atom if math.prod(shape) % atom == 0 else 1
+        )
+        for shape in shapes
+    ]
+    plan = plan_ragged(specs, degree, 8)
     chosen = [i for i in range(len(shapes)) if random.random() < 0.7]
     gradients = [gradient for i, gradient in enumerate(numbered(shapes)) if i in chosen]
     for index in range(degree):
@@ -98,10 +103,10 @@ def test_each_rank_gets_its_run_of_a_buffer_in_which_some_are_frozen(
         flat = written(rows, gradients)
         assert torch.equal(flat, packed(rows, gradients)) or not chosen
         share = flat.view(degree, -1)[index]
-        assert len(share) == rows.flags == plan.share
+        assert len(share) == rows.flags == plan.shard_numel
         parts = rows.views(share)
         for i, gradient, part in zip(chosen, gradients, parts, strict=True):
-            first, end = plan.span(i, index)
+            first, end = plan.elements(i, index)
             assert torch.equal(part.flatten(), gradient.flatten()[first:end])
             assert part.shape[1:] == gradient.shape[plan.leading(i) :]
         assert share.sum() == sum(part.sum() for part in parts)  # the rest is zero

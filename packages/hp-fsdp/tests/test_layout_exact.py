@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hp_fsdp import _layout_exact
-from hp_fsdp._layout_exact import ExactPlan, plan_group
-from hp_fsdp._offsets import ALIGNMENT, ShardSpec
+from hp_fsdp.layout import _exact
+from hp_fsdp.layout._exact import ExactPlan, plan_exact
+from hp_fsdp.layout._offsets import ALIGNMENT, DIRECT_BYTES, ShardSpec
 
 from .strategies import degrees, itemsizes, shapes, thresholds
 
@@ -20,17 +20,14 @@ relaxed = settings(deadline=None, max_examples=100)
 
 
 def planned(
-    shapes: Shapes, degree: int, itemsize: int, direct_bytes: float | None = None
+    shapes: Shapes, degree: int, itemsize: int, direct_bytes: float = DIRECT_BYTES
 ) -> ExactPlan:
     specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
-    return plan_group(specs, degree, itemsize, direct_bytes)
+    return plan_exact(specs, degree, itemsize, direct_bytes)
 
 
 def spans(plan: ExactPlan) -> list[tuple[int, int]]:
-    return [
-        (start, start + spec.shard_numel)
-        for start, spec in zip(plan.starts, plan.specs, strict=True)
-    ]
+    return plan.shard_ranges(0)
 
 
 @relaxed
@@ -54,12 +51,14 @@ def test_unsharded_places_do_not_overlap_and_fit(
 ) -> None:
     plan = planned(shapes, degree, itemsize, threshold)
     places = sorted(
-        (e.start, e.start + degree * e.spec.shard_numel) for e in plan.full if e.spec.shard_numel
+        (start, start + degree * spec.shard_numel)
+        for start, spec in zip(plan.output_starts, plan.specs, strict=True)
+        if spec.shard_numel
     )
-    arrivals = sorted((degree * a, degree * (a + n)) for a, n in plan.segments)
+    arrivals = sorted((degree * a, degree * (a + n)) for a, n in plan.slices)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(arrivals))
-    assert max((stop for _, stop in places + arrivals), default=0) <= plan.full_numel
+    assert max((stop for _, stop in places + arrivals), default=0) <= plan.output_numel
 
 
 @relaxed
@@ -71,26 +70,25 @@ def test_simulated_gather_reassembles_every_parameter(
     # segments and unpacked by the slots, and the prefix of each place must be the parameter.
     plan = planned(shapes, degree, itemsize, threshold)
     shards = [[None] * plan.shard_numel for _ in range(degree)]  # type: list[list[object]]
-    for name, (start, spec) in enumerate(zip(plan.starts, plan.specs, strict=True)):
+    for name, (start, spec) in enumerate(zip(plan.shard_starts, plan.specs, strict=True)):
         for rank in range(degree):
             held = math.prod(spec.local_shape(rank))
             for i in range(held):
                 shards[rank][start + i] = (name, rank * spec.shard_numel + i)
-    full = [None] * plan.full_numel  # type: list[object]
-    for start, n in plan.segments:
+    full = [None] * plan.output_numel  # type: list[object]
+    for start, n in plan.slices:
         for rank in range(degree):
             at = degree * start + rank * n
             full[at : at + n] = shards[rank][start : start + n]
     for i in plan.packed:
-        width, extent = plan.specs[i].shard_numel, plan.full[i]
+        width = plan.specs[i].shard_numel
         for rank in range(degree):
             at = degree * plan.packed_start + rank * plan.packed_numel
-            at += plan.starts[i] - plan.packed_start
-            to = extent.start + rank * extent.stride
+            at += plan.shard_starts[i] - plan.packed_start
+            to = plan.output_starts[i] + rank * width
             full[to : to + width] = full[at : at + width]
-    for name, extent in enumerate(plan.full):
-        found = full[extent.start : extent.start + extent.spec.numel]
-        assert found == [(name, i) for i in range(extent.spec.numel)]
+    for name, (start, spec) in enumerate(zip(plan.output_starts, plan.specs, strict=True)):
+        assert full[start : start + spec.numel] == [(name, i) for i in range(spec.numel)]
 
 
 @relaxed
@@ -113,28 +111,29 @@ def test_packed_parameters_are_copied_to_their_places(
     specs *= times  # alike, at one distance
     if how == "alike" and random.random() < 0.3:
         random.shuffle(specs)  # or at many
-    plan = plan_group(specs, degree, 4, 1 << 30)
+    plan = plan_exact(specs, degree, 4, 1 << 30)
     assume(plan.packed_numel)
     wholes = [torch.rand(spec.shape) for spec in specs]
     ranks = torch.zeros(degree, plan.packed_numel)
     for rank in range(degree):
         for i in plan.packed:
             part = specs[i].part(wholes[i], rank).flatten()
-            start = plan.starts[i] - plan.packed_start
+            start = plan.shard_starts[i] - plan.packed_start
             ranks[rank, start : start + len(part)] = part
-    full = torch.full((plan.full_numel,), torch.nan)
+    full = torch.full((plan.output_numel,), torch.nan)
     start, end = degree * plan.packed_start, degree * (plan.packed_start + plan.packed_numel)
     full[start:end] = ranks.flatten()
     limits: dict[str, Any] = {
-        "PERMUTED_NUMEL": 2**30 if how == "at once" else 0,
-        "ALIKE": 0 if how == "alike" else 2**30,
+        "INDEXED_NUMEL": 2**30 if how == "at once" else 0,
+        "SERIES_LENGTH": 0 if how == "alike" else 2**30,
     }
-    with mock.patch.multiple(_layout_exact, **limits):
+    with mock.patch.multiple(_exact, **limits):
         copy_out = plan.copy_out(full)
         assert copy_out is not None
         copy_out()
+    unsharded = plan.unsharded(full)
     for i in plan.packed:
-        assert torch.equal(plan.full[i].whole(full), wholes[i])
+        assert torch.equal(unsharded[i], wholes[i])
 
 
 @relaxed
@@ -143,11 +142,11 @@ def test_direct_parameters_start_aligned_and_packed_ones_too(
     shapes: Shapes, degree: int, itemsize: int, threshold: int
 ) -> None:
     plan = planned(shapes, degree, itemsize, threshold)
-    for extent, direct in zip(plan.full, plan.direct, strict=True):
-        assert extent.start * itemsize % ALIGNMENT == 0
+    for start, spec, direct in zip(plan.output_starts, plan.specs, plan.direct, strict=True):
+        assert start * itemsize % ALIGNMENT == 0
         if direct and degree > 1:
-            assert extent.spec.shard_numel * itemsize % ALIGNMENT == 0
-            assert extent.spec.shard_numel * itemsize >= threshold
+            assert spec.shard_numel * itemsize % ALIGNMENT == 0
+            assert spec.shard_numel * itemsize >= threshold
 
 
 def test_the_threshold_counts_the_bytes_of_one_rank() -> None:
@@ -161,5 +160,5 @@ def test_the_threshold_counts_the_bytes_of_one_rank() -> None:
 def test_one_rank_needs_no_place_besides_its_shard(shapes: Shapes, itemsize: int) -> None:
     plan = planned(shapes, 1, itemsize)
     assert all(plan.direct)
-    assert tuple(extent.start for extent in plan.full) == plan.starts
-    assert plan.full_numel == plan.shard_numel
+    assert plan.output_starts == plan.shard_starts
+    assert plan.output_numel == plan.shard_numel

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_fsdp._offsets import ShardSpec
+from hp_fsdp.layout import ShardSpec
 
 
 @st.composite

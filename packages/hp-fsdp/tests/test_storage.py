@@ -16,12 +16,9 @@ from hp_fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     ShardingError,
-    _offsets,
     fully_shard,
 )
-from hp_fsdp._layout import Layout
-from hp_fsdp._layout_exact import plan_group
-from hp_fsdp._offsets import ShardSpec
+from hp_fsdp.layout import FlatBuffer, ShardSpec, _offsets, plan_exact
 
 from .models import (
     Gradients,
@@ -72,9 +69,9 @@ def staged(rank: int, degree: int) -> list[bool]:
     wholes = [torch.arange(12.0).view(6, 2) + 1, torch.arange(5.0)]
     specs = [ShardSpec(shape=tuple(whole.shape), dim=0, degree=degree) for whole in wholes]
     locals_ = [spec.part(whole, axis.index) for spec, whole in zip(specs, wholes, strict=True)]
-    layout = Layout(
+    layout = FlatBuffer(
         locals_,
-        plan_group(specs, degree, 2, 0),
+        plan_exact(specs, degree, 2, 0),
         axis,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
@@ -89,10 +86,10 @@ def staged(rank: int, degree: int) -> list[bool]:
         layout.finish_gather(work)
         seen += [
             torch.equal(full, (whole + step).bfloat16())
-            for full, whole in zip(layout.fulls, wholes, strict=True)
+            for full, whole in zip(layout.unsharded, wholes, strict=True)
         ]
         layout.free()
-        seen.append(all(full.untyped_storage().nbytes() == 0 for full in layout.fulls))
+        seen.append(all(full.untyped_storage().nbytes() == 0 for full in layout.unsharded))
     return seen
 
 

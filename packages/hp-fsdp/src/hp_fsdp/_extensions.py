@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hp_dtensor import Axis, Collectives
 
-from ._buffers import Buffer
 from ._errors import (
     DisagreementError,
     InvalidParameterError,
@@ -21,15 +20,12 @@ from ._errors import (
     StateError,
     shown,
 )
-from ._layout import Layout
-from ._layout_exact import ExactPlan, plan_group
-from ._layout_ragged import RaggedPlan, UnevenPlan
-from ._offsets import ShardSpec
 from ._options import GroupConfig
 from ._streams import Streams, Waitable
 from ._torch import POST_ALL_GATHER, PRE_ALL_GATHER, is_extended, preserved_versions
+from .layout import FlatBuffer, FlatPlan, GatherPlan, ShardSpec, plan_exact, plan_uneven
 
-Kinds = list[tuple[torch.dtype, torch.Size]]  # dtypes and shapes of tensors
+Kinds = list[tuple[torch.dtype, torch.Size]]  # dtypes and shapes of the inputs of one parameter
 
 
 class Extension:
@@ -107,7 +103,7 @@ class Extension:
             cast(Any, local).fsdp_post_all_gather(outputs, self._metadata, dtype, out=unsharded)
 
 
-class ExtendedLayout(Layout):
+class ExtendedFlatBuffer(FlatBuffer):
     """The shards of parameters with all-gather extensions, and the all-gather of their inputs.
 
     Each shard is a separate tensor, and ``shard`` is empty. The inputs of an all-gather are the
@@ -115,13 +111,14 @@ class ExtendedLayout(Layout):
     gathered into another one. The first all-gather plans the offsets in these buffers. ``plan`` has
     the offsets of the gradients.
 
-    Before the first all-gather, ``fulls`` are on the meta device. Then `finish_gather` sets them to
-    the results of ``fsdp_post_all_gather``, and the group creates the unsharded parameters over
-    them. Later all-gathers write to the unsharded parameters, because autograd may have saved them.
+    Before the first all-gather, ``unsharded`` tensors are on the meta device. Then `finish_gather`
+    replaces them by the results of ``fsdp_post_all_gather``, and the group creates the unsharded
+    parameters over them. Later all-gathers write to the unsharded parameters, because autograd may
+    have saved them.
 
     Args:
         extensions: One for each parameter.
-        locals_: This rank's part of each parameter. The layout copies it.
+        parts: This rank's part of each parameter. They are copied.
         plan: Offsets of the parameters, as if they had no extensions.
         axis: Axis that shards the parameters.
         dtype: Dtype of the computation.
@@ -132,39 +129,41 @@ class ExtendedLayout(Layout):
         ParameterError: A part has lost the class with the extension.
 
     Attributes:
-        unsharded: The unsharded parameters over ``fulls``, or None if they do not exist yet.
+        parameters: The unsharded parameters over ``unsharded``. None until they exist.
     """
 
-    unsharded: Sequence[Tensor] | None = None
+    parameters: Sequence[Tensor] | None = None
 
     def __init__(
         self,
         extensions: Sequence[Extension],
-        locals_: Sequence[Tensor],
-        plan: ExactPlan | RaggedPlan,
+        parts: Sequence[Tensor],
+        plan: FlatPlan,
         axis: Axis,
         *,
         dtype: torch.dtype,
         config: GroupConfig,
         collectives: Collectives,
     ) -> None:
-        self.plan, self._index = plan, axis.index
-        self.specs, self.spans = plan.specs, plan.spans(axis.index)
+        self.plan, self._rank = plan, axis.index
+        self.shard_ranges = plan.shard_ranges(axis.index)
         # Only operations that torch's fully_shard needs from such classes, too.
-        self.shards = [local.new_zeros(local.shape).copy_(local) for local in locals_]
-        for extension, local in zip(extensions, self.shards, strict=True):
-            if not is_extended(local):
+        self.shards = [part.new_zeros(part.shape).copy_(part) for part in parts]
+        for extension, part in zip(extensions, self.shards, strict=True):
+            if not is_extended(part):
                 raise ParameterError(
-                    f"this rank's rows of {extension.name} are a {type(local).__name__} without "
+                    f"this rank's rows of {extension.name} are a {type(part).__name__} without "
                     f"{PRE_ALL_GATHER}; slices, new_zeros and copy_ must keep the class"
                 )
-        self.shard = torch.empty(0, dtype=locals_[0].dtype, device=locals_[0].device)
-        self.fulls = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in plan.specs]
+        self.shard = torch.empty(0, dtype=parts[0].dtype, device=parts[0].device)
+        self.unsharded = [
+            torch.empty(spec.shape, dtype=dtype, device="meta") for spec in plan.specs
+        ]
         self._extensions, self._axis, self._dtype = list(extensions), axis, dtype
         self._config, self._collectives = config, collectives
-        self._kinds: list[Kinds] = []  # of the first inputs of each parameter
-        self._flats: list[Tensor] = []  # the inputs of the all-gather in flight, as bytes
-        self._inner: list[tuple[UntypedStorage, int]] = []  # of the inner tensors, with their sizes
+        self._kinds: list[Kinds] = []  # of each parameter, in the first all-gather
+        self._sent: list[Tensor] = []  # the inputs of the all-gather in flight, as bytes
+        self._inner: list[tuple[UntypedStorage, int]] = []  # inner tensors' storages and sizes
 
     @torch.inference_mode(False)  # training uses the same buffers later
     @torch.no_grad()
@@ -173,9 +172,9 @@ class ExtendedLayout(Layout):
     ) -> Waitable | None:
         """Call ``fsdp_pre_all_gather`` of each parameter, and start one all-gather for all."""
         pairs = zip(self._extensions, self.shards, strict=True)
-        inputs = [each.inputs(local, self._config.precision) for each, local in pairs]
+        inputs = [each.inputs(shard, self._config.precision) for each, shard in pairs]
         self._check_inputs(inputs)
-        self._flats = [t.reshape(-1).view(torch.uint8) for each in inputs for t in each]
+        self._sent = [t.reshape(-1).view(torch.uint8) for each in inputs for t in each]
         return super().gather(axis, collectives, streams)
 
     def _check_inputs(self, inputs: Sequence[Sequence[Tensor]]) -> None:
@@ -197,19 +196,16 @@ class ExtendedLayout(Layout):
         self._exchange(names, [len(each) for each in inputs], "tensors", even=True)
         names = [name for name, each in zip(names, inputs, strict=True) for _ in each]
         own = [tensor.nbytes for each in inputs for tensor in each]
-        sizes = self._exchange(names, own, "bytes", even=isinstance(self.plan, ExactPlan))
+        sizes = self._exchange(names, own, "bytes", even=self.plan.kind == "exact")
         degree, device = self.plan.degree, self._config.device
+        plan: GatherPlan
         if sizes == [(size,) * degree for size in own]:
             specs = [ShardSpec(shape=(degree * size,), dim=0, degree=degree) for size in own]
-            plan: ExactPlan | UnevenPlan = plan_group(
-                specs, degree, 1, self._config.direct_bytes, tagged=False
-            )
+            plan = plan_exact(specs, degree, 1, self._config.direct_bytes, tagged=False)
         else:
-            plan = UnevenPlan(degree=degree, sizes=tuple(sizes))
-        self._byte_spans = plan.spans(self._index)
-        output = Buffer(plan.full_numel, torch.uint8, device)
-        sent = Buffer(plan.shard_numel, torch.uint8, device)
-        self._connect(plan, output, sent)
+            plan = plan_uneven(sizes)
+        self._byte_ranges = plan.shard_ranges(self._rank)
+        self._connect(plan, torch.uint8, device, output=True, copied=True)
 
     def _exchange(
         self, names: Sequence[str], own: Sequence[int], unit: str, even: bool
@@ -234,13 +230,14 @@ class ExtendedLayout(Layout):
             )
         return found
 
-    def _fill(self, target: Tensor) -> None:
-        for (start, end), flat in zip(self._byte_spans, self._flats, strict=True):
+    def _copy_in(self, target: Tensor) -> None:
+        for (start, end), flat in zip(self._byte_ranges, self._sent, strict=True):
             target[start:end].copy_(flat, non_blocking=True)
 
-    def _view(self, memory: Tensor) -> None:
-        self._received = self._gathered.wholes(memory)
-        self.unsharded, self._inner = None, []  # they may be views of the memory before
+    def _view_output(self, memory: Tensor) -> None:
+        self._received = self._gather_plan.unsharded(memory)
+        # The parameters and inner tensors may be views of the last memory.
+        self.parameters, self._inner = None, []
         self._memory = memory
 
     @torch.inference_mode(False)
@@ -248,29 +245,29 @@ class ExtendedLayout(Layout):
     def finish_gather(self, work: Waitable | None) -> None:
         """Call ``fsdp_post_all_gather`` of each parameter, after `wait`."""
         super().finish_gather(work)
-        self._flats = []
-        flats, degree = iter(self._received), self.plan.degree
+        self._sent = []
+        received, degree = iter(self._received), self.plan.degree
         outputs = [
-            tuple(_stacked(next(flats), dtype, shape, degree) for dtype, shape in kinds)
+            tuple(_stacked(next(received), dtype, shape, degree) for dtype, shape in kinds)
             for kinds in self._kinds
         ]
         each = list(zip(self._extensions, self.shards, outputs, strict=True))
-        if self.unsharded is None:
-            made = [ext.make(local, given, self._dtype) for ext, local, given in each]
+        if self.parameters is None:
+            made = [ext.make(shard, given, self._dtype) for ext, shard, given in each]
             storages = [tensor.untyped_storage() for _, inner in made for tensor in inner]
             self._inner = [(storage, storage.nbytes()) for storage in storages]
-            self.fulls = [whole for whole, _ in made]
+            self.unsharded = [unsharded for unsharded, _ in made]
             return
         for storage, size in self._inner:
             if storage.nbytes() != size:  # some are views of the gathered bytes
                 storage.resize_(size)
-        for (ext, local, given), unsharded in zip(each, self.unsharded, strict=True):
-            ext.write(local, given, self._dtype, unsharded)
+        for (ext, shard, given), parameter in zip(each, self.parameters, strict=True):
+            ext.write(shard, given, self._dtype, parameter)
 
     def free(self) -> None:
         """Free the gathered bytes and the inner tensors, unless a collective may use them."""
         super().free()
-        if self._output is not None and not self._output.lent:
+        if self._output is not None and not self._output.in_use:
             for storage, _ in self._inner:
                 storage.resize_(0)
 

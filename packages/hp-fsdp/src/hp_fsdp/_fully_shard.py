@@ -6,7 +6,7 @@ process group.
 
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, cast, get_args, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,12 @@ from ._errors import (
     UnsupportedError,
     shown,
 )
-from ._group import ParameterGroup, RaggedGroup, watch_optimizers
+from ._group import ParameterGroup, watch_optimizers
 from ._hooks import end_in_hook
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
 from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
-from ._offsets import direct_bytes_of
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
-from ._param import RaggedParameter, ShardedParameter, named_modules, note_managed
+from ._param import ShardedParameter, named_modules, note_managed
 from ._select import (
     Granularity,
     ParameterSelection,
@@ -49,8 +48,7 @@ from ._select import (
 )
 from ._torch import composed_by, has_forward_hooks, managed_by_torch, note_composed, noted_state
 from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
-
-LayoutName = Literal["exact", "ragged"]
+from .layout import LayoutName, direct_bytes_of
 
 
 def modules_of(module: object) -> list[nn.Module]:
@@ -278,10 +276,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 _AS_IT_IS = MixedPrecisionPolicy()
 _NOWHERE = OffloadPolicy()
-_KINDS: dict[type[ShardedParameter], type[ParameterGroup]] = {
-    ShardedParameter: ParameterGroup,
-    RaggedParameter: RaggedGroup,
-}
 
 
 P = ParamSpec("P")
@@ -488,11 +482,9 @@ def _groups_of(
         if original is not None:
             axes = (parameter.axes.shard, *parameter.axes.replicate)
             ranks = tuple(axis.ranks for axis in axes)
-            key = (original.dtype, type(parameter), parameter.extension is None, ranks)
+            key = (original.dtype, parameter.layout, parameter.extension is None, ranks)
             alike.setdefault(key, []).append(parameter)
-    return [
-        _KINDS[type(each[0])](each, each[0].axes, collectives, config) for each in alike.values()
-    ]
+    return [ParameterGroup(each, each[0].axes, collectives, config) for each in alike.values()]
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

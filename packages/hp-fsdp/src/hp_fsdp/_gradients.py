@@ -9,8 +9,8 @@ from torch import Tensor
 from hp_dtensor import Collectives
 
 from ._errors import StateError
-from ._offsets import GradientRows
 from ._param import ShardedParameter
+from .layout import GradientRows
 
 
 class GradientBucket:
@@ -30,24 +30,24 @@ class GradientBucket:
     def __init__(self, rows: GradientRows, flat: Tensor) -> None:
         self._rows = rows
         self._flat = flat
-        self.written = [False] * len(rows.extents)
+        self._packed = flat.view(rows.degree, rows.width)
+        self.written = [False] * len(rows.columns)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of the parameter at position ``index``.
 
         Runs one kernel, or two if dim 0 does not divide evenly over the ranks.
         """
-        extent = self._rows.extents[index]
-        count = extent.full * extent.run_shape[0]
+        columns = self._rows.columns[index]
         first, self.written[index] = not self.written[index], True
-        if extent.spec.dim or not extent.left:
-            full = extent.full_runs(self._flat)
-            _write(full, extent.spec.by_rank(gradient).view(full.shape), first)
+        full = columns.full_rows(self._packed)
+        if not columns.left:
+            _write(full, columns.spec.by_rank(gradient).view(full.shape), first)
             return
+        count = columns.full * columns.spec.rows
         if count:
-            full = extent.full_runs(self._flat)
             _write(full, gradient[:count].view(full.shape), first)
-        _write(extent.tail(self._flat), gradient[count:], first)
+        _write(columns.last_row(self._packed), gradient[count:], first)
 
     def finish(self, tag_flags: Tensor) -> Tensor:
         """Return the packed gradients as a flat tensor. Parameters without a gradient have zeros.
@@ -55,14 +55,14 @@ class GradientBucket:
         Unless the layout has ``flags_apart``, each row ends with one flag per parameter and
         ``tag_flags`` of shape ``[TAG_FLAGS]``. A flag is 1 if the parameter has a gradient, else 0.
         """
-        rows = self._flat.view(self._rows.degree, self._rows.width)
-        for extent, written in zip(self._rows.extents, self.written, strict=True):
-            first = extent.full if written else 0
-            if written and extent.left:
-                rows[first, extent.start + extent.padded : extent.end].zero_()
+        rows = self._packed
+        for columns, written in zip(self._rows.columns, self.written, strict=True):
+            first = columns.full if written else 0
+            if written and columns.left:
+                rows[first, columns.padding_start : columns.end].zero_()
                 first += 1
-            if first < self._rows.degree and extent.end > extent.start:
-                rows[first:, extent.start : extent.end].zero_()
+            if first < self._rows.degree and columns.end > columns.start:
+                rows[first:, columns.start : columns.end].zero_()
         for _, start, end in self._rows.gaps:
             rows[:, start:end].zero_()
         if not self._rows.flags_apart:

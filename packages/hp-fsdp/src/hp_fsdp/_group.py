@@ -1,10 +1,9 @@
-"""One group: parameters of one dtype that are gathered and reduced in one collective each."""
+"""A parameter group: one all-gather and one reduction for parameters of one dtype."""
 
 import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from operator import is_, or_
 from typing import Any, cast
@@ -23,17 +22,12 @@ from hp_dtensor.torch_compat import writes_into
 
 from ._agreement import Tag, is_exact
 from ._errors import Once, ParameterError, StateError
-from ._extensions import ExtendedLayout
+from ._extensions import ExtendedFlatBuffer
 from ._gradients import BucketHooks
-from ._layout import Layout
-from ._layout_exact import ExactPlan, plan_group
-from ._layout_ragged import RaggedPlan, plan_ragged
 from ._mesh import DataAxes
-from ._offsets import GradientRows, ShardSpec, is_large
 from ._options import GroupConfig, Options
 from ._param import (
     ParameterTable,
-    RaggedParameter,
     ShardedParameter,
     are_in_place,
     are_shown,
@@ -48,19 +42,31 @@ from ._states import AFTER, Event, ParameterState
 from ._stats import UnitComm
 from ._streams import Streams, Waitable
 from ._torch import gradient_of, graph_task, in_range, local_of, training, uncompiled
+from .layout import PLANNERS, FlatBuffer, FlatPlan, GradientRows, ShardSpec
 
-# The states in which there is something to gather.
+# The states in which an all-gather can start.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
 
 class ParameterGroup:
-    """Parameters of one dtype, and the state of their all-gather.
+    """Parameters of one dtype and layout, and the state of their all-gather.
 
-    ``flat``: whether the shards are views of one flat shard. False for parameters with all-gather
-    extensions.
+    The constructor copies this rank's part of each parameter. It communicates nothing and registers
+    nothing with the modules.
+
+    Args:
+        parameters: The parameters. None of them is sharded yet.
+        axes: The axes that shard and replicate the parameters.
+        collectives: The collectives of all-gathers and reductions.
+        config: Settings that cannot change.
+
+    Attributes:
+        layout: The flat shard and its all-gather.
+        flat: Whether the shards are views of one flat shard. False for parameters with all-gather
+            extensions.
     """
 
-    layout: Layout
+    layout: FlatBuffer
 
     def __init__(
         self,
@@ -69,85 +75,91 @@ class ParameterGroup:
         collectives: Collectives,
         config: GroupConfig,
     ) -> None:
-        """Copy this rank's rows; nothing is communicated, and registered only on request."""
         self.parameters = list(parameters)
         self.flat = parameters[0].extension is None
         self.axes = self.reduce_axes = axes
         self.config = config
-        self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
-        self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
+        self.own_axis: Axis | None = None  # a copy of the shard axis with another process group
+        self.post_forward_axis: Axis | None = None  # if parameters reshard to fewer ranks
         self.partial = PartialSum()
         self.tag = Tag()
-        self.reads_tags = False  # when the gather under way has ended
+        self.reads_tags = False  # whether tags are checked after the all-gather in flight
         self.comm = UnitComm(config.device)  # shared by the groups of a unit
-        self.streams: Streams | None = None  # those of the root of the step, on accelerators
+        self.streams: Streams | None = None  # shared by all units under the root; None on CPUs
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
         self.use_warning = Once()
-        # Strong references: parameters refer to their accumulators weakly, and hooks die with them.
+        # Parameters refer to their accumulators weakly, and an accumulator owns its hooks.
         self._accumulators: list[Node] = []
-        self.waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
-        self._dropped = False  # their gradients, which are reduced all the same
-        self._put_aside = False  # some of these gradients are in the dtype of the reduction
+        # Positions of the parameters that trained in a backward without a reduction.
+        self.waiting: set[int] = set()
+        self._dropped = False  # whether the gradients of `waiting` were dropped since
+        self._held = False  # whether parameters hold gradients in the dtype of the reduction
         self.collectives = collectives
-        # In the way that a user gave, or the same.
+        # The collectives of `set_custom_all_gather` and `set_custom_reduce_scatter`, if given.
         self.gathers: Collectives = collectives
         self.scatters: Collectives = collectives
         self._work: Waitable | None = None
-        self.noted: tuple[int, int] | None = None  # since when writes are watched
-        self._training: list[bool] = []  # which unsharded parameters were told to
-        self.trains = True  # any of them was
-        self._stayed = False  # since then the modules had the unsharded ones for a while
+        self.noted: tuple[int, int] | None = None  # counts of writes at `note_writes`
+        self._training: list[bool] = []  # `requires_grad` of the unsharded parameters, when set
+        self.trains = True  # whether one of them is True
+        self._stayed = False  # whether unsharded parameters were kept since they were set
         self._plan: ReductionPlan | None = None
-        self._planned: list[int] = []  # what the plan is of
+        self._planned: list[int] = []  # positions of the parameters in `_plan`
         wholes = []
         for parameter in self.parameters:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
-        self._lay_out(self._own_parts(wholes))
+        shard = axes.shard
+        specs = [
+            ShardSpec(
+                shape=tuple(whole.shape), dim=each.dim or 0, degree=shard.size, atom=each.atom
+            )
+            for each, whole in zip(self.parameters, wholes, strict=True)
+        ]
+        planner, itemsize = PLANNERS[parameters[0].layout], self._itemsize(wholes[0])
+        plan = planner(specs, shard.size, itemsize, config.direct_bytes)
+        self._lay_out([plan.part(i, whole, shard.index) for i, whole in enumerate(wholes)], plan)
         # With one rank gradients are not packed. Extensions create unsharded parameters later.
         if config.grads != "copy" and axes.size > 1 and self.flat:
             self._hook_gradients()
-        for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
-            parameter.build_sharded(local)
+        for i, parameter in enumerate(self.parameters):
+            parameter.build_sharded(self.layout.shards[i], plan.ragged_shard(i))
         self._build_unsharded()
 
-    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        axis = self.axes.shard
-        self._specs = [
-            ShardSpec(shape=tuple(whole.shape), dim=parameter.dim or 0, degree=axis.size)
-            for parameter, whole in zip(self.parameters, wholes, strict=True)
-        ]
-        return [
-            spec.part(whole, axis.index) for spec, whole in zip(self._specs, wholes, strict=True)
-        ]
+    def _itemsize(self, stored: Tensor) -> int:
+        """Return the bytes per element for which offsets are aligned: stored or computed."""
+        dtypes = choose_dtypes(self.config.precision, stored.dtype)
+        return min(stored.element_size(), dtypes.compute.itemsize)
 
-    def _lay_out(self, locals_: Sequence[Tensor]) -> None:
-        self.dtypes = choose_dtypes(self.config.precision, locals_[0].dtype)
-        if not locals_[0].is_meta:
-            locals_ = [local.to(self.config.rest) for local in locals_]
-        self.layout = self._layout_of(locals_, self.dtypes.compute)
+    def _lay_out(self, parts: Sequence[Tensor], plan: FlatPlan) -> None:
+        """Create the flat buffers from this rank's part of each parameter."""
+        config = self.config
+        self.dtypes = choose_dtypes(config.precision, parts[0].dtype)
+        if not parts[0].is_meta:
+            parts = [part.to(config.rest) for part in parts]
+        self.layout = self._buffer_of(parts, plan)
         self.layout.write_tag(self.tag.number)
         # Gradients are packed in the order of the shard, so that both can be stepped as one tensor.
-        spans = self.layout.spans
-        self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
+        ranges = self.layout.shard_ranges
+        self.order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
 
     def use_tag(self, tag: Tag) -> None:
-        """Take the tag of the unit that the group belongs to."""
+        """Use the tag of the unit that the group belongs to."""
         self.layout.write_tag(tag.number)
         self.tag = tag
 
     @property
     def tagged(self) -> bool:
-        """Return whether the result of a gather shows which unit each rank gathered."""
+        """Return whether each rank's tag arrives with the unsharded parameters."""
         return self.layout.tags is not None and is_exact(self.gathers)
 
     @property
     def gather_signature(self) -> tuple[object, ...] | None:
-        """Return the sizes of a gather; None if all-gather extensions choose them."""
+        """Return the sizes of the all-gather, or None if all-gather extensions choose them."""
         if not self.flat:
             return None
-        return self.layout.plan.segments, self.dtypes.compute.itemsize
+        return self.layout.plan.slices, self.dtypes.compute.itemsize
 
     def reduction_signature(self, chosen: Sequence[int]) -> tuple[object, ...]:
         """Return the size and the dtype of a reduction of the parameters at ``chosen``."""
@@ -156,9 +168,8 @@ class ParameterGroup:
         rows = self._rows_of(chosen)
         return rows.numel, rows.reduced_numel, self.dtypes.reduce
 
-    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
-        config, axis = self.config, self.axes.shard
-        plan = self._plan_for(min(locals_[0].element_size(), compute.itemsize))
+    def _buffer_of(self, parts: Sequence[Tensor], plan: FlatPlan) -> FlatBuffer:
+        config, axis, compute = self.config, self.axes.shard, self.dtypes.compute
         extensions = [each.extension for each in self.parameters if each.extension is not None]
         if extensions:
             if config.rest != config.device:
@@ -166,41 +177,38 @@ class ParameterGroup:
                     f"{[each.name for each in extensions]} have all-gather extensions, which run "
                     "on the device; legal for them is offload_policy=OffloadPolicy()"
                 )
-            return ExtendedLayout(
+            return ExtendedFlatBuffer(
                 extensions,
-                locals_,
+                parts,
                 plan,
                 axis,
                 dtype=compute,
                 config=config,
                 collectives=self.collectives,
             )
-        return Layout(
-            locals_,
+        return FlatBuffer(
+            parts,
             plan,
             axis,
             dtype=compute,
             device=config.device,
-            pinned=config.pinned and not locals_[0].is_meta,
+            pinned=config.pinned and not parts[0].is_meta,
         )
 
-    def _plan_for(self, itemsize: int) -> ExactPlan | RaggedPlan:
-        return plan_group(self._specs, self.axes.shard.size, itemsize, self.config.direct_bytes)
-
     def _build_unsharded(self) -> None:
-        for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
-            parameter.build_unsharded(full)
-        self._fulls = self.layout.fulls
+        for parameter, view in zip(self.parameters, self.layout.unsharded, strict=True):
+            parameter.build_unsharded(view)
+        self._views = self.layout.unsharded
         self.layout.free()
         self._list_parameters()
         if self.bucket_hooks is not None:
             self.bucket_hooks.register()
 
     def _list_parameters(self) -> None:
-        """List what every gather, reshard and reduction goes through, made once for many steps."""
+        """Create the lists of parameters that all steps use."""
         layout = self.layout
         flat = layout.shard if self.flat else None
-        if flat is None:  # extensions run on the local tensors of the sharded parameters
+        if flat is None:  # extensions are methods of the parameters' local tensors
             layout.shards = [each.local_view for each in self.parameters]
         self.table = ParameterTable(self.parameters, layout.shards, flat)
         self.watch_sharded()
@@ -210,9 +218,9 @@ class ParameterGroup:
         self._plan = None
 
     def watch_sharded(self) -> None:
-        """Warn if autograd accumulates into a sharded parameter, unless there is only one rank.
+        """Warn if a loss uses a sharded parameter itself. With one rank, this is legal.
 
-        Gradients of this package do not pass autograd's accumulators, so they do not warn.
+        Autograd accumulates such a gradient. Gradients of forwards are set without autograd.
         """
         known = set(self._accumulators)
         self._accumulators = []
@@ -229,9 +237,9 @@ class ParameterGroup:
 
     def _hook_gradients(self) -> None:
         """Pack each large gradient when it is ready; small ones cost less if packed together."""
-        itemsize, least = self.dtypes.reduce.itemsize, self.config.direct_bytes
-        specs = enumerate(self.layout.specs)
-        large = [i for i, spec in specs if is_large(spec.shard_numel, itemsize, least)]
+        least = self.config.direct_bytes / self.dtypes.reduce.itemsize
+        specs = self.layout.plan.specs
+        large = [i for i, spec in enumerate(specs) if spec.shard_numel >= least]
         if large:
             self.bucket_hooks = BucketHooks(
                 self.parameters, large, self.reduced, self._rows_of, self._allocate_rows
@@ -245,7 +253,7 @@ class ParameterGroup:
         return torch.empty(numel, dtype=self.dtypes.reduce, device=self.config.device)
 
     def gather(self) -> None:
-        """Start the all-gather unless it was started or has arrived."""
+        """Start the all-gather, unless the group is already gathering or unsharded."""
         before, layout = self.state, self.layout
         fewer = before is ParameterState.POST_FORWARD
         if not fewer and before is not ParameterState.SHARDED:
@@ -271,45 +279,45 @@ class ParameterGroup:
 
     @property
     def incomplete(self) -> bool:
-        """Return whether a group that began without memory has it for some parameters only."""
+        """Return whether some parameters, but not all, have left the meta device."""
         if not self.layout.shard.is_meta:
             return False
         return len({parameter.local().is_meta for parameter in self.parameters}) > 1
 
     @property
     def unsharded(self) -> bool:
-        """Return whether modules have the unsharded parameters."""
+        """Return whether the unsharded parameters are registered with the modules."""
         return self.state is ParameterState.UNSHARDED
 
     @property
     def stale(self) -> bool:
-        """Return whether an optimizer stepped, or shards were written to, since `note_writes`."""
+        """Return whether an optimizer or other code wrote to the shards since `note_writes`."""
         if self.noted is None or self.state is ParameterState.SHARDED:
             return False
         return (optimizer_steps(), self._writes()) != self.noted
 
     def note_writes(self) -> None:
-        """Watch for writes to the shards: what is gathered, or a part of it, stays for a while.
+        """Start to watch for writes to the shards, unless they are watched since the all-gather.
 
-        They are watched from now on, or from the first call since the gather.
+        Called when unsharded parameters are kept after forward.
         """
         self._stayed = True
         if self.noted is None:
             self.noted = optimizer_steps(), self._writes()
 
     def _writes(self) -> int:
-        # What is written through a DTensor is counted there, what is written below it is not.
+        # A write to a DTensor increments only its version, a write to its local tensor only that.
         parts = sum(writes_into(p.sharded, p.part(p.sharded)) for p in self.parameters)
         return writes_into(self.layout.shard) + parts
 
     def unshard(self) -> None:
-        """Wait for the all-gather, started here if need be, and register unsharded parameters.
+        """Wait for the all-gather, started here if necessary, and register unsharded parameters.
 
-        From here on the current stream is past all that the gather read of the shards, which an
-        optimizer may write to; `reshard` awaits a gather that nobody used for the same reason.
+        After this call an optimizer may write to the shards, because the current stream has waited
+        for the all-gather. `reshard` waits for an unused all-gather for the same reason.
 
-        Where the all-gather failed, the group is sharded again. Where what comes after it raised,
-        the next call goes on from there.
+        If the all-gather raises, the group is sharded again. If a later part of this call raises,
+        the next call repeats that part.
         """
         if self.state in RESTING:
             self.gather()
@@ -325,18 +333,19 @@ class ParameterGroup:
         if self._work is not None:
             try:
                 self.layout.wait(self._work)
-            except Exception as error:  # not an interrupt: the gather can be awaited again then
+            except Exception as error:  # after an interrupt, the all-gather can be waited for again
                 self._return_to_sharded()
                 self.tag.report(error, "gather {}")
                 raise
 
     def _check_tags(self) -> None:
-        """Raise `DisagreementError` if other ranks gathered other units."""
+        """Raise `DisagreementError` if another rank gathered another unit."""
         layout, tag, tags = self.layout, self.tag, self.layout.tags
         self.reads_tags = tag.log is not None
         if tags is None or not layout.is_exact:
             return
-        # An accelerator has no log before the first forward, and reading would wait for it.
+        # Before the first forward there is no log. Reading tags then makes the host wait, so it is
+        # done on CPUs only.
         readable = self.config.device.type == "cpu"
         if tag.log is None and not (readable and tags.tolist() != layout.expected_tags):
             return
@@ -350,20 +359,23 @@ class ParameterGroup:
             self._check_tags()
         layout = self.layout
         layout.finish_gather(self._work)
-        if layout.fulls is not self._fulls:  # the memory before is left to a collective
-            for parameter, full in zip(self.parameters, layout.fulls, strict=True):
-                parameter.move_unsharded(full)
-            self._fulls = layout.fulls
-            if isinstance(layout, ExtendedLayout):
+        if layout.unsharded is not self._views:  # a collective may still use the last memory
+            for parameter, view in zip(self.parameters, layout.unsharded, strict=True):
+                parameter.move_unsharded(view)
+            self._views = layout.unsharded
+            if isinstance(layout, ExtendedFlatBuffer):
                 self._list_parameters()
                 self.train_as_sharded()
-                layout.unsharded = self.table.unsharded
+                layout.parameters = self.table.unsharded
         if graph_task() < 0:
             self.train_as_sharded()
         self.table.show_unsharded()
 
     def reshard(self) -> None:
-        """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
+        """Register the sharded parameters and free the unsharded ones.
+
+        An all-gather in flight is waited for.
+        """
         if self.state is ParameterState.GATHERING:
             self._wait()
             if self.reads_tags:
@@ -375,15 +387,10 @@ class ParameterGroup:
         elif self.state is ParameterState.UNSHARDED:
             if self.noted is not None:
                 self.train_as_shown()
-            # In this order an exception in between leaves nothing that is shown and not readable.
+            # In this order, registered parameters are readable even after an exception in between.
             self.table.show_sharded()
             self.state = AFTER[Event.RESHARD][self.state]
             self.layout.free()
-
-    def _stop_gather(self) -> None:
-        """Wait for a gather under way, if there is one, and come back to sharded."""
-        self._wait()
-        self._return_to_sharded()
 
     def _return_to_sharded(self) -> None:
         self._work = None
@@ -393,7 +400,7 @@ class ParameterGroup:
         self.layout.free()
 
     def reshard_to_fewer(self) -> None:
-        """Reshard over the post-forward axis: keep what the backward gather over it needs."""
+        """Reshard to the ranks of the post-forward axis, which backward gathers over."""
         if self.post_forward_axis is None or self.axes.shard.size == 1:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
@@ -406,57 +413,58 @@ class ParameterGroup:
             self.layout.free()
 
     def reset(self) -> None:
-        """Come back to sharded from any state; gradients not yet reduced are dropped.
+        """Return to the sharded state from any state, and drop gradients that are not reduced.
 
-        Communicates nothing. A gather under way is awaited; its error comes last. What was frozen
-        or unfrozen since an exception, while modules had the unsharded parameters, stays so.
+        Communicates nothing. Waits for an all-gather in flight, and raises its error at the end.
+        Changes of ``requires_grad`` of the unsharded parameters are kept.
         """
         self.train_as_shown()
         self.drop_gradients()
         self.partial.clear()
         self.waiting.clear()
-        self._stop_gather()
+        self._wait()
+        self._return_to_sharded()
 
     def finish_copies(self) -> None:
-        """Wait, on the host, for copies from the CPU, whose memory the host may write to next."""
+        """Wait on the host for copies from pinned shards, so that the host may write to them."""
         if self.config.pinned and self.streams is not None:
             self.streams.gather.synchronize()
         elif self.config.pinned:
             torch.accelerator.current_stream(self.config.device).synchronize()
 
     def drop_gradients(self) -> None:
-        """Forget gradients that are not reduced yet, of this rank alone if need be.
+        """Drop this rank's gradients that are not reduced yet.
 
-        The next reduction is of the same parameters as if they were there.
+        The next reduction has the same parameters as without this call, so ranks may differ.
         """
         self._dropped = True
         for parameter in self.parameters:
-            if self._put_aside:
+            if self._held:
                 parameter.drop_gradient()
             parameter.unsharded.grad = None
-        self._put_aside = False
+        self._held = False
         if self.bucket_hooks is not None:
             self.bucket_hooks.drop()
         if self.streams is not None and self.partial.waits:
-            self.streams.all_reduce.join()  # which added to it, maybe in the backward under way
+            self.streams.all_reduce.join()  # this stream may still add to the partial sum
         self.partial.drop()
 
     def hold_gradients(self) -> None:
-        """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""
+        """Keep the gradients of a backward without a reduction, in the dtype of the reduction."""
         chosen = self.reduced()
         self._drop_frozen(chosen)
         self.waiting.update(chosen)
         self._dropped = False
         if self.dtypes.reduce != self.dtypes.compute:
-            self._put_aside = True
+            self._held = True
             for parameter in self.parameters:
                 parameter.hold_gradient(self.dtypes.reduce)
 
     def reduced(self) -> list[int]:
-        """Return which parameters the next reduction is of, in the order of the shard.
+        """Return the positions of the parameters in the next reduction, in the order of the shard.
 
-        Those that train, and those that were frozen while gradients of theirs waited. So all ranks
-        choose the same, whichever parameters each of them used.
+        They are the trainable parameters, and parameters that were frozen while they had gradients
+        without a reduction. All ranks return the same, even if they used different parameters.
         """
         flags = training(self._in_order)
         if all(flags):
@@ -465,10 +473,10 @@ class ParameterGroup:
         return [i for i, trains in zip(self.order, flags, strict=True) if trains or i in waiting]
 
     def check_unfrozen(self) -> None:
-        """Raise `StateError` where parameters train that did not when gradients began to wait.
+        """Raise `StateError` if parameters were unfrozen since gradients began to accumulate.
 
-        The rows that these are packed in have no room for others. All ranks raise, whichever
-        parameters each of them used.
+        The packed gradients have no columns for them. All ranks raise, even if they used different
+        parameters.
         """
         if self.bucket_hooks is None or not self.waiting:
             return
@@ -480,12 +488,12 @@ class ParameterGroup:
             )
 
     def _drop_frozen(self, chosen: Sequence[int]) -> None:
-        """Forget what came for parameters, not of ``chosen``, that were frozen since a forward."""
+        """Drop the gradients of parameters that are not ``chosen``: frozen since their forward."""
         for i in set(self.order).difference(chosen):
             self.parameters[i].drop_gradient()
 
     def reduce(self, options: Options, chosen: list[int]) -> Reduction | None:
-        """Start the reduction of the parameters at ``chosen``, which `reduced` returned.
+        """Start the reduction of the parameters at ``chosen``, a result of `reduced`.
 
         Missing gradients count as zeros. A parameter that no rank used gets no gradient. Returns
         None if ``chosen`` is empty. Runs under ``torch.no_grad``.
@@ -509,15 +517,15 @@ class ParameterGroup:
         adds_up = not options.all_reduce and any([axis.size > 1 for axis in axes.replicate])
         if adds_up or self.waiting:
             self.waiting = set(chosen if adds_up else ())
-        self._put_aside = self._dropped = False
+        self._held = self._dropped = False
         given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
             return StreamedReduction(*given, self.streams)
         return Reduction(*given)
 
     def _take_gradients(self, plan: ReductionPlan) -> tuple[list[Tensor], list[bool]]:
-        """Return gradients, zeros where there are none, and where there are."""
-        if not self._plain or self._put_aside:
+        """Return one gradient per parameter, and whether this rank has it. Others are zeros."""
+        if not self._plain or self._held:
             found = [each.take_gradient(self.collectives) for each in plan.parameters]
         else:
             found = list(map(gradient_of, plan.unsharded))
@@ -550,13 +558,14 @@ class ParameterGroup:
 
     @property
     def in_place(self) -> bool:
-        """Return whether modules have the group's parameters, and those the flat shard's memory."""
+        """Return whether parameters are registered with the modules and views of the flat shard."""
         return are_shown([self.table]) and are_in_place([self.table])
 
     def train_as_sharded(self, backward: bool = False) -> None:
-        """Let the unsharded parameters train where the sharded ones do.
+        """Copy `requires_grad` from the sharded parameters to the unsharded ones.
 
-        In backward none stops to train: what was frozen since its forward is not reduced.
+        In backward it is not set to False. The gradient of a parameter that was frozen since its
+        forward is dropped instead.
         """
         flags = training(self.table.sharded)
         if backward and self._training:
@@ -570,16 +579,17 @@ class ParameterGroup:
             self._stayed = False
 
     def stop_frozen(self) -> None:
-        """Let no more gradients be added to those that wait for parameters frozen since then."""
+        """Set `requires_grad` to False for unsharded parameters that were frozen since forward."""
         for sharded, unsharded in zip(self.table.sharded, self.table.unsharded, strict=True):
             if unsharded.requires_grad and not sharded.requires_grad:
                 unsharded.requires_grad_(False)
-                self._stayed = True  # so that the next forward looks at all of them
+                self._stayed = True  # the next forward compares all of them again
 
     def train_as_shown(self) -> None:
-        """Let the sharded parameters train where the unsharded ones do since `train_as_sharded`.
+        """Copy `requires_grad` from the registered unsharded parameters to the sharded ones.
 
-        While these stay with their modules, a user who freezes a module freezes them.
+        If a user freezes a module while it has the unsharded parameters, only these are frozen.
+        Parameters that have not changed since `train_as_sharded` are left as they are.
         """
         if self.state is not ParameterState.UNSHARDED or not self._training:
             return
@@ -592,26 +602,26 @@ class ParameterGroup:
             self._training, self.trains = shown, True in shown
 
     def refusals(self) -> list[str]:
-        """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""
+        """Return why `reset_sharded` rejects the registered parameters; empty if it does not."""
         where = f"in {self.comm.path}: " if self.comm.path else ""
         said = [parameter.refusal() for parameter in self.parameters]
         refused = [where + each for each in said if each is not None]
         if refused or self.incomplete:
-            return refused  # the rest may be loaded later
+            return refused  # the other parameters may be loaded later
         mixed = mixture(self.parameters)
         return [] if mixed is None else [where + mixed]
 
     def undo_replacements(self) -> None:
-        """Register the sharded parameters where others stand, which `refusals` refuses."""
+        """Register the sharded parameters again in place of rejected ones."""
         for parameter in self.parameters:
             parameter.undo_replacement()
 
     @torch.no_grad()
     def reset_sharded(self) -> None:
-        """Bring parameters that were replaced or converted from outside back to the flat shard.
+        """Copy parameters that user code replaced or converted back to the flat shard.
 
-        ``load_state_dict(assign=True)`` and ``Module.to`` give parameters memory of their own. The
-        group is sharded, and `refusals` has none.
+        ``load_state_dict(assign=True)`` and ``Module.to`` allocate new memory for parameters. The
+        group must be sharded, and `refusals` empty.
         """
         if self.incomplete:
             return
@@ -625,7 +635,8 @@ class ParameterGroup:
                     view.copy_(local)
         else:
             self.partial.clear()
-            self._lay_out(locals_)
+            plan, itemsize = self.layout.plan, self._itemsize(locals_[0])
+            self._lay_out(locals_, plan.with_itemsize(itemsize, self.config.direct_bytes))
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
         if converted:
@@ -636,15 +647,15 @@ class ParameterGroup:
 
     @property
     def _converted(self) -> bool:
-        """Return whether parameters have memory that the flat shard cannot take over."""
+        """Return whether the flat shard has another dtype, device or memory than parameters."""
         shard = self.layout.shard
         kinds = {(x.dtype, x.device) for x in (each.local() for each in self.parameters)}
         return kinds != {(shard.dtype, shard.device)} or self.table.moved()
 
     def check_converted(self) -> None:
-        """Raise `StateError` where `reset_sharded` would lose gradients of earlier backwards.
+        """Raise `StateError` if `reset_sharded` would lose gradients of earlier backwards.
 
-        All ranks raise that converted their parameters.
+        Every rank that converted its parameters raises.
         """
         if self.gradients_wait and not self._dropped and not self.incomplete and self._converted:
             names = [self.parameters[i].name for i in sorted(self.waiting)]
@@ -656,36 +667,12 @@ class ParameterGroup:
 
     @property
     def gradients_wait(self) -> bool:
-        """Return whether there are gradients of earlier backwards that are not reduced yet."""
+        """Return whether gradients of earlier backwards are not reduced yet."""
         return bool(self.waiting) or self.partial.waits
 
 
-class RaggedGroup(ParameterGroup):
-    """Parameters whose parts are runs of one share; gradients are reduced in that layout."""
-
-    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        parameters = cast("list[RaggedParameter]", self.parameters)
-        index = self.axes.shard.index
-        dtypes = choose_dtypes(self.config.precision, wholes[0].dtype)
-        self._shares = plan = plan_ragged(
-            [tuple(whole.shape) for whole in wholes],
-            [parameter.atom for parameter in parameters],
-            self.axes.shard.size,
-            min(dtypes.compute.itemsize, wholes[0].element_size()),
-        )
-        parts = []
-        for position, (parameter, whole) in enumerate(zip(parameters, wholes, strict=True)):
-            parameter.set_runs(plan.leading(position), plan.sizes(position))
-            first, end = plan.span(position, index)
-            parts.append(whole.flatten()[first:end].view(plan.held(position, index)[1]))
-        return parts
-
-    def _plan_for(self, itemsize: int) -> RaggedPlan:
-        return replace(self._shares, itemsize=itemsize)
-
-
 def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) -> None:
-    """Warn once that a loss used a sharded parameter itself."""
+    """Warn once that a loss used a sharded parameter outside its module's forward."""
     found = group()
     if found is None or not found.use_warning.first():
         return
@@ -702,7 +689,7 @@ def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) ->
 
 
 class _StepHooks:
-    """Hooks on the steps of all optimizers: they count steps, and check each optimizer once."""
+    """Hooks on all optimizers that count steps and check each optimizer once."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -720,7 +707,7 @@ class _StepHooks:
 
     def _count(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = (p for group in optimizer.param_groups for p in group["params"])
-        # One of other tensors may step on some ranks only, and what it steps is not gathered.
+        # Optimizers without sharded parameters are not counted: they may step on some ranks only.
         if any(isinstance(p, DTensor | RaggedTensor) for p in held):
             self.count = next(self._numbers)
 
@@ -752,9 +739,9 @@ def watch_optimizers() -> None:
 
 
 def optimizer_steps() -> int:
-    """Return a number that changes with each step of a ``torch.optim.Optimizer`` of shards.
+    """Return a number that changes with each step of an optimizer of sharded parameters.
 
-    Version counters of parameters do not tell of all steps: ``foreach=True`` on DTensors,
-    ``fused=True`` and writes to ``Parameter.data`` leave them as they are.
+    Version counters do not change in all steps, for example with ``foreach=True`` on DTensors or
+    ``fused=True``.
     """
     return _step_hooks().count

@@ -151,7 +151,7 @@ def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
         parameters=tuple(
             ParameterReport(
                 name=parameter.name,
-                shape=group.layout.specs[i].shape,
+                shape=plan.specs[i].shape,
                 rows_per_rank=plan.rows_per_rank(i),
                 direct=plan.direct[i],
             )

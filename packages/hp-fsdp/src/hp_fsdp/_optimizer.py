@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import RaggedTensor
 
-from ._buffers import in_own_storage
 from ._errors import (
     ArgumentTypeError,
     ModuleError,
@@ -27,6 +26,7 @@ from ._param import ShardedParameter
 from ._schedule import drop_gradients
 from ._torch import gradient_of, training
 from ._unit import Unit, units_in
+from .layout import in_own_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Segment:
     """
 
     def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
-        spans = [group.layout.spans[i] for i in members]
+        spans = [group.layout.shard_ranges[i] for i in members]
         first, end = spans[0][0], spans[-1][1]
         self._group = group
         self._members = tuple(members)
@@ -168,7 +168,7 @@ def segments_of(group: ParameterGroup) -> list[Segment]:
     """
     if not group.flat:
         return []
-    spans = group.layout.spans
+    spans = group.layout.shard_ranges
     runs: list[list[int]] = []
     last = -1
     for i in group.order:

@@ -179,4 +179,4 @@ class GroupConfig:
     rest: torch.device
     grads: GradientMode = "copy"
     pinned: bool = False
-    direct_bytes: float | None = None
+    direct_bytes: float

@@ -29,7 +29,7 @@ from hp_dtensor import (
     redistribute,
 )
 
-from ._errors import ParameterError, StateError
+from ._errors import StateError
 from ._extensions import Extension
 from ._mesh import MeshInfo
 from ._torch import (
@@ -43,6 +43,7 @@ from ._torch import (
     storage_references,
     wrapper_like,
 )
+from .layout import LayoutName
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
 MANAGED_ATTRIBUTE = "_fully_shard_managed"
@@ -65,14 +66,24 @@ class Owner:
 
 
 class ShardedParameter:
-    """One parameter of a group, in its sharded and its unsharded form.
+    """A parameter of a group: sharded between uses, unsharded during forward and backward.
 
-    ``sharded`` is a DTensor. It stays the same object, because optimizers refer to it, unless user
-    code registers another parameter in its place. ``unsharded`` is a view of the all-gather output.
-    ``part`` returns the local tensor of ``sharded`` or of its gradient.
+    Attributes:
+        sharded: A DTensor, or a `RaggedTensor` of hp-dtensor. It stays the same object, because
+            optimizers hold it.
+        unsharded: A view of the output of the all-gather.
+        layout: Layout of the group.
+        atom: Number of consecutive elements that one rank must hold, in the ragged layout.
+        part: Returns the local tensor of a tensor with the placements of ``sharded``.
+        wrap: Returns a tensor with the placements of ``sharded`` over a local tensor.
+        local_view: The local tensor of ``sharded``.
     """
 
-    part: Callable[[Any], Tensor] = staticmethod(local_of)
+    part: Callable[[Any], Tensor]
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+    wrap: Callable[[Tensor], Tensor]
+    local_view: Tensor
 
     def __init__(
         self,
@@ -81,6 +92,8 @@ class ShardedParameter:
         name: str,
         mesh_info: MeshInfo,
         dim: int | None = 0,
+        layout: LayoutName = "exact",
+        atom: int = 1,
     ) -> None:
         """Determine the mesh and the placements of the sharded parameter. Allocates no memory.
 
@@ -90,6 +103,8 @@ class ShardedParameter:
             name: Path of the parameter from the unit's module, such as ``"0.weight"``.
             mesh_info: The data-parallel mesh.
             dim: Tensor dim to shard. None: the parameter is replicated, not sharded.
+            layout: Layout of the group.
+            atom: Number of consecutive elements that one rank must hold, in the ragged layout.
 
         Raises:
             MeshError: The mesh of ``original`` does not fit the data-parallel mesh.
@@ -97,6 +112,9 @@ class ShardedParameter:
         """
         self.name = name
         self.dim = dim
+        self.layout = layout
+        self.atom = atom
+        self._ragged: RaggedShard | None = None
         self.owners = tuple(owners)
         self.original = weakref.ref(original)
         self._own: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
@@ -115,10 +133,6 @@ class ShardedParameter:
             self.extension = Extension(original, name, owners[0].module, self._mesh)
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
-        self.sharded: nn.Parameter
-        self.local_view: Tensor  # the local tensor of `sharded`
-        self.wrap: Callable[[Tensor], Tensor]  # local tensor -> tensor like `sharded`
-        self.unsharded: nn.Parameter
 
     def note_original(self) -> None:
         """Mark the original parameter as sharded. Modules outside the unit may still use it."""
@@ -127,17 +141,24 @@ class ShardedParameter:
             vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
 
     @torch.no_grad()
-    def build_sharded(self, local: Tensor) -> None:
-        """Create the sharded parameter with the local tensor ``local``, this rank's shard."""
+    def build_sharded(self, local: Tensor, ragged: RaggedShard | None = None) -> None:
+        """Create the sharded parameter over ``local``, this rank's part.
+
+        ``ragged`` is the placement of a `RaggedTensor`. If it is None, the parameter is a DTensor.
+        """
+        self._ragged = ragged
+        self.part = local_of if ragged is None else attrgetter("local")
         self.sharded = nn.Parameter(self._laid_out(local), requires_grad=self._requires_grad)
         mark_repeated_rows(self.sharded, self._repeated_rows)
-        # nn.Parameter creates a new local tensor over the same memory. Optimizers must write to
-        # ``local`` itself, which is a view of the flat shard.
+        # ``nn.Parameter`` has made a view of ``local``. Optimizers must write to ``local`` itself.
         self.put(local)
 
     def _laid_out(self, local: Tensor) -> Tensor:
-        # ``DTensor.from_local`` moves all tensors but meta tensors to the device type of the mesh.
-        # With CPU offload, shards must stay on the CPU. So the spec is made from a meta tensor.
+        if self._ragged is not None:
+            runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], self._ragged)
+            return RaggedTensor.from_local(local, self._mesh, runs, shape=self.shape)
+        # `from_local` moves tensors to the mesh's type of device, unless they are on the meta
+        # device. With offloading, the shard has to stay on the CPU.
         like = DTensor.from_local(
             local.to("meta"),
             self._mesh,
@@ -197,13 +218,17 @@ class ShardedParameter:
         return self.sharded
 
     def put(self, view: Tensor) -> None:
-        """Replace the local tensor of the sharded parameter by ``view``."""
-        set_local(cast(DTensor, self.sharded), view)
-        self.wrap = wrapper_like(cast(DTensor, self.sharded))
-        self.local_view = view
+        """Let the sharded parameter use the memory of ``view``, its new local tensor."""
+        if self._ragged is None:
+            set_local(cast(DTensor, self.sharded), view)
+            self.wrap = wrapper_like(cast(DTensor, self.sharded))
+        else:
+            self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
+            self.wrap = cast(RaggedTensor, self.sharded).like
+        self.local_view = self.part(self.sharded)
 
     def fits(self, found: object) -> bool:
-        """Return whether ``found`` has the class, shape, mesh and placements of ``sharded``."""
+        """Return whether ``found`` has the class, mesh and placements of the sharded parameter."""
         own = cast(DTensor | RaggedTensor, self.sharded)
         return (
             isinstance(found, DTensor | RaggedTensor)
@@ -372,53 +397,6 @@ class ShardedParameter:
         if (hooks := hooks_after_gradient(sharded)) is not None:
             for hook in list(hooks.values()):
                 hook(sharded)
-
-
-class RaggedParameter(ShardedParameter):
-    """A parameter in the ragged layout: each rank holds a run of consecutive elements.
-
-    An atom, ``atom`` consecutive elements, is never split between ranks. ``sharded`` is a
-    `RaggedTensor` of hp-dtensor.
-    """
-
-    part = staticmethod(attrgetter("local"))
-
-    def __init__(
-        self,
-        original: nn.Parameter,
-        owners: Sequence[Owner],
-        name: str,
-        mesh_info: MeshInfo,
-        atom: int,
-    ) -> None:
-        """Determine the mesh of the sharded parameter. `set_runs` sets the run lengths later.
-
-        Raises `ParameterError` if ``original`` is a DTensor.
-        """
-        super().__init__(original, owners, name, mesh_info)
-        self.atom = atom
-        if not self.is_plain:
-            raise ParameterError(
-                f"{name} is a DTensor already; the ragged layout takes plain parameters, so shard "
-                "the modules that have such ones with layout='exact'"
-            )
-
-    def set_runs(self, leading: int, sizes: tuple[int, ...]) -> None:
-        """Set how many rows each rank holds, after flattening the first ``leading`` dims to rows.
-
-        ``sizes``: the number of rows of each rank, such as ``(2, 1, 0)``.
-        """
-        runs = RaggedShard(tuple(range(leading)), sizes)
-        self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
-
-    def _laid_out(self, local: Tensor) -> Tensor:
-        return RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
-
-    def put(self, view: Tensor) -> None:
-        """Replace the local tensor of the sharded parameter by ``view``."""
-        self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
-        self.wrap = cast(RaggedTensor, self.sharded).like
-        self.local_view = self.part(self.sharded)
 
 
 class _Identity(torch.autograd.Function):

@@ -14,13 +14,13 @@ from hp_dtensor import Axis, Collectives, TorchCollectives
 from ._agreement import Tag, is_exact
 from ._errors import StateError
 from ._mesh import DataAxes
-from ._offsets import GradientRows
 from ._options import Options
 from ._param import ShardedParameter
 from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
 from ._torch import any_hooks_after_gradient, averages, in_range, named_range, pack_rank_major
+from .layout import GradientRows
 
 _dtype_of = attrgetter("dtype")
 
@@ -191,8 +191,8 @@ class ReductionPlan:
         self._ranks = self.numel // rows.flags if rows.flags_apart else rows.degree
         self._flags_shape = self._ranks, rows.flag_count
         self._gaps = rows.gaps[::-1]  # backwards, so that insertions shift no later gap
-        self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
-        self._has_empty = any(not extent.spec.numel for extent in rows.extents)
+        self._rearranged = [(i, e.spec) for i, e in enumerate(rows.columns) if e.spec.dim]
+        self._has_empty = any(not each.spec.numel for each in rows.columns)
         self._known: dict[tuple[object, torch.dtype], Tensor] = {}
         with torch.inference_mode(False):
             self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)

@@ -22,7 +22,6 @@ from ._errors import (
 from ._mesh import MeshInfo, PlacementOnMesh
 from ._param import (
     Owner,
-    RaggedParameter,
     ShardedParameter,
     is_managed,
     named_modules,
@@ -30,6 +29,7 @@ from ._param import (
 )
 from ._torch import PRE_ALL_GATHER, is_extended, local_of, parameters_of
 from ._unit import units_in
+from .layout import PLANNERS, LayoutName
 
 ShardPlacement = Callable[[nn.Parameter], Shard | PlacementOnMesh | None]
 Granularity = int | Callable[[nn.Parameter], int]
@@ -43,7 +43,7 @@ class ParameterSelection:
         ignored: Ids of the parameters that are not sharded.
         placement: The argument ``shard_placement_fn``.
         least_numel: The argument ``min_shard_numel``. Smaller parameters are not sharded.
-        ragged: Whether ``layout="ragged"``.
+        layout: Layout of the parameters.
         granularity: The argument ``granularity``, which requires ``layout="ragged"``. Number of
             consecutive elements that are never split between ranks, or a function that returns it.
     """
@@ -51,7 +51,7 @@ class ParameterSelection:
     ignored: frozenset[int] = frozenset()
     placement: ShardPlacement | None = None
     least_numel: int = 0
-    ragged: bool = False
+    layout: LayoutName = "exact"
     granularity: Granularity | None = None
 
     @staticmethod
@@ -59,7 +59,7 @@ class ParameterSelection:
         ignored: Collection[nn.Parameter] | None,
         placement: ShardPlacement | None,
         least_numel: int,
-        layout: str = "exact",
+        layout: LayoutName = "exact",
         granularity: Granularity | None = None,
     ) -> "ParameterSelection":
         """Check the arguments and return the selection.
@@ -77,8 +77,11 @@ class ParameterSelection:
         least: object = least_numel
         if not is_int(least) or least < 0:
             raise ParameterError(f"min_shard_numel is {shown(least)}; legal are 0, 1, ...")
-        if layout not in ("exact", "ragged"):
-            raise ParameterError(f"layout is {shown(layout)}; legal are 'exact' and 'ragged'")
+        legal = list(PLANNERS)
+        if layout not in legal:
+            raise ParameterError(
+                f"layout is {shown(layout)}; legal are {' and '.join(map(repr, legal))}"
+            )
         if placement is not None and not callable(placement):
             raise ParameterTypeError(
                 f"shard_placement_fn is {shown(placement)}; legal is a function of a parameter"
@@ -92,7 +95,7 @@ class ParameterSelection:
             ignored=frozenset(id(each) for each in given),
             placement=placement,
             least_numel=least_numel,
-            ragged=ragged,
+            layout=layout,
             granularity=granularity,
         )
 
@@ -245,12 +248,17 @@ def _made(
             f"would be {'kept whole' if dim is None else f'cut at {dim}'}; legal are Shard(0) and "
             "layout='ragged'"
         )
-    # With one rank, the two layouts are the same.
-    if selection.ragged and dim is not None:
-        atom = selection.atom(original, name)
-        if mesh_info.axes.shard.size > 1:
-            return RaggedParameter(original, owners, name, mesh_info, atom)
-    return ShardedParameter(original, owners, name, mesh_info, dim)
+    atom = 1 if dim is None else selection.atom(original, name)
+    # With one rank, all layouts are the same.
+    is_split = dim is not None and mesh_info.axes.shard.size > 1
+    layout = selection.layout if is_split else "exact"
+    parameter = ShardedParameter(original, owners, name, mesh_info, dim, layout, atom)
+    if layout == "ragged" and not parameter.is_plain:
+        raise ParameterError(
+            f"{name} is a DTensor already; the ragged layout takes plain parameters, so shard "
+            "the modules that have such ones with layout='exact'"
+        )
+    return parameter
 
 
 def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:

@@ -239,7 +239,7 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
 
 def in_range(what: str, path: str, function: Callable[[], R], axis: str = "") -> R:
     """Call ``function`` in a `named_range`. Without a profiler, this takes one call in Python."""
-    if not _profiled():
+    if not profiled():
         return function()
     with named_range(what, path, axis):
         return function()

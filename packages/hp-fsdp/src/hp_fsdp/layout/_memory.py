@@ -4,21 +4,21 @@ import torch
 from torch import Tensor
 
 
-class Buffer:
+class ResizableBuffer:
     """A flat tensor whose memory can be freed and allocated again, while views of it stay valid.
 
     The buffer begins allocated, because torch creates views of allocated memory only.
 
-    A collective that uses the memory sets ``lent`` before it starts, and clears it after its
-    ``wait`` has returned. While ``lent`` is set, the memory is neither freed nor reused: `free`
-    leaves it to the collective, whose references keep it alive, and `allocate` replaces it by new
-    memory with a new ``tensor`` and ``writable``.
+    A collective that uses the memory sets ``in_use`` before it starts, and clears it after its
+    ``wait`` has returned. While ``in_use`` is set, the memory is neither freed nor reused: `free`
+    does nothing, and `allocate` creates new memory with a new ``tensor`` and ``writable``. The old
+    memory is freed when the collective drops its references.
 
     Attributes:
         tensor: The flat tensor ``[numel]``.
         writable: The same memory with its own version counter, so that autograd does not take a
             repeated all-gather of the same values for a change of saved tensors.
-        lent: Whether a collective may use the memory.
+        in_use: Whether a collective may use the memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,11 +31,11 @@ class Buffer:
         self.writable: Tensor = tensor.data
         self._storage = tensor.untyped_storage()
         self._bytes = tensor.nbytes
-        self.lent = False
+        self.in_use = False
 
     def allocate(self) -> None:
-        """Allocate memory with arbitrary contents; new memory if a collective may use the last."""
-        if self.lent:
+        """Allocate memory with arbitrary contents, at a new address if a collective may use it."""
+        if self.in_use:
             with torch.inference_mode(False):
                 self._new_memory()
         else:
@@ -46,17 +46,17 @@ class Buffer:
         # The memory returns to the allocator pool of its stream. That is the current stream, or a
         # side stream that waits for the current one before each use. So reads that were enqueued
         # before finish before the memory is written again.
-        if not self.lent:
+        if not self.in_use:
             self._storage.resize_(0)
 
 
 # Dtypes that NCCL does not support.
-_UNKNOWN = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+_UNSUPPORTED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
 
 def as_sent(flat: Tensor) -> Tensor:
     """Return a view to all-gather: as bytes if a backend may not support the dtype."""
-    return flat.view(torch.uint8) if flat.dtype in _UNKNOWN else as_bytes(flat)
+    return flat.view(torch.uint8) if flat.dtype in _UNSUPPORTED else as_bytes(flat)
 
 
 def as_bytes(flat: Tensor) -> Tensor:

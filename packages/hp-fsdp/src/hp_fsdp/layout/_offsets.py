@@ -1,0 +1,233 @@
+"""Shapes of shards, and offsets of packed gradients: pure functions of shapes."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .._tags import TAG_FLAGS
+
+ALIGNMENT = 16  # bytes; vectorized kernels and network transports need aligned starts
+# Shards of at least this size are all-gathered without a copy afterwards. Smaller ones are packed
+# into one slice, because each slice of an all-gather has a fixed cost. Measured on gloo with
+# benchmarks/bench_gather.py.
+DIRECT_BYTES = 64 * 1024
+# Exceptions, by the name of the backend. Estimated, not measured: a slice of a grouped NCCL call
+# takes about 2 us, in which an accelerator of 2 TB/s copies the shards of 8 ranks of 256 KiB each.
+# benchmarks/gpu.py has a row that measures it.
+DIRECT_BYTES_OF = {"nccl": 256 * 1024}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """A tensor of ``shape`` that is sharded along ``dim`` over ``degree`` ranks.
+
+    Dim 0 is split as by ``torch.chunk``. Other dims are divisible by ``degree``. In flat buffers
+    every shard is padded to the size of the largest one.
+
+    Attributes:
+        atom: Number of consecutive elements that one rank must hold. Used by the ragged layout,
+            which does not split along a dim.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    degree: int
+    atom: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of the unsharded tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Return the size of the largest shard along ``dim``."""
+        return -(-self.shape[self.dim] // self.degree)
+
+    @property
+    def shard_numel(self) -> int:
+        """Return the number of elements of a padded shard."""
+        return math.prod(self.shape[: self.dim]) * self.rows * math.prod(self.shape[self.dim + 1 :])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the shard of ``rank``, without padding."""
+        rows = max(0, min(self.rows, self.shape[self.dim] - rank * self.rows))
+        return *self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]
+
+    def part(self, unsharded: Tensor, rank: int) -> Tensor:
+        """Return the shard of ``rank``, a view of the unsharded tensor."""
+        start = min(rank * self.rows, self.shape[self.dim])
+        return unsharded.narrow(self.dim, start, self.local_shape(rank)[self.dim])
+
+    def by_rank(self, unsharded: Tensor) -> Tensor:
+        """Return a view of the unsharded tensor whose elements are in the order of the ranks.
+
+        The view is the tensor itself for dim 0, and has the shape ``[degree, before, rest]``
+        otherwise.
+        """
+        if self.dim == 0:
+            return unsharded
+        before, rest = math.prod(self.shape[: self.dim]), math.prod(self.shape[self.dim :])
+        return unsharded.view(before, self.degree, rest // self.degree).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientColumns:
+    """The columns ``[start, end)`` of the packed gradients that hold one gradient.
+
+    Row r has the shard of rank r, then padding. Only gradients that are sharded along dim 0 have
+    padding.
+    """
+
+    spec: ShardSpec
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Return the end of the columns, padding included."""
+        return self.start + self.spec.shard_numel
+
+    @property
+    def full(self) -> int:
+        """Return the number of leading rows without padding."""
+        spec = self.spec
+        if spec.dim:
+            return spec.degree
+        return spec.shape[0] // spec.rows if spec.rows else 0
+
+    @property
+    def left(self) -> int:
+        """Return the size along dim 0 of the shard in row ``full``. Further rows have no shard."""
+        return 0 if self.spec.dim else self.spec.shape[0] - self.full * self.spec.rows
+
+    @property
+    def padding_start(self) -> int:
+        """Return the first padded column of row ``full``."""
+        return self.start + self.left * math.prod(self.spec.shape[1:])
+
+    def full_rows(self, packed: Tensor) -> Tensor:
+        """Return the rows without padding of ``packed``, ``[rows, width]``, as a view.
+
+        Its shape is ``[full, rows, ...]`` for dim 0, and ``[degree, before, rest]`` otherwise. So a
+        gradient can be viewed in this shape, whatever its strides.
+        """
+        spec = self.spec
+        shape: tuple[int, ...] = (spec.rows, *spec.shape[1:])
+        if spec.dim:
+            before = math.prod(spec.shape[: spec.dim])
+            shape = (before, spec.shard_numel // before if before else 0)
+        return packed[: self.full, self.start : self.end].view(self.full, *shape)
+
+    def last_row(self, packed: Tensor) -> Tensor:
+        """Return the shard in row ``full`` of ``packed``, ``[rows, width]``, as a view."""
+        shard = packed[self.full, self.start : self.padding_start]
+        return shard.view(self.left, *self.spec.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRows:
+    """Offsets of packed gradients, a tensor ``[degree, width]``. Row r is reduced to rank r.
+
+    In the ragged layout there is one row, and each rank receives a part of it.
+
+    Attributes:
+        degree: Number of rows.
+        width: Number of columns.
+        columns: Columns of each gradient.
+        gaps: Columns without a gradient, as ``(i, start, end)``: they precede gradient i.
+        shards: Offset and shape of each shard in the row that this rank receives.
+        flags: Offset of the flags in that row. There is one flag for each parameter, nonzero if a
+            rank has a gradient of it, followed by the flags of the unit's tag.
+        flags_apart: Whether the flags are a second tensor that is reduced in the same call, instead
+            of columns of the rows.
+    """
+
+    degree: int
+    width: int
+    columns: tuple[GradientColumns, ...]
+    gaps: tuple[tuple[int, int, int], ...]
+    shards: tuple[tuple[int, tuple[int, ...]], ...]
+    flags: int
+    flags_apart: bool = False
+
+    @staticmethod
+    def of(
+        specs: Sequence[ShardSpec],
+        starts: Sequence[int],
+        degree: int,
+        width: int,
+        shards: Sequence[tuple[int, tuple[int, ...]]],
+        flags: int,
+        flags_apart: bool = False,
+    ) -> "GradientRows":
+        """Return the rows with the gradients of ``specs`` at the columns ``starts``, ascending."""
+        pairs = zip(specs, starts, strict=True)
+        columns = tuple(GradientColumns(spec=spec, start=start) for spec, start in pairs)
+        between = zip((0, *(each.end for each in columns)), (*starts, width), strict=True)
+        return GradientRows(
+            degree=degree,
+            width=width,
+            columns=columns,
+            gaps=tuple((i, end, start) for i, (end, start) in enumerate(between) if start > end),
+            shards=tuple(shards),
+            flags=flags,
+            flags_apart=flags_apart,
+        )
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of all rows."""
+        return self.degree * self.width
+
+    @property
+    def reduced_numel(self) -> int:
+        """Return the number of elements that a rank has after the reduction, flags included."""
+        return self.flags + self.flag_count if self.flags_apart else self.width
+
+    @property
+    def tag_start(self) -> int:
+        """Return the offset of the tag's flags in the reduced row."""
+        return self.flags + len(self.columns)
+
+    @property
+    def flag_count(self) -> int:
+        """Return the number of flags: one for each parameter, then the flags of the tag."""
+        return len(self.columns) + TAG_FLAGS
+
+    def views(self, reduced: Tensor) -> list[Tensor]:
+        """Return this rank's shard of each gradient, as views of the reduced row."""
+        # Only `map` calls functions in C without a step of the interpreter for each parameter.
+        starts, shapes = [start for start, _ in self.shards], [shape for _, shape in self.shards]
+        rows, dims = itertools.repeat(reduced), itertools.repeat(0)
+        flats = map(Tensor.narrow, rows, dims, starts, map(math.prod, shapes))
+        return list(map(Tensor.view, flats, shapes))
+
+
+def rows_by_rank(specs: Sequence[ShardSpec], rank: int, itemsize: int) -> GradientRows:
+    """Return packed gradients with one row for each rank: the padded shards, then the flags.
+
+    Each row starts at a multiple of 16 bytes.
+    """
+    ends = list(itertools.accumulate((spec.shard_numel for spec in specs), initial=0))
+    width = round_up(ends[-1] + len(specs) + TAG_FLAGS, aligned_numel(itemsize))
+    shapes = [spec.local_shape(rank) for spec in specs]
+    shards = list(zip(ends, shapes, strict=False))
+    return GradientRows.of(specs, ends[:-1], specs[0].degree, width, shards, ends[-1])
+
+
+def direct_bytes_of(backend: str) -> int:
+    """Return the default of ``direct_bytes`` for a backend."""
+    return DIRECT_BYTES_OF.get(backend, DIRECT_BYTES)
+
+
+def aligned_numel(itemsize: int) -> int:
+    """Return the number of elements of ``itemsize`` bytes in 16 bytes, at least one."""
+    return max(1, ALIGNMENT // itemsize)
+
+
+def round_up(number: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is at least ``number``."""
+    return -(-number // unit) * unit
