@@ -80,9 +80,10 @@ class TagLog:
         self._tags.append((real.to(torch.float32, copy=True).flatten(), check))
 
     def send(self, when: str) -> None:
-        """Start to copy all new tags to the CPU.
+        """Start a copy to the CPU, on the side stream, of the tags added since the last call.
 
-        ``when`` is a prefix for the message of an error, such as ``"in the last step: "``.
+        `check` reads the copied tags later. ``when`` is the prefix of the error message if they
+        show a mix-up, for example ``"in the last step: "``.
         """
         if not self._tags:
             return
@@ -471,7 +472,10 @@ class CollectiveOrder:
 
     @property
     def _mix_up_key(self) -> str:
-        """Return the store key of the error text of the next mix-up."""
+        """Return the store key under which ranks share the error message of the next mix-up.
+
+        A mix-up is a collective in which ranks communicated for different units.
+        """
         return f"{self._prefix}/mixed_up/{self._mix_ups}"
 
     def _concluded(self) -> str:

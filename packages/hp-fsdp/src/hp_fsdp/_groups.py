@@ -67,8 +67,9 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
     def train_as_sharded(self, backward: bool = False) -> None:
         """Copy ``requires_grad`` of the sharded parameters to the unsharded ones.
 
-        With ``backward``, no parameter stops to require grad: a parameter that was frozen after its
-        forward still gets a gradient, which is not reduced.
+        If ``backward`` is True, ``requires_grad`` is never changed from True to False. Autograd
+        then still computes the gradient of a parameter that was frozen after its forward. This
+        gradient is dropped instead of reduced.
         """
         for group in self:
             group.train_as_sharded(backward)

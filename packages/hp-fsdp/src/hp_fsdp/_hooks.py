@@ -190,11 +190,12 @@ def _forward_failed(unit: Unit, module: nn.Module) -> None:
 
 
 def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
-    """Hook the output tensors, to detect the begin of the unit's backward.
+    """Register hooks on the output tensors that detect when the unit's backward begins.
 
     Returns:
-        The output. A leaf is replaced by a view, because a hook on a leaf would stay forever. So is
-        an input that is an output of another unit, because it has the hook of that unit.
+        The output, with two kinds of tensors replaced by views. A leaf is replaced because a hook
+        on a leaf would never be freed. An input that the unit returns unchanged is replaced if it
+        is the output of the previous unit, because it already has that unit's hook.
     """
     tensors = tensors_with_gradient(output)
     if inside_transform():

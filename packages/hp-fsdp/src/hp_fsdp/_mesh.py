@@ -425,9 +425,10 @@ def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def _own_call(name: str, own: DeviceMesh) -> str:
-    """Return advice for an error message: call `fully_shard` on the parameter's module first.
+    """Return a hint for error messages: call `fully_shard` on the parameter's module first.
 
-    Users may forget this call for experts. Returns "" if the parameter is in no inner module.
+    The experts of a mixture-of-experts layer need a separate `fully_shard` call over other mesh
+    axes, which users may forget. Returns "" if ``name`` is not in a submodule.
     """
     module, _, _ = name.rpartition(".")
     if not module:

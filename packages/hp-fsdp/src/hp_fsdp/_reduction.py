@@ -251,7 +251,11 @@ class ReductionPlan:
         return self._made("flags", self._flags_shape, 0, used, dtype)
 
     def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return zeros, and maybe flags, for columns without a parameter."""
+        """Return the values of the columns ``[start, end)``, which hold no gradient.
+
+        The values are zeros, of shape ``[degree, end - start]``. If the flags are stored in these
+        columns, the flags are filled in from ``used``.
+        """
         shape, flags = (self.rows.degree, end - start), self.rows.flags
         if self.rows.flags_apart or not start <= flags < end:
             return self._made(start, shape, 0, (), dtype)

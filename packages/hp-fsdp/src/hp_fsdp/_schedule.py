@@ -266,11 +266,14 @@ class Schedule:
             )
 
     def end_forward(self, unit: Unit) -> None:
-        """End a unit's forward. The end of the root closes the pass.
+        """End a unit's forward and reshard the unit. The end of the root closes the pass.
 
-        - Without a backward to follow, the unit is resharded, unless the user wants to retain it.
-        - If the begin of its backward cannot be detected, the unit stays unsharded.
-        - If the root ends, units of which only some modules have run are ended, too.
+        - If a backward follows, the unit is resharded as ``reshard_after_forward`` says.
+        - If a backward follows but its start cannot be detected, the unit stays unsharded until the
+          end of the backward.
+        - If no backward follows, the unit is resharded, except in the cases that
+          `Unit.end_without_backward` lists.
+        - If ``unit`` is the root, units of which only some modules have run are ended too.
         """
         if unit.pending_modules:
             unit.forget_forward()
@@ -303,7 +306,10 @@ class Schedule:
                 self._tag_log.send("in a forward without backward: ")
 
     def forward_failed(self, unit: Unit) -> None:
-        """Record that a forward raised. If it is the root's, the pass ends without an order."""
+        """End the forward pass if the forward of its root unit raised an exception.
+
+        The order of units in this pass is discarded. Exceptions in other units are ignored here.
+        """
         if unit is self._pass_root:
             self._pass_root = None
             self._following = False

@@ -133,10 +133,13 @@ def runs_after_new_ones(tensor: Tensor) -> bool:
 
 
 def base_since(tensor: Tensor, number: int) -> Tensor | None:
-    """Return the base of a view if the base was computed since `next_number` returned ``number``.
+    """Return the base of a view if its ``grad_fn`` is at least as new as ``number``.
 
-    Returns None otherwise. An in-place operation on a view gives the view a new node without the
-    hooks of the old one. The node of the base stays in the graph, so hooks on the base still run.
+    Returns None if ``tensor`` is not a view, or if its base has no ``grad_fn`` or an older one.
+    Used to hook the base in addition to the view: an in-place operation on a view replaces the
+    view's node, and the new node lacks the hooks. The base's node stays in the graph.
+
+    ``number`` is an autograd sequence number that `next_number` returned earlier.
     """
     base = tensor._base if tensor._is_view() else None
     node = None if base is None else base.grad_fn

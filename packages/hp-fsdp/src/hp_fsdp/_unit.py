@@ -622,7 +622,11 @@ _HINTS = {
 
 
 def _first_axis(data: DataAxes) -> Axis:
-    """Return the axis that the order of collectives is checked over: the first of two or more."""
+    """Return the mesh axis over which ranks check the order of their collectives.
+
+    This is the first axis with two or more ranks: the shard axis, else a replicate axis. If every
+    axis has one rank, it is the shard axis.
+    """
     axes = (data.shard, *data.replicate)
     return next((axis for axis in axes if axis.size > 1), data.shard)
 

@@ -18,12 +18,14 @@ from ._plan import FlatPlan, GatherPlan
 class FlatBuffer:
     """The flat shard of one group, and the flat output of its all-gather.
 
-    The output is in use by the collective from the start of an all-gather until `wait` returns.
-    `free` is legal at any time. If the start or `wait` raised, `free` leaves the memory to the
-    collective, and the next all-gather gets new memory and new ``unsharded`` views.
+    A collective uses the output from the start of an all-gather until `wait` returns. `free` may be
+    called at any time. If the start of the all-gather or `wait` raised an exception, the collective
+    may still use the memory. Then `free` does not free it, and the next all-gather allocates new
+    memory and creates new ``unsharded`` views.
 
-    The output is allocated at first, so that unsharded parameters can be created over it. With one
-    rank, the flat shard is the output unless dtype or device differ.
+    The constructor allocates the output, because the unsharded parameters are views of it. With one
+    rank, the output shares the memory of the flat shard if ``dtype`` and ``device`` are those of
+    ``parts``.
 
     Args:
         parts: This rank's part of each parameter. They are copied to a new flat shard with their
@@ -40,9 +42,10 @@ class FlatBuffer:
         shard: The flat shard: this rank's part of all parameters.
         shards: This rank's part of each parameter, a view of ``shard``. Always readable.
         unsharded: The unsharded parameters. Readable from `finish_gather` until `free`.
-        tags: The tags of all ranks, a view of the output: ``[ranks]``, or ``[ranks, digits]``. None
-            if the all-gather has no tags.
-        expected_tags: Value of ``tags`` if all ranks gather the same unit.
+        tags: The unit number that each rank sent, to detect ranks that gather different units; see
+            `_tags`. A view of the output of shape ``[ranks]``, or ``[ranks, digits]`` if a number
+            needs several elements. None if the all-gather has no tags.
+        expected_tags: Value of ``tags`` if all ranks gather this unit.
         is_exact: Whether the all-gather copies every element unchanged.
         gathered_bytes: Bytes that all ranks together send in an all-gather.
     """

@@ -63,10 +63,12 @@ class ShardSpec:
         return unsharded.narrow(self.dim, start, self.local_shape(rank)[self.dim])
 
     def by_rank(self, unsharded: Tensor) -> Tensor:
-        """Return a view of the unsharded tensor whose elements are in the order of the ranks.
+        """Return a view of the unsharded tensor in which each rank's shard follows the previous one.
 
-        The view is the tensor itself for dim 0, and has the shape ``[degree, before, rest]``
-        otherwise.
+        For dim 0, this is the tensor itself. Otherwise the view has shape ``[degree, before,
+        rest]``, and index r of the first dimension is the shard of rank r. ``before`` is the
+        product of the sizes of the dims before ``dim``. ``rest`` is the product of the shard's
+        other sizes.
         """
         if self.dim == 0:
             return unsharded
@@ -87,7 +89,7 @@ class GradientColumns:
 
     @property
     def end(self) -> int:
-        """Return the end of the columns, padding included."""
+        """Return the column after the last one of this gradient, padding included."""
         return self.start + self.spec.shard_numel
 
     @property
@@ -198,7 +200,10 @@ class GradientRows:
         return len(self.columns) + TAG_FLAGS
 
     def views(self, reduced: Tensor) -> list[Tensor]:
-        """Return this rank's shard of each gradient, as views of the reduced row."""
+        """Return this rank's shard of each gradient, as views of ``reduced``.
+
+        ``reduced`` is the flat row that this rank has after the reduction of the packed gradients.
+        """
         # Only `map` calls functions in C without a step of the interpreter for each parameter.
         starts, shapes = [start for start, _ in self.shards], [shape for _, shape in self.shards]
         rows, dims = itertools.repeat(reduced), itertools.repeat(0)

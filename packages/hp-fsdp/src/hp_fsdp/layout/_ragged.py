@@ -110,10 +110,15 @@ def plan_ragged(
 ) -> RaggedPlan:
     """Plan the smallest flat shard, of the sizes tried, that splits no atom between ranks.
 
-    The flat shard is a multiple of 16 bytes, and of the atoms of parameters that are longer than
-    the flat shard. Parameters keep their order. If an atom would be split, its parameter moves to a
-    later offset. An atom has at most the size of its parameter. ``direct_bytes`` is ignored,
-    because every parameter arrives in one piece.
+    The atom of a parameter is the number of consecutive elements that one rank must hold; see
+    `ShardSpec`. It is reduced to the size of the parameter if it is larger.
+
+    - The size of the flat shard is a multiple of 16 bytes.
+    - If a parameter spans three or more flat shards, the size is also a multiple of its atom.
+    - Parameters keep their order. If a shard boundary would split an atom, the parameter starts at a
+      later offset.
+
+    ``direct_bytes`` is ignored, because every parameter arrives in one piece.
     """
     numels = [spec.numel for spec in specs]
     atoms = [min(spec.atom, max(spec.numel, 1)) for spec in specs]

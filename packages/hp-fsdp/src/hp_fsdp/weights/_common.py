@@ -134,8 +134,11 @@ def rank_in(group: ProcessGroup | None) -> int:
 def on_all_ranks(group: ProcessGroup | None, make: Callable[[], T]) -> T:
     """Call ``make`` on each rank and return this rank's result. If a rank fails, all ranks raise.
 
-    The error is the error of the first rank that failed: an ``ImportError``, or else a
-    `CheckpointError`.
+    All ranks raise the error of the lowest rank that failed.
+
+    Raises:
+        ImportError: ``make`` raised an ``ImportError`` on that rank.
+        CheckpointError: ``make`` raised any other exception on that rank.
     """
     result, error = _tried(make)
     failures: list[Any] = [_described(error)]
