@@ -63,7 +63,7 @@ class ShardSpec:
         return unsharded.narrow(self.dim, start, self.local_shape(rank)[self.dim])
 
     def by_rank(self, unsharded: Tensor) -> Tensor:
-        """Return a view of the unsharded tensor in which each rank's shard follows the previous one.
+        """Return a view of the unsharded tensor in which the shards follow each other by rank.
 
         For dim 0, this is the tensor itself. Otherwise the view has shape ``[degree, before,
         rest]``, and index r of the first dimension is the shard of rank r. ``before`` is the

@@ -115,8 +115,8 @@ def plan_ragged(
 
     - The size of the flat shard is a multiple of 16 bytes.
     - If a parameter spans three or more flat shards, the size is also a multiple of its atom.
-    - Parameters keep their order. If a shard boundary would split an atom, the parameter starts at a
-      later offset.
+    - Parameters keep their order. If a shard boundary would split an atom, the parameter starts at
+      a later offset.
 
     ``direct_bytes`` is ignored, because every parameter arrives in one piece.
     """
