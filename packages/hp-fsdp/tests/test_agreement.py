@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hp_dtensor import RecordingCollectives
 from hp_fsdp import DisagreementError, fully_shard
+from hp_fsdp._agreement import KEPT, Collective, History
 
 from .models import Gradients, Net, gradients, loss_of, make, mesh_of, reference, tokens, worst
 
@@ -43,6 +44,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "the last left out": ({"order": (0, 1)}, "rank 1 is to gather (root) for backward"),
     "one not synchronised": ({"silent": 1}, "rank 1 is to reduce the gradients of blocks.0"),
 }
+
+
+def test_a_history_forgets_collectives_that_no_unit_repeats() -> None:
+    history = History()
+    for _ in range(5 * KEPT):
+        history.add(Collective(("all_gather", 1)), None)
+    assert len(history._places) <= 2 * KEPT + 1
+    assert len(history) == 5 * KEPT
 
 
 def disagree(rank: int, case: str, shape: tuple[int, ...], options: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from hp_dtensor import RecordingCollectives
 from hp_fsdp import CommStats, MixedPrecisionPolicy, fully_shard
 from hp_fsdp._stats import UnitComm
 
+from .gathering import EightBits, Layers
 from .models import Net, loss_of, make, mesh_of, shard, tokens
 
 Ranks = Callable[[int], RankPool]
@@ -69,6 +70,25 @@ def test_the_counts_are_those_of_recording_collectives(
         assert list(dict.fromkeys(row.unit for row in stats.rows)) == UNITS
         assert all(row.seconds is None for row in stats.rows)
         assert after.rows == ()
+
+
+def with_extensions(rank: int) -> tuple[Totals, int]:
+    """Return the stats of two forwards, and the bytes of the first that extensions exchange."""
+    recorded = RecordingCollectives()
+    model: Any = Layers(EightBits)
+    fully_shard(model, mesh_of((2,), ("fsdp",)), collectives=recorded)
+    first = []
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        first.append(recorded.by_call["fsdp", "all_gather"])
+    return totals(model.comm_stats()), first[1].bytes - first[0].bytes
+
+
+def test_the_first_all_gather_of_extensions_is_counted(ranks: Ranks) -> None:
+    for counted, size in ranks(2).run(with_extensions):
+        assert size > 0
+        assert counted["all_gather"][1] == 2 * size
 
 
 def one_rank(rank: int) -> int:

@@ -343,7 +343,9 @@ def marked(rank: int, layout: Any) -> list[tuple[int, ...]]:
     for parameter in model.parameters():
         mark_repeated_rows(parameter, [0])
     shard(model, mesh_of((2,), ("fsdp",)), layout=layout)
-    return [getattr(parameter, "repeated_rows", ()) for parameter in model.parameters()]
+    found = [getattr(parameter, "repeated_rows", ()) for parameter in model.parameters()]
+    model.float()
+    return found + [getattr(parameter, "repeated_rows", ()) for parameter in model.parameters()]
 
 
 @pytest.mark.nccl

@@ -89,8 +89,8 @@ class Beside(SideStream):
         """Do nothing."""
 
     def begun(self, work: object = None) -> Any:
-        """Return what is done."""
-        return mock.Mock(done=True)
+        """Return a copy that has arrived."""
+        return mock.Mock()
 
 
 def check_tags_as_on_an_accelerator(model: Any) -> None:
@@ -98,6 +98,23 @@ def check_tags_as_on_an_accelerator(model: Any) -> None:
     unit.schedule._tag_log = log = TagLog(Beside())
     for group in (group for each in unit.schedule.units for group in each.groups):
         group.tag.log, group.reads_tags = log, True
+
+
+def test_the_latest_tags_are_read_by_all_ranks_in_the_same_pass() -> None:
+    """Whether a copy has arrived differs between ranks, so it must not decide who raises."""
+    found: list[list[float]] = []
+
+    def check(values: list[float], when: str) -> None:
+        found.append(values)
+
+    log = TagLog(Beside())
+    for number in (1.0, 2.0):
+        log.add(torch.tensor([number]), check)
+        log.send("")
+        log.check()
+    assert found == [[1.0]]
+    log.check(wait=True)
+    assert found == [[1.0], [2.0]]
 
 
 def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]) -> Counter[str]:

@@ -39,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fewer": {"reshard_after_forward": 1},
     "by own objects": {"own": True},
     "by own objects, mixed": {"own": True, "mp_policy": MIXED},
+    "by own objects, timed": {"own": True, "timed": True},
 }
 SHAPES = [(1,), (2,), (2, 2), (2, 1)]
 Break = Callable[[], Any]
@@ -48,6 +49,7 @@ def built(shape: tuple[int, ...], options: dict[str, Any], kind: type[Net] = Net
     options = dict(options)
     options.pop("offload", None)
     options.pop("own", None)
+    timed = options.pop("timed", False)
     hook, in_flight = options.pop("hook", False), options.pop("in_flight", 1)
     axes = ("dp_replicate", "fsdp")[-len(shape) :]
     model: Any = shard(make(kind), mesh_of(shape, axes), **options)
@@ -57,6 +59,7 @@ def built(shape: tuple[int, ...], options: dict[str, Any], kind: type[Net] = Net
             block.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
     loss_of(model, tokens(0)).backward()
     model.zero_grad()
+    model.set_comm_timing(timed)
     return model
 
 

@@ -7,6 +7,7 @@ package does not solve have tests too. The page ``tools/docs/pages/wrong-results
 reports in the order of this file.
 """
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import clip_grad_norm_
-from hp_fsdp import MixedPrecisionPolicy
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
 
 from .libraries import LIBRARIES, mesh, wrap
 from .models import full, mesh_of
@@ -578,6 +579,32 @@ def test_a_loss_of_a_kept_intermediate_finds_freed_parameters(ranks: Ranks) -> N
     for pair in ranks(2).run(kept_intermediate, True):
         assert same(pair.ours[0], 1.0)
         assert pair.ours[2] is None
+
+
+def kept_in_a_second_backward(rank: int) -> list[tuple[Tensor | None, Tensor | None]]:
+    plain = Keeps()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model, mesh_of((2,), ("fsdp",)), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    for each in (plain, model):
+        output = each(torch.ones(1, 4, requires_grad=True))
+        if each is model:
+            model.set_is_last_backward(False)
+        output.sum().backward(retain_graph=True)
+        if each is model:
+            model.set_is_last_backward(True)
+        each.kept.sum().backward()
+    model.reshard()
+    grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return [(None if own is None else full(own), other) for own, other in grads]
+
+
+def test_a_second_backward_of_a_kept_intermediate_is_reduced(ranks: Ranks) -> None:
+    for pairs in ranks(2).run(kept_in_a_second_backward):
+        for own, expected in pairs:
+            assert own is not None
+            assert expected is not None
+            assert torch.equal(own, expected)
 
 
 # Repaired in torch 2.13, or with another cause.

@@ -8,8 +8,9 @@ wrong, and the backend raises no error. Three checks detect this:
   an unexpected collective if tags would not detect a mix-up with the expected one, for example
   because the sizes differ. On gloo the exchange is an all-to-all, because an all-gather with
   different sizes aborts the process. An all-to-all waits if another rank runs an all-gather.
-- *Tags* (`_tags`): each rank adds the number of its unit to every all-gather and reduction. The
-  result shows whether all ranks communicated for the same unit.
+- *Tags* (`_tags`): each rank adds the number of its unit to every reduction, and to all-gathers of
+  the exact layout with packed parameters or several slices. The result shows whether all ranks
+  communicated for the same unit.
 - *Reports*: if a collective fails because another rank did not join it, each rank writes to the
   store in which collective it was.
 """
@@ -99,10 +100,10 @@ class TagLog:
     def check(self, wait: bool = False) -> None:
         """Raise `DisagreementError` if tags on the CPU show that ranks mixed up units.
 
-        The latest copy is checked if it has arrived, or if ``wait`` is True. All earlier copies
-        are waited for, so that no rank raises more than one pass later than another rank.
+        The latest copy is checked only if ``wait`` is True, because it may not have arrived yet.
+        All earlier copies are checked, so that all ranks raise in the same pass.
         """
-        while self._sent and (wait or len(self._sent) > 1 or self._sent[0][3].done):
+        while self._sent and (wait or len(self._sent) > 1):
             when, pieces, host, copied = self._sent.pop(0)
             copied.synchronize()
             values = iter(host.tolist())
@@ -362,6 +363,8 @@ class History:
         if len(self._past) > 2 * KEPT:
             self._dropped += len(self._past) - KEPT
             del self._past[:-KEPT]
+            kept = {each: at for each, at in self._places.items() if at[-1] >= self._dropped}
+            self._places = kept  # units that are gone must not stay in memory
 
     def _align(self) -> None:
         """Predict the next cycle from past collectives.
@@ -602,7 +605,8 @@ class Intent:
 
     Attributes:
         rank: Global rank.
-        key: Name of the `Act`, such as ``"FORWARD"``, and position of the unit under its root.
+        key: Name of the `Operation`, such as ``"FORWARD"``, and position of the unit under its
+            root.
         doing: Description for error messages, such as ``"gather layers.0 for forward"``.
         facts: Settings that must be equal on all ranks: a dict from names for error messages to
             values.

@@ -267,6 +267,7 @@ class ExtendedFlatBuffer(FlatBuffer):
     def free(self) -> None:
         """Free the gathered bytes and the inner tensors, unless a collective may use them."""
         super().free()
+        self._sent = []
         if self._output is not None and not self._output.in_use:
             for storage, _ in self._inner:
                 storage.resize_(0)

@@ -267,8 +267,10 @@ class ParameterGroup:
                 gather = partial(layout.gather, axis, self.gathers, self.streams)
             else:
                 gather = partial(layout.gather_block, block, self.gathers)
-            side = None if self.streams is None else self.streams.gather
-            self._work = self.comm.start("all_gather", axis, layout.gathered_bytes, gather, side)
+            size = layout.gathered_bytes
+            self._work = self.comm.start("all_gather", axis, size, gather)
+            if size != layout.gathered_bytes:  # extensions choose it in the first all-gather
+                self.comm.count("all_gather", axis, layout.gathered_bytes)
             if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]

@@ -460,7 +460,7 @@ class FSDPModule:
         - A collective over one rank does not count.
 
         Bytes include padding. They do not include the messages in which ranks compare the order of
-        their collectives.
+        their collectives, or the sizes that all-gather extensions send.
 
         Args:
             reset: If True, set all counts of these units to zero afterwards.
@@ -491,10 +491,12 @@ class FSDPModule:
     def set_comm_timing(self, enable: bool) -> None:
         """Set whether `comm_stats` has the duration of collectives, for all units in this module.
 
-        On a CPU, the duration is the host time from the start of a collective to the end of its
-        ``wait``. On accelerators, it is the time between two events around the collective on its
-        stream. It includes waiting for other ranks. Collectives that start while timing is disabled
-        are counted, but not timed.
+        The duration of a collective ends when its result is waited for. On a CPU, it is the host
+        time from the start of the collective to the end of its ``wait``. On accelerators, it is the
+        time between two events: one when the collective starts, one after the ``wait`` of the
+        stream that needs the result. So it includes the time in which a prefetched result is not
+        needed yet, and waiting for other ranks. Collectives that start while timing is disabled are
+        counted, but not timed.
 
         Args:
             enable: True to time collectives from now on. Initially False.
@@ -1074,8 +1076,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     """Check that modules are sharded. The function exists for compatibility with torch.
 
-    torch's function shares streams between modules. In this package, all units of a mesh already
-    share their streams, so nothing has to be done.
+    torch's function shares streams between modules. In this package, all units under one root share
+    their streams, and other roots have their own, so nothing has to be done.
 
     Args:
         modules: Sharded modules.

@@ -1,8 +1,8 @@
 """The sharded and the unsharded form of each parameter, and the modules that register it.
 
-`ShardedParameter` and `RaggedParameter` represent one parameter. `ParameterTable` lists the
-parameters of one group. `note_managed` marks every submodule of a unit, because only the modules
-that were passed to `fully_shard` refer to their unit.
+`ShardedParameter` represents one parameter. `ParameterTable` lists the parameters of one group.
+`note_managed` marks every submodule of a unit, because only the modules that were passed to
+`fully_shard` refer to their unit.
 """
 
 import weakref
@@ -319,6 +319,7 @@ class ShardedParameter:
         have replaced a tied parameter in one of them only.
         """
         self.sharded = self._registered()
+        mark_repeated_rows(self.sharded, self._repeated_rows)  # conversions lose the mark
         for owner in self.owners:
             owner.registry[owner.name] = self.sharded
 

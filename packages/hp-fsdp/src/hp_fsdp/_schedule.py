@@ -391,11 +391,12 @@ class Schedule:
         if call.unit.unhooked:
             self.check_unhooked(call.unit)
             return  # more gradients may follow, so the end of backward reduces
-        if not call.backward_begun:
+        if not self.in_backward or call.backward_number != self._backwards:
             # The loss depends on a value inside the unit only, so no output announced the backward.
-            call.backward_begun = True
             if not self.in_backward:
                 self.begin_backward()
+            call.backward_begun, call.backward_number = True, self._backwards
+            call.unit.gradient_state = AFTER[Event.BACKWARD][call.unit.gradient_state]
         if call.events is self._traversed and self._reached == call.begin + 1:
             self._reached = call.begin
         else:
@@ -536,7 +537,7 @@ class Schedule:
         self._end_traversal()
         for unit in reversed(self.units):
             # Before the last backward, a later one may reach the other units, and nothing shows
-            # when it reaches a hidden unit.
+            # when it reaches an unhooked unit.
             written = unit.gradient_state is GradientState.WRITING and not unit.unhooked
             if written or (last and unit.gradient_state is not GradientState.EMPTY):
                 self._finish_unit(unit)

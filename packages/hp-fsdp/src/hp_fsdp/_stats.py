@@ -10,7 +10,7 @@ import torch
 
 from hp_dtensor import Axis
 
-from ._streams import SideStream, Waitable
+from ._streams import Waitable
 from ._torch import in_range
 
 W = TypeVar("W", bound="Waitable | None")
@@ -157,7 +157,6 @@ class UnitComm:
         axis: Axis,
         size: int,
         function: Callable[[], W],
-        side: SideStream | None = None,
     ) -> W | Waitable:
         """Start a collective with ``function``, and count it.
 
@@ -167,8 +166,6 @@ class UnitComm:
             size: Bytes of the whole tensor: the output of an all-gather, the input of a
                 reduce-scatter or an all-reduce.
             function: Starts the collective. Returns None if nothing is communicated.
-            side: A stream that waits for the collective only to time it. None: the caller waits on
-                the stream of the collective.
 
         Returns:
             The collective in flight.
@@ -182,11 +179,12 @@ class UnitComm:
         work = in_range(name, self.path, function, axis.name)
         if before is None or work is None or not received:
             return work
-        timed = _TimedWork(work, counter, before)
-        if side is not None:
-            with side.after_current():
-                timed.wait()
-        return timed
+        return _TimedWork(work, counter, before)
+
+    def count(self, name: CollectiveName, axis: Axis, size: int) -> None:
+        """Count a collective whose size was not known when it started. It is not timed."""
+        self._counters[name].count += 1
+        self._counters[name].bytes += _PASSES[name] * size * (axis.size - 1) // axis.size
 
     def stats(self, unit: str) -> list[CollectiveStats]:
         """Return the totals since the last `reset`, under the name ``unit``."""

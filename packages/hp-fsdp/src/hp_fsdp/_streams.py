@@ -107,11 +107,6 @@ class Begun:
         if self._work is not None:
             self._work.wait()
 
-    @property
-    def done(self) -> bool:
-        """Return whether the device has finished this work."""
-        return self._event.query()
-
     def synchronize(self) -> None:
         """Block the host until the device has finished this work."""
         self._event.synchronize()
