@@ -1,18 +1,19 @@
 """Checks that all ranks of a process group communicate for the same unit.
 
-If ranks all-gather or reduce different units in one collective, their parameters or gradients are
-wrong, and the backend raises no error. Three checks detect this:
+A mix-up is a collective in which ranks all-gather or reduce different units. The backend raises no
+error, but the parameters or gradients are wrong. Three checks detect mix-ups:
 
 - *Comparison*: ranks exchange a digest of 8 bytes before the first all-gather for forward, the
-  first all-gather for backward and the first reduction of each unit. They exchange it again before
-  an unexpected collective if tags would not detect a mix-up with the expected one, for example
-  because the sizes differ. On gloo the exchange is an all-to-all, because an all-gather with
-  different sizes aborts the process. An all-to-all waits if another rank runs an all-gather.
-- *Tags* (`_tags`): each rank adds the number of its unit to every reduction, and to all-gathers of
-  the exact layout with packed parameters or several slices. The result shows whether all ranks
-  communicated for the same unit.
-- *Reports*: if a collective fails because another rank did not join it, each rank writes to the
-  store in which collective it was.
+  first all-gather for backward and the first reduction of each unit. They also exchange a digest
+  before an unexpected collective, unless tags would detect a mix-up with the expected collective.
+  Tags do not help if, for example, the sizes differ. On gloo the exchange is an all-to-all: if
+  another rank runs an all-gather of other sizes, an all-to-all waits, and an all-gather would
+  abort the process.
+- *Tags* (`_tags`): each rank sends the number of its unit with every reduction. All-gathers have
+  tags only in the exact layout, if parameters are packed or all-gathered in several slices. The
+  result shows whether all ranks communicated for the same unit.
+- *Reports*: if a collective fails because another rank did not join it, each rank writes a
+  description of its collective to the store.
 """
 
 import hashlib
@@ -55,16 +56,17 @@ PLACES = 64
 # First number of the units that communicate over two or more process groups.
 REPLICATED = 2 ** (FLAG_BITS - 1)
 RULE = "all ranks must run the same units in the same order"
-# Returns an error if the values of tags show a mix-up. The second argument is a message prefix.
+# Returns an error if the values of tags show that ranks communicated for different units.
+# The second argument is a prefix of the error message.
 TagCheck = Callable[[list[float], str], DisagreementError | None]
 
 
 class TagLog:
     """Checks the tags of collectives on an accelerator without blocking the host.
 
-    A tag is the unit number that ranks send with each collective. Tags are copied to the CPU on a
-    side stream at the end of a backward, or of a forward without backward. They are checked when a
-    later forward begins.
+    A tag is the unit number that a rank sends with a collective. Tags are copied to the CPU on a
+    side stream at the end of a backward, or of a forward without backward. The copies are checked
+    when a later forward begins.
     """
 
     def __init__(self, stream: SideStream) -> None:
@@ -73,9 +75,9 @@ class TagLog:
         self._sent: list[tuple[str, list[tuple[int, TagCheck]], Tensor, Begun]] = []
 
     def add(self, tags: Tensor, check: TagCheck) -> None:
-        """Copy the tags of a finished collective on the device.
+        """Store a copy of the tags of a finished collective, on the device of the tags.
 
-        `TagLog.check` calls ``check`` with their values later.
+        `TagLog.check` later calls ``check`` with the values of the tags.
         """
         real = tags.real if tags.is_complex() else tags
         self._tags.append((real.to(torch.float32, copy=True).flatten(), check))
@@ -83,8 +85,8 @@ class TagLog:
     def send(self, when: str) -> None:
         """Start a copy to the CPU, on the side stream, of the tags added since the last call.
 
-        `check` reads the copied tags later. ``when`` is the prefix of the error message if they
-        show a mix-up, for example ``"in the last step: "``.
+        `check` reads this copy later. ``when`` is the prefix of the error message if ranks
+        communicated for different units, for example ``"in the last step: "``.
         """
         if not self._tags:
             return
@@ -98,10 +100,11 @@ class TagLog:
         self._sent.append((when, pieces, host, self._stream.begun()))
 
     def check(self, wait: bool = False) -> None:
-        """Raise `DisagreementError` if tags on the CPU show that ranks mixed up units.
+        """Raise `DisagreementError` if the copied tags of ranks belong to different units.
 
-        The latest copy is checked only if ``wait`` is True, because it may not have arrived yet.
-        All earlier copies are checked, so that all ranks raise in the same pass.
+        Reads every copy that `send` started, except the latest copy, which may be in flight. If
+        ``wait`` is True, waits for the latest copy and reads it, too. All ranks read the same
+        copies, so they raise in the same pass.
         """
         while self._sent and (wait or len(self._sent) > 1):
             when, pieces, host, copied = self._sent.pop(0)
@@ -143,12 +146,13 @@ class Tag:
     def check_gathered(self, tags: Tensor, itemsize: int) -> DisagreementError | None:
         """Return an error if ranks all-gathered different units, else None.
 
-        With a `TagLog`, this method returns None, and the log raises the error later.
+        On accelerators, this method adds the tags to the `TagLog` and returns None. The log raises
+        the error later.
 
         Args:
             tags: Tags of all ranks, of shape ``[ranks, digits]`` or ``[ranks]``.
-            itemsize: Bytes per element of the all-gather. It determines the encoding of the tags;
-                see `tag_digits`.
+            itemsize: Bytes per element of the all-gather. The encoding of the tags depends on this
+                size; see `tag_digits`.
         """
         width = tag_width(itemsize)
 
@@ -166,11 +170,11 @@ class Tag:
     def check_reduced(self, flags: Tensor, on_host: bool) -> DisagreementError | None:
         """Return an error if ranks reduced different units, else None.
 
-        With a `TagLog`, this method returns None unless ``on_host`` is True, and the log raises the
-        error later.
+        On accelerators, if ``on_host`` is False, this method adds the flags to the `TagLog` and
+        returns None. The log raises the error later.
 
         Args:
-            flags: The flags of the tag after the reduction, of shape ``[TAG_FLAGS]``.
+            flags: Tags after the reduction, of shape ``[TAG_FLAGS]``; see `tag_flags`.
             on_host: Whether the host can read ``flags`` without waiting for the device.
         """
 
@@ -185,7 +189,7 @@ class Tag:
     def _mixed_up(self, when: str) -> DisagreementError:
         """Return an error that lists which unit each rank reduced in one collective.
 
-        The reduced flags do not show this, so each rank writes its unit to the store.
+        The reduced flags do not show the units, so each rank writes its unit's name to the store.
         """
         own = f"reduced {self.orders[0].name(self.number)}"
         for order in self.orders:
@@ -202,6 +206,8 @@ class Tag:
     def report(self, error: Exception, doing: str, axis: Axis | None = None) -> None:
         """Raise `DisagreementError` if ``error`` means that ranks were in different collectives.
 
+        Otherwise, only adds notes to ``error``; see `CollectiveOrder.report`.
+
         Args:
             error: The exception of the collective.
             doing: Description of this rank's collective, such as ``"gather {}"``. The name of the
@@ -215,14 +221,14 @@ class Tag:
 
 
 class Collective:
-    """One collective that a unit repeats, for example its all-gather for forward.
+    """A collective that a unit runs in each step, for example its all-gather for forward.
 
     Attributes:
         signature: Sizes and dtypes, or None if they are unknown. If two ranks start different
             collectives with equal signatures, the backend runs them as one collective.
-        tagged: Whether tags in the result show a mix-up of units.
+        tagged: Whether the result has tags, which show if ranks communicated for different units.
         compared: Whether ranks have compared this collective; see `compare`.
-        owner: Object that represents the last schedule that ran this collective.
+        owner: Identity of the schedule that last ran this collective.
     """
 
     __slots__ = ("compared", "owner", "signature", "tagged")
@@ -232,9 +238,9 @@ class Collective:
         self.owner: object = None
 
     def is_like(self, other: "Collective | None") -> bool:
-        """Return whether tags would detect ranks that run ``other`` instead of this collective.
+        """Return whether tags would show that some ranks run ``other`` and some this collective.
 
-        If True, ranks need no comparison before they start one of the two.
+        If True, ranks need no comparison before they start one of the two collectives.
         """
         if other is None or self.signature is None or self.signature != other.signature:
             return False
@@ -242,7 +248,7 @@ class Collective:
 
 
 class Turn:
-    """One position in the cycle of collectives that a program repeats."""
+    """One position in a cycle: the sequence of collectives that a program repeats in each step."""
 
     __slots__ = ("collective", "following", "place")
 
@@ -254,16 +260,16 @@ class Turn:
 class History:
     """All-gathers or reductions over one process group, in the order in which they ran.
 
-    A training program repeats its collectives, so the collectives of the last cycle are expected to
-    run again. In a correct program all ranks have equal histories, and expect the same collective.
+    A training program repeats a sequence of collectives, usually one training step. This sequence
+    is called a cycle. The history expects the collectives of the last cycle to run again. In a
+    correct program, all ranks have equal histories and expect the same collective.
 
     Attributes:
         turn: Position of the expected collective in the cycle. It is None at the end of a cycle,
             and if no collective is expected.
-        unsettled: Weak reference to the unit of an unexpected collective that ranks did not
-            compare, or None. No collective is expected until the tags of this unit are read,
-            because the histories of ranks may differ. The reference is weak, because a history
-            lives as long as its process group.
+        unsettled: Weak reference to the unit of the last collective if this collective was
+            unexpected and ranks did not compare it; usually None. The histories of ranks may then
+            differ, so no collective is expected until the tags of this unit are read.
     """
 
     def __init__(self) -> None:
@@ -272,6 +278,7 @@ class History:
     def reset(self) -> None:
         """Forget all collectives."""
         self.turn: Turn | None = None
+        # Weak, because a history lives as long as its process group.
         self.unsettled: weakref.ref[NumberedUnit] | None = None
         self._past: list[Collective] = []
         # Latest positions of each collective. They cover the first `_indexed` collectives.
@@ -286,7 +293,10 @@ class History:
 
     @property
     def awaits_tags(self) -> bool:
-        """Return whether the all-gather of the ``unsettled`` unit is in flight."""
+        """Return whether an all-gather of the unit in `unsettled` is in flight.
+
+        The tags of the unit can be read when the all-gather has finished.
+        """
         unit = None if self.unsettled is None else self.unsettled()
         return unit is not None and unit.gathering
 
@@ -298,8 +308,8 @@ class History:
     def repeats(self, collective: Collective) -> bool:
         """Return whether ``collective`` is expected. If it is, move `turn` to the next position.
 
-        At the end of a cycle, the first collective of the cycle is expected. Callers compare
-        ``collective`` with `turn` before they call this method, because that is faster.
+        At the end of a cycle, the first collective of the cycle is expected. Callers first compare
+        ``collective`` with ``turn.collective`` themselves, because that is faster than a call.
         """
         if self.turn is None and self._cycle:
             self._keep()
@@ -310,13 +320,13 @@ class History:
         return True
 
     def judge(self, collective: Collective) -> Literal["expected", "like", "other"]:
-        """Classify a collective for which `repeats` returned False.
+        """Return whether ranks must compare a collective. Called after `repeats` returned False.
 
-        - "expected": ranks need no comparison. They have compared this collective before, it is the
-          first one of the latest schedule, and no cycle is known.
-        - "like": ranks need no comparison. If other ranks start the expected collective instead,
-          tags show the mix-up.
-        - "other": ranks must compare before they start it.
+        - "expected": no comparison is needed. No cycle is known, ``collective`` is the first one
+          of the latest schedule, and ranks have compared it before.
+        - "like": no comparison is needed. If other ranks start the expected collective instead,
+          tags show it; see `Collective.is_like`.
+        - "other": ranks must compare ``collective`` before they start it.
         """
         if self.unsettled is not None:
             return "other"
@@ -331,13 +341,13 @@ class History:
         owner: object,
         unsettled: "weakref.ref[NumberedUnit] | None" = None,
     ) -> None:
-        """Record a collective for which `repeats` returned False.
+        """Record a collective. Called after `repeats` returned False.
 
         Args:
             collective: The collective that starts now.
-            owner: Object that represents its schedule.
-            unsettled: Weak reference to its unit, if ranks did not compare the collective. No
-                other collective is expected until the tags of the unit are read.
+            owner: Identity of the schedule that runs ``collective``.
+            unsettled: Weak reference to the unit of ``collective`` if ranks did not compare the
+                collective, else None; see the attribute `unsettled`.
         """
         if collective.owner is not owner:
             collective.owner = owner
@@ -350,7 +360,10 @@ class History:
             self._align()
 
     def settle(self) -> None:
-        """Reset `unsettled` and expect collectives again, after the tags of this unit were read."""
+        """Set `unsettled` to None and predict the next cycle.
+
+        Called after the tags of the unit in `unsettled` were read.
+        """
         self.unsettled = None
         self._align()
 
@@ -369,8 +382,8 @@ class History:
     def _align(self) -> None:
         """Predict the next cycle from past collectives.
 
-        Finds the earlier position of the last collective that has the most collectives before it in
-        common with the last position. The collectives after it are expected to repeat.
+        Searches the history for the longest earlier sequence that equals the end of the history.
+        The collectives after this sequence are expected to run again.
         """
         past = self._past
         end, best, lag = len(past) - 1, 0, 0
@@ -426,8 +439,8 @@ class CollectiveOrder:
     def add(self, unit: NumberedUnit, others: "Sequence[CollectiveOrder]") -> int:
         """Add a unit and return its number.
 
-        The number counts only the units that communicate over the same process groups. So it is the
-        same on all replicas, although a replica may shard other models over its own groups.
+        Units are numbered separately for each set of process groups. So the number of a unit is the
+        same on all replicas, even if a replica shards other models over its own groups.
 
         Args:
             unit: The new unit.
@@ -439,7 +452,11 @@ class CollectiveOrder:
         return number
 
     def name(self, number: int) -> str:
-        """Return the name of the unit with this number, modulo ``2**TAG_BITS``."""
+        """Return the name of the unit with this number, such as ``"layers.0"``.
+
+        Numbers are compared modulo ``2**TAG_BITS``. If there is no unit 7, the name is
+        ``"unit 7"``.
+        """
         found = [str(u) for n, u in self._units.items() if (n - number) % 2**TAG_BITS == 0]
         return found[-1] if found else f"unit {number}"
 
@@ -467,7 +484,10 @@ class CollectiveOrder:
         )
 
     def conclude(self, text: str) -> DisagreementError:
-        """Return a `DisagreementError` with the text of the first rank that calls this method."""
+        """Return a `DisagreementError` with ``text``, or with the text of a rank that was faster.
+
+        So all ranks raise the same text.
+        """
         with suppress(*_STORE_GONE):
             text = default_store().compare_set(self._mix_up_key, "", text).decode()
         self._mix_ups += 1
@@ -482,7 +502,7 @@ class CollectiveOrder:
         return f"{self._prefix}/mixed_up/{self._mix_ups}"
 
     def _concluded(self) -> str:
-        """Return the error text if a rank has found a mix-up, else an empty string."""
+        """Return the error text if another rank has called `conclude`, else an empty string."""
         with suppress(*_STORE_GONE):
             store, key = default_store(), self._mix_up_key
             if store.check([key]):
@@ -531,7 +551,7 @@ class CollectiveOrder:
 
         Returns:
             A dict from each report to the global ranks that gave it. Ranks without a report have
-            the report "did not report". If the store fails, the dict has only the own report.
+            the report "did not report". If the store fails, the dict has only this rank's report.
         """
         own = {report: [rank]}
         try:
@@ -580,18 +600,18 @@ def unwrapped(collectives: Collectives) -> Collectives:
 
 
 def checking(collectives: Collectives) -> CheckedCollectives | None:
-    """Remove `RecordingCollectives` wrappers and return the `CheckedCollectives` in them.
+    """Return the `CheckedCollectives` inside all `RecordingCollectives` wrappers.
 
-    Returns None if there are none.
+    Returns None if ``collectives`` are not checked.
     """
     found = unwrapped(collectives)
     return found if isinstance(found, CheckedCollectives) else None
 
 
 def is_exact(collectives: Collectives) -> bool:
-    """Return whether ``collectives`` are known to send every element unchanged.
+    """Return whether ``collectives`` send every element unchanged.
 
-    Returns False for custom collectives, because they may compress.
+    Returns False for custom collectives, because they may compress the elements.
     """
     found = unwrapped(collectives)
     while isinstance(found, CheckedCollectives):
@@ -605,8 +625,8 @@ class Intent:
 
     Attributes:
         rank: Global rank.
-        key: Name of the `Operation`, such as ``"FORWARD"``, and position of the unit under its
-            root.
+        key: Name of the `Operation` and index of the unit under its root, such as
+            ``("FORWARD", 3)``.
         doing: Description for error messages, such as ``"gather layers.0 for forward"``.
         facts: Settings that must be equal on all ranks: a dict from names for error messages to
             values.
@@ -619,13 +639,13 @@ class Intent:
 
 
 def compare(axes: Sequence[Axis], own: Intent, hints: dict[str, str], device: torch.device) -> None:
-    """Raise the same `DisagreementError` on all ranks of ``axes`` if their intents differ.
+    """Raise the same `DisagreementError` on all ranks of ``axes`` if the ranks' intents differ.
 
     Args:
         axes: Axes over which ranks must agree.
         own: The intent of this rank.
-        hints: A dict from prefixes of names of facts to advice. The error message has the advice
-            for the first fact that differs.
+        hints: A dict from prefixes of fact names to advice. If the name of the first fact that
+            differs starts with a prefix, the error message ends with the advice.
         device: Device of the exchanged digests.
     """
     digest = int.from_bytes(hashed((own.key, own.facts)), "big", signed=True)
@@ -686,7 +706,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
-    """Return up to ``shown`` characters of ``value``, around its first difference from others."""
+    """Shorten ``value`` to ``shown`` characters around its first difference from ``others``."""
     if len(value) <= shown:
         return value
     first = min(
