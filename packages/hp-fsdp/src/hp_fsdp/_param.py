@@ -71,11 +71,13 @@ class ShardedParameter:
     Attributes:
         sharded: A DTensor, or a `RaggedTensor` of hp-dtensor. It stays the same object, because
             optimizers hold it.
-        unsharded: A view of the output of the all-gather.
+        unsharded: A parameter over a view of the all-gather output.
         layout: Layout of the group.
-        atom: Number of consecutive elements that one rank must hold, in the ragged layout.
-        part: Returns the local tensor of a tensor with the placements of ``sharded``.
-        wrap: Returns a tensor with the placements of ``sharded`` over a local tensor.
+        atom: Only for the ragged layout. Number of consecutive elements that are never split
+            between ranks; the argument ``granularity`` of `fully_shard`.
+        part: Function that returns the local tensor of ``sharded``, or of a tensor with the same
+            placements, such as its gradient.
+        wrap: Function from a local tensor to a tensor with the placements of ``sharded``.
         local_view: The local tensor of ``sharded``.
     """
 
@@ -104,7 +106,8 @@ class ShardedParameter:
             mesh_info: The data-parallel mesh.
             dim: Tensor dim to shard. None: the parameter is replicated, not sharded.
             layout: Layout of the group.
-            atom: Number of consecutive elements that one rank must hold, in the ragged layout.
+            atom: Only for the ragged layout. Number of consecutive elements that are never split
+                between ranks.
 
         Raises:
             MeshError: The mesh of ``original`` does not fit the data-parallel mesh.
@@ -135,16 +138,20 @@ class ShardedParameter:
         self.stride = original.stride()
 
     def note_original(self) -> None:
-        """Mark the original parameter as sharded. Modules outside the unit may still use it."""
+        """Mark the original parameter as sharded, so that `sharded_from` finds this object.
+
+        Modules outside the unit may still use the original parameter.
+        """
         original = self.original()
         if original is not None:
             vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
 
     @torch.no_grad()
     def build_sharded(self, local: Tensor, ragged: RaggedShard | None = None) -> None:
-        """Create the sharded parameter over ``local``, this rank's part.
+        """Create the sharded parameter over ``local``, the local tensor of this rank.
 
-        ``ragged`` is the placement of a `RaggedTensor`. If it is None, the parameter is a DTensor.
+        The parameter is a DTensor if ``ragged`` is None. Otherwise it is a `RaggedTensor`, and
+        ``ragged`` is its placement on the shard axis.
         """
         self._ragged = ragged
         self.part = local_of if ragged is None else attrgetter("local")
@@ -173,8 +180,8 @@ class ShardedParameter:
     def build_unsharded(self, view: Tensor) -> None:
         """Create the unsharded parameter over ``view``, a view of the all-gather output.
 
-        If there was an unsharded parameter before, its version is incremented. A backward that
-        saved it then raises.
+        If a previous unsharded parameter exists, this method increments its version. A backward
+        that saved the previous parameter then raises.
         """
         if self._is_built:
             increment_version(self.unsharded)
@@ -208,8 +215,8 @@ class ShardedParameter:
     def _registered(self) -> nn.Parameter:
         """Return the parameter that user code registered in place of the sharded one.
 
-        Returns the sharded parameter if it was not replaced. If modules that share it register
-        different replacements, the replacement in the last of these modules is returned.
+        Returns the sharded parameter if it was not replaced. If a tied parameter has different
+        replacements, returns the replacement in the last of its owners.
         """
         for owner in reversed(self.owners):
             present = owner.get()
@@ -218,7 +225,7 @@ class ShardedParameter:
         return self.sharded
 
     def put(self, view: Tensor) -> None:
-        """Let the sharded parameter use the memory of ``view``, its new local tensor."""
+        """Replace the local tensor of the sharded parameter by ``view``, without a copy."""
         if self._ragged is None:
             set_local(cast(DTensor, self.sharded), view)
             self.wrap = wrapper_like(cast(DTensor, self.sharded))
@@ -273,7 +280,10 @@ class ShardedParameter:
         )
 
     def _changed_extension(self) -> str | None:
-        """Return an error message if the all-gather extension was added or lost; else None."""
+        """Return an error message if the all-gather extension was added or lost, else None.
+
+        User code can add or lose an extension when it replaces or converts the parameter.
+        """
         found = self._registered()
         local = self.part(found)
         if self.extension is None and (is_extended(found) or is_extended(local)):
@@ -367,7 +377,8 @@ class ShardedParameter:
         """Remove the unsharded gradient and return its contiguous local tensor.
 
         Returns None if there is no gradient. A DTensor gradient is redistributed to the placements
-        of the original parameter. It stays Partial over the mesh dims that the group reduces over.
+        of the original parameter. If the gradient is Partial over a mesh dim that the group reduces
+        over, it stays Partial over this mesh dim.
         """
         gradient, self.unsharded.grad = self.unsharded.grad, None
         held, self._held = self._held, None
@@ -401,9 +412,9 @@ class ShardedParameter:
 
 
 class _Identity(torch.autograd.Function):
-    """Autograd function that gives access to the AccumulateGrad node of a leaf.
+    """Autograd function that `gradient_accumulator` uses to find the node of a leaf.
 
-    It calls no operator on the leaf, so it works for every tensor class.
+    The function calls no operator on the leaf, so it works for every tensor class.
     """
 
     @staticmethod
@@ -416,10 +427,10 @@ class _Identity(torch.autograd.Function):
 
 
 def gradient_accumulator(parameter: nn.Parameter) -> Node | None:
-    """Return the AccumulateGrad node of a parameter, also of a frozen one.
+    """Return the AccumulateGrad node of a parameter, which may be frozen.
 
-    Returns None if the dtype has no gradients. The parameter refers to the node weakly, so the
-    caller must keep a reference as long as it needs hooks on the node.
+    Returns None for integer and bool dtypes, which have no gradients. The parameter refers to the
+    node weakly, so the caller must keep a reference as long as the hooks of the node are needed.
     """
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
@@ -441,9 +452,10 @@ def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
 
 
 def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
-    """Return an error message if registered parameters of a group differ in dtype or device.
+    """Return an error message if the parameters of a group differ in dtype or device, else None.
 
-    Returns None if they do not differ. Valid if `ShardedParameter.refusal` returns None for all.
+    Checks the parameters that are registered now, which user code may have replaced. Valid only if
+    `ShardedParameter.refusal` returns None for all parameters.
     """
     kinds: dict[str, list[str]] = {}
     for parameter in parameters:
@@ -486,10 +498,13 @@ class ParameterTable:
     def __init__(
         self, parameters: Sequence[ShardedParameter], shards: Sequence[Tensor], flat: Tensor | None
     ) -> None:
-        """List ``parameters``, which are instances of one class.
+        """List the parameters and their owners.
 
-        ``shards`` are views of ``flat``, the flat shard of the group. ``flat`` is None for
-        parameters with all-gather extensions.
+        Args:
+            parameters: All parameters of a group. Either all are DTensors, or all are
+                `RaggedTensor` objects.
+            shards: Views of ``flat``, one for each parameter.
+            flat: The flat shard of the group. None for parameters with all-gather extensions.
         """
         owners = [(each, owner) for each in parameters for owner in each.owners]
         self.sharded = [each.sharded for each in parameters]
@@ -521,7 +536,7 @@ class ParameterTable:
         self.shown = self._unsharded_at
 
     def has_parts(self) -> bool:
-        """Return whether the sharded parameters still have the local tensors set by `put`."""
+        """Return whether no local tensor was replaced since the table was created."""
         return all(map(is_, self._parts, map(self._part, self.sharded)))
 
     def moved(self) -> bool:
@@ -541,7 +556,7 @@ class ParameterTable:
 def are_shown(tables: Sequence[ParameterTable]) -> bool:
     """Return whether the modules still have the parameters that each table registered last.
 
-    Returns False, too, if user code has added an all-gather extension to a parameter.
+    Also returns False if user code has added an all-gather extension to a parameter.
     """
     registries = _each([table.registries for table in tables])
     names = _each([table.names for table in tables])
@@ -565,10 +580,13 @@ def are_in_place(tables: Sequence[ParameterTable]) -> bool:
 
 
 class _Managed:
-    """The names of a module's parameters that belong to units, and of its ignored parameters.
+    """Mark on a module: which of its parameters belong to units, and which are ignored.
 
-    This mark is stored on the module. A copied or unpickled module has no mark, because its
-    parameters belong to no unit.
+    A copied or unpickled module has no mark, because its parameters belong to no unit.
+
+    Attributes:
+        names: Names of the parameters that belong to units.
+        ignored: Names of the ignored parameters.
     """
 
     def __init__(self, names: Iterable[str], ignored: Iterable[str]) -> None:
