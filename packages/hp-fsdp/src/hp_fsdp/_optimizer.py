@@ -1,4 +1,4 @@
-"""`sharded_optimizer`: update neighbouring parameters of a flat shard as one tensor."""
+"""`sharded_optimizer`: an optimizer that updates many sharded parameters as one flat tensor."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ class Piece:
 
 
 class Segment:
-    """Neighbouring trainable parameters of one flat shard, which are updated as one tensor.
+    """Neighbouring trainable parameters of a flat shard. The optimizer updates them as one tensor.
 
     Args:
         group: The group of the parameters.
@@ -93,7 +93,8 @@ class Segment:
         has a gradient, sets ``flat.grad`` to None.
 
         Returns:
-            True, or False if only some parameters have a gradient. The caller then has to `split`.
+            False if only some parameters have a gradient. The caller then has to call `split`.
+            True otherwise.
 
         Raises:
             StateError: Parameters were replaced, converted or moved since the segment was created.
@@ -163,8 +164,8 @@ class Segment:
 def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group.
 
-    A frozen parameter or a gap between two parameters ends a segment. A group of parameters with
-    all-gather extensions has no flat shard, and so no segments.
+    A frozen parameter or a gap between two parameters ends a segment. Returns an empty list for
+    parameters with all-gather extensions, because their group has no flat shard.
     """
     if not group.flat:
         return []
@@ -202,7 +203,8 @@ def sharded_optimizer(
     Results, parameter groups, state and ``state_dict`` are the same as with ``cls`` on the separate
     parameters. If you change the state, the next step uses the changed state. Communicates nothing.
 
-    - A parameter without a gradient is skipped. From then on, it is updated as a separate tensor.
+    - A parameter without a gradient is skipped. From then on, this parameter and its neighbours
+      with a gradient are updated as separate tensors.
     - Parameters that ``add_param_group`` adds are updated one by one.
     - If a parameter is frozen now and is trained later, add it with ``add_param_group``. Until it
       is added, ``step`` does not update it and warns once.
@@ -427,7 +429,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Copy ``self.state``, after it was loaded or edited, to the states of the segments."""
+        """Copy ``self.state`` to the states of the segments.
+
+        Called if the user has loaded or edited ``self.state``.
+        """
         self._inner.state.clear()
         self._split(self._loaded)
         for segment in self._segments:
@@ -446,8 +451,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with one state per parameter.
 
-        Each parameter gets a copy of the step number of its segment. If parameters shared one
-        tensor, an optimizer that loads the state would increment it once per parameter.
+        Each parameter gets a separate copy of the step number. If parameters shared one tensor, an
+        optimizer that loads the state would increment that tensor once per parameter.
 
         Returns:
             A state dict in the format of ``cls`` on the separate parameters.
@@ -469,10 +474,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._take_state()
 
     def _loaded(self, piece: Piece) -> object:
-        """Return the values that parameters of one segment must have in common.
+        """Return a key for `_split`. Only parameters with equal keys can share a segment.
 
-        These are the names of the states and all states that are not per element, such as the step
-        number.
+        The key has the names of all states, such as ``"exp_avg"``. It also has the values of states
+        that are not per element, such as the step number.
         """
         state = self.state.get(piece.parameter, {})
         return {

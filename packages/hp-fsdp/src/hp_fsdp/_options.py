@@ -50,8 +50,8 @@ class Options:
 
     Attributes:
         reshard_after_forward: Whether to reshard after forward, or the number of ranks over which
-            to shard the parameters between forward and backward. If None, the schedule keeps only
-            the units unsharded that backward needs first.
+            to shard the parameters between forward and backward. If None, only the units that
+            backward needs first stay unsharded.
         reshard_after_backward: Whether to reshard after backward.
         unshard_in_backward: Whether to unshard in backward.
         gradient_sync: Whether backward reduces gradients.
@@ -61,8 +61,8 @@ class Options:
         force_sum: Whether to compute a mean as a sum and a division, even if the backend can
             compute averages.
         hook: Hook for reduced gradients, or None.
-        in_flight: Upper bound on the number of packed gradients that are allocated at the same
-            time. On accelerators, a gradient that a unit packs during its backward is not included.
+        in_flight: Upper bound on the number of buffers of packed gradients that exist at the same
+            time. On accelerators, the buffer that a unit fills during its backward is not counted.
         is_last_backward: Whether the next backward is the last one of the step. Only the last one
             waits for reductions.
         precision: Dtypes of computation, reduction and outputs.
@@ -168,7 +168,8 @@ class GroupConfig:
         device: Device of the unsharded parameters.
         rest: Device of the shards. It is the CPU with ``CPUOffloadPolicy``, otherwise ``device``.
         grads: When gradients are copied to the input of the reduce-scatter. ``"copy"``: at the end
-            of the unit's backward. ``"accumulate"``: when autograd has computed a large gradient.
+            of the unit's backward. ``"accumulate"``: each large gradient as soon as autograd has
+            computed it.
         pinned: Whether the shards are in pinned memory.
         direct_bytes: Minimum size in bytes per rank of parameters that are all-gathered without a
             copy.
