@@ -49,12 +49,15 @@ class DataAxes:
 
     @property
     def named(self) -> tuple[Axis, ...]:
-        """Return all axes of the mesh, outermost first. Excludes a shard axis over `Alone`."""
+        """Return all axes, outermost first. Excludes the shard axis if its group is `Alone`."""
         own = () if isinstance(self.shard.group, Alone) else (self.shard,)
         return (*self.replicate, *own)
 
     def replicated(self) -> "DataAxes":
-        """Return the axes for parameters that are not sharded: all axes become replicate axes."""
+        """Return the axes for parameters that are not sharded.
+
+        All axes become replicate axes. The shard axis has only this rank.
+        """
         rank = self.shard.ranks[self.shard.index]
         return DataAxes(Axis("alone", Alone(), (rank,)), (*self.replicate, self.shard))
 
@@ -204,7 +207,8 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class MeshInfo:
     """The data-parallel mesh of some parameters: ``(shard,)`` or ``(replicate, shard)``.
 
-    Parameters that were DTensors before `fully_shard` also have their own mesh.
+    A parameter that was a DTensor before `fully_shard` also has its own mesh, for example of
+    tensor parallelism.
     """
 
     mesh: DeviceMesh
@@ -217,7 +221,7 @@ class MeshInfo:
 
     @staticmethod
     def on(mesh: DeviceMesh) -> "MeshInfo":
-        """Return the mesh info of a mesh with one or two axes. The last axis shards.
+        """Return the mesh info of a mesh with one or two axes. The last one is the shard axis.
 
         Raises `MeshError` if this rank is not in the mesh.
         """
@@ -248,8 +252,8 @@ class MeshInfo:
         """Return the mesh and the placements of a sharded parameter.
 
         The mesh has the data-parallel axes followed by the axes of ``own``. If the mesh of ``own``
-        contains the data-parallel axes, it is the result. If axes of ``own`` shard ``dim``, too,
-        the data-parallel axes shard the local tensors of ``own``.
+        contains the data-parallel axes already, the mesh of ``own`` is returned instead. If axes of
+        ``own`` shard ``dim``, too, the data-parallel axes shard the local tensors of ``own``.
 
         Args:
             own: Mesh and placements of the parameter before `fully_shard`, or None for a plain
@@ -274,7 +278,8 @@ class MeshInfo:
     def axes_within(self, own: Own | None) -> tuple[int, ...]:
         """Return the positions of the data-parallel axes in the parameter's own mesh.
 
-        Returns an empty tuple if the own mesh does not contain all of these axes.
+        ``own``: mesh and placements of the parameter before `fully_shard`. Returns an empty tuple
+        if this mesh does not contain all data-parallel axes, or if ``own`` is None.
         """
         data = self.mesh.mesh_dim_names or ()
         names = (own[0].mesh_dim_names or ()) if own is not None else ()
@@ -286,9 +291,9 @@ class MeshInfo:
 
 @dataclass(frozen=True, slots=True)
 class WholeMeshInfo(MeshInfo):
-    """The mesh of DTensor parameters, and the names ``dims`` of its data-parallel axes.
+    """Mesh info for the argument ``dp_mesh_dims`` of `fully_shard`.
 
-    Used if `fully_shard` has the argument ``dp_mesh_dims``.
+    All parameters are DTensors on ``mesh``. ``dims`` names the data-parallel axes of this mesh.
     """
 
     dims: DataAxisNames
@@ -325,9 +330,10 @@ class WholeMeshInfo(MeshInfo):
     def layout(
         self, own: Own | None, name: str, dim: int | None
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the parameter's own mesh, with the shard axes flattened, and the placements.
+        """Return the mesh and the placements of a sharded parameter.
 
-        Raises `ParameterError` for a plain tensor, and `MeshError` for a DTensor on another mesh.
+        The mesh is the mesh of ``own``. Several shard axes are flattened into one axis. Raises
+        `ParameterError` for a plain tensor, and `MeshError` for a DTensor on another mesh.
         """
         mesh = self.mesh
         if own is None:
@@ -341,7 +347,7 @@ class WholeMeshInfo(MeshInfo):
         return _sharded_within(own, self.axes_within(own), shard, dim, name)
 
     def axes_within(self, own: Own | None) -> tuple[int, ...]:
-        """Return the positions of the data-parallel axes in the mesh."""
+        """Return the positions of the data-parallel axes in the mesh. ``own`` has no effect."""
         data = {*self.dims.shard_names, *self.dims.replicate_names}
         names = self.mesh.mesh_dim_names or ()
         return tuple(axis for axis, name in enumerate(names) if name in data)
@@ -350,10 +356,10 @@ class WholeMeshInfo(MeshInfo):
 def _sharded_within(
     own: Own, data: Sequence[int], shard: tuple[str, ...], dim: int | None, name: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the own mesh of a parameter, and its placements after sharding over ``shard``.
+    """Return the mesh and the placements of a DTensor after sharding it over the axes ``shard``.
 
-    Several ``shard`` axes are flattened into one. Raises `MeshError` if the parameter was not
-    replicated over the axes at the positions ``data``.
+    ``own`` is the mesh and the placements before. Several ``shard`` axes are flattened into one.
+    Raises `MeshError` if the DTensor was not replicated over the axes at the positions ``data``.
     """
     mesh, before = own
     names = mesh.mesh_dim_names or ()
@@ -385,9 +391,10 @@ def _fold(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _placement_after(
     placement: Placement, dim: int | None, mesh: DeviceMesh, own: Sequence[Placement], first: int
 ) -> Placement:
-    """Return ``placement``, or a strided shard if axes from ``first`` on shard ``dim``, too.
+    """Return ``placement``, or a strided shard if an inner axis of ``mesh`` also shards ``dim``.
 
-    These axes shard the dimension first, although they follow the data-parallel axis in the mesh.
+    Inner axes have the positions ``first``, ``first + 1``, ... in ``mesh``. They follow the
+    data-parallel axis in the mesh order, but they shard ``dim`` before it.
     """
     splits = 1
     for size, earlier in list(zip(mesh.shape, own, strict=True))[first:]:

@@ -162,7 +162,10 @@ def _given(value: object) -> str:
 
 
 def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
-    """Return the sizes of the axes of the parameter's own mesh that shard ``dim``."""
+    """Return the sizes of the mesh dims over which a DTensor is sharded along ``dim``.
+
+    Returns an empty list for a plain tensor.
+    """
     if not isinstance(parameter, DTensor):
         return []
     own = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -172,8 +175,8 @@ def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
 def _largest_numel(parameter: nn.Parameter) -> int:
     """Return the number of elements of the largest local tensor on any rank.
 
-    This number is the same on all ranks, so all ranks decide the same. Local tensors may differ in
-    size, if an axis shards unevenly.
+    Local tensors have different sizes if a mesh dim shards unevenly. The largest size is the same
+    on all ranks, so all ranks make the same decision.
     """
     parts = (
         -(-size // math.prod(_own_degrees(parameter, dim)))
@@ -185,9 +188,9 @@ def _largest_numel(parameter: nn.Parameter) -> int:
 def _default_dim(parameter: nn.Parameter, degree: int) -> int:
     """Return the dimension to shard if ``shard_placement_fn`` selects none.
 
-    This is dim 0, unless the axes of the parameter's own mesh shard dim 0 and leave fewer than
-    ``degree`` rows per rank, for example for experts. Then it is the first dim that these axes do
-    not shard and that is divisible by ``degree``, or dim 0 if there is none.
+    The default is dim 0. The exception is a DTensor that is sharded along dim 0 already and has
+    fewer than ``degree`` rows per rank, for example experts. Its default is the first other dim
+    that is not sharded and has a length divisible by ``degree``, or dim 0 if no dim has this.
     """
     if not isinstance(parameter, DTensor):
         return 0
@@ -264,10 +267,11 @@ def _made(
 def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
     """Return the ids of the parameters of all units in ``modules``, and their registrations.
 
-    A registration is the id of a module's parameter dict and a name in this dict.
+    A registration is the id of a module's parameter dict and a name in this dict. It identifies a
+    parameter that user code has replaced.
     """
     managed: set[int] = set()
-    places: set[tuple[int, str]] = set()  # user code may have replaced parameters
+    places: set[tuple[int, str]] = set()
     for group in (group for unit in units_in(*modules) for group in unit.groups):
         for parameter in group.parameters:
             managed |= {id(parameter.sharded), id(parameter.unsharded)}
@@ -293,8 +297,9 @@ def _check_module(
 ) -> None:
     """Raise `ParameterError` for scripted modules and embeddings with ``sparse`` or ``max_norm``.
 
-    With ``max_norm``, forward writes to the unsharded weight, and resharding would discard that.
-    One rank may use it, because its unsharded weight is the shard.
+    An embedding with ``max_norm`` writes to its unsharded weight in forward, and resharding would
+    discard the new values. With one rank ``max_norm`` is allowed, because the unsharded weight is
+    the shard.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ParameterError(
