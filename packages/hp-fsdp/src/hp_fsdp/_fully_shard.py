@@ -71,8 +71,11 @@ def modules_of(module: object) -> list[nn.Module]:
 def mesh_info_of(mesh: object, dims: DataAxisNames | None) -> MeshInfo:
     """Check ``mesh`` and ``dp_mesh_dims`` of `fully_shard`, and return the data-parallel mesh.
 
-    Raises `MeshError` if ``mesh`` is not a `DeviceMesh`, has more than two axes although ``dims``
-    is None, or lacks an axis that ``dims`` names.
+    Raises `MeshError` in these cases:
+
+    - ``mesh`` is not a `DeviceMesh`, or this rank is not in ``mesh``;
+    - ``dims`` is None, and ``mesh`` does not have one or two axes;
+    - ``dims`` has a name that is unknown or repeated.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshTypeError(
@@ -103,8 +106,9 @@ def config_of(
 ) -> GroupConfig:
     """Return the fixed settings of a unit's parameter groups.
 
-    ``backend`` of the all-gathers, such as ``"nccl"``, gives the default of ``direct_bytes``.
-    Raises `ShardingError` if ``offload`` is not a policy or ``direct_bytes`` is not a size.
+    ``backend`` is the backend of the all-gathers, such as ``"nccl"``. It determines the default of
+    ``direct_bytes``. Raises `ShardingError` if ``offload`` is not a policy, or if ``direct_bytes``
+    is not a size.
     """
     if not isinstance(offload, OffloadPolicy):
         raise ArgumentTypeError(
@@ -358,11 +362,11 @@ def fully_shard(
             sharded over that many neighbouring ranks. Under ``torch.no_grad``, None and an integer
             act like True.
         shard_placement_fn: Called with each parameter. Returns ``Shard(dim)``, None for the default
-            dim, or torch's ``ShardPlacementResult``. Its ``mesh_info`` replaces ``mesh`` for this
-            parameter. The default is dim 0. If other mesh axes shard dim 0 already and leave fewer
-            rows than there are ranks, the default is the first other dim with a length that is
-            divisible by the number of ranks. Other dims than 0 cost one copy in each all-gather and
-            one in each reduction.
+            dim, or torch's ``ShardPlacementResult``, in which ``mesh_info`` replaces ``mesh`` for
+            this parameter. The default is dim 0. If other mesh axes shard dim 0 already and leave
+            fewer rows than there are ranks, the default is the first other dim with a length that
+            is divisible by the number of ranks. Other dims than 0 cost one copy in each all-gather
+            and one in each reduction.
         mp_policy: Dtypes of computation, reduction and outputs. Gradients that accumulate without
             communication have the dtype of the reduction.
         offload_policy: With ``CPUOffloadPolicy``, the shards, their gradients and therefore the
@@ -474,7 +478,7 @@ def _groups_of(
 ) -> list[ParameterGroup]:
     """Create one group for all parameters with the same dtype, layout and ranks.
 
-    Parameters with all-gather extensions get separate groups.
+    Parameters with and without all-gather extensions are in different groups.
     """
     alike: dict[object, list[ShardedParameter]] = {}
     for parameter in parameters:

@@ -76,7 +76,7 @@ class GroupReport:
     """Describes the communication of one group: the parameters of a unit that share an all-gather.
 
     Parameters of a unit are in one group if they have the same dtype and are sharded over the same
-    ranks. Parameters with all-gather extensions are in separate groups.
+    ranks. Parameters with and without all-gather extensions are in different groups.
 
     Args:
         unit: Path of the sharded module; ``"(root)"`` for the module of the report itself. If
@@ -177,7 +177,11 @@ def _units(module: object, recurse: bool) -> list[Unit]:
 
 
 def _paths(module: object) -> dict[Unit, str]:
-    """Return the path of each unit in a module; all paths if it was given a list of modules."""
+    """Return the path of each unit in ``module``, such as ``"layers.0"``.
+
+    The unit of ``module`` itself has the path ``"(root)"``. If a unit has several modules, their
+    paths are joined: ``"layers.0, layers.1"``.
+    """
     paths = {_unit(module): ["(root)"]}
     for path, inner in cast(nn.Module, module).named_modules():
         unit = unit_of(inner)
@@ -250,7 +254,7 @@ class UnshardHandle:
         A no-op if `wait` was called before, or if the parameters were resharded in the meantime.
         """
         if self._unit.gathering:
-            self._unit.gather()  # again, if an optimizer has stepped
+            self._unit.gather()  # repeats the all-gather if an optimizer has stepped
             self._unit.groups.unshard()
 
 
@@ -457,7 +461,7 @@ class FSDPModule:
           and backward are in one row.
         - A reduce-scatter with an output of ``b`` bytes counts ``(n - 1) * b`` bytes.
         - An all-reduce of ``b`` bytes counts ``2 * b * (n - 1) // n`` bytes.
-        - A collective over one rank does not count.
+        - A collective over one rank is not counted.
 
         Bytes include padding. They do not include the messages in which ranks compare the order of
         their collectives, or the sizes that all-gather extensions send.
@@ -712,8 +716,8 @@ class FSDPModule:
         """Set the modules to prefetch when the forward of this module begins.
 
         Args:
-            modules: Sharded modules, in the order of their all-gathers. With None, the default, the
-                next unit in the order of the first step is prefetched.
+            modules: Sharded modules, in the order of their all-gathers. None restores the default:
+                the next unit in the order of the first step is prefetched.
 
         Raises:
             ModuleError: This module, or one of ``modules``, is not sharded.
@@ -724,8 +728,8 @@ class FSDPModule:
         """Set the modules to prefetch when the backward of this module begins.
 
         Args:
-            modules: Sharded modules, in the order of their all-gathers. With None, the default, the
-                previous unit in the order of the first step is prefetched.
+            modules: Sharded modules, in the order of their all-gathers. None restores the default:
+                the previous unit in the order of the first step is prefetched.
 
         Raises:
             ModuleError: This module, or one of ``modules``, is not sharded.
@@ -801,7 +805,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event | torch.cpu.Event | None) -> None:
         """Set an event that the device waits for when the next forward begins.
 
-        The event is used once.
+        Later forwards do not wait for the event.
 
         Args:
             event: An event, such as one that was recorded after the optimizer step. Pass None to
@@ -852,8 +856,8 @@ class FSDPModule:
         Units of modules inside this module are not affected.
 
         Args:
-            comm: An object with the interface of torch's ``ReduceScatter``. It is always called
-                with the reduction "sum". For a mean, the result is divided afterwards.
+            comm: An object with the interface of torch's ``ReduceScatter``. Every call of
+                ``comm`` has the reduction "sum". For a mean, the result is divided afterwards.
 
         Raises:
             ModuleError: The module is not sharded.
@@ -911,7 +915,10 @@ class FSDPModule:
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing, because all-gathers are always asynchronous. torch has this method, too."""
+        """Do nothing, because all-gathers are always asynchronous.
+
+        The method exists for compatibility with torch.
+        """
 
     def _get_fsdp_state(self) -> Any:
         return noted_state(cast(nn.Module, self))
