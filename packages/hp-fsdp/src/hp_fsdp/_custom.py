@@ -115,7 +115,7 @@ class CustomReduceScatter(TorchCollectives):
 
 
 class _Staged:
-    """Handle of a collective that runs in memory of a user's object.
+    """Handle of a collective that runs in memory allocated by the user's object.
 
     The first `wait` copies the result to ``outputs`` and releases the memory.
     """
@@ -140,14 +140,14 @@ class _Staged:
         return self._outputs
 
 
-_UNDER_WAY: WeakSet[_Staged] = WeakSet()  # weak, so that it keeps no memory alive
+_UNDER_WAY: WeakSet[_Staged] = WeakSet()  # weak references keep no memory alive
 
 
 def _allocated(given: Communication, like: Tensor, *numels: int) -> list[Tensor]:
     """Allocate one flat tensor for each number of elements in ``numels``, with ``given.allocate``.
 
-    The tensors have the dtype and device of ``like``. Raises `StateError` if ``given`` returns
-    another dtype, device or size, or memory that a collective in flight uses.
+    The tensors have the dtype and device of ``like``. Raises `StateError` if ``given.allocate``
+    returns another dtype, device or size, or memory that a collective in flight uses.
     """
     found: list[Tensor] = []
     for numel in numels:

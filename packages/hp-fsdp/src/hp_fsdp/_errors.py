@@ -60,13 +60,13 @@ ArgumentTypeError = _also(ShardingError, TypeError)
 MeshTypeError = _also(MeshError, TypeError)
 ParameterTypeError = _also(ParameterError, TypeError)
 ModuleTypeError = _also(ModuleError, TypeError)
-# A module is sharded already, or it is not sharded and the call requires it.
+# Raised if a module is sharded already, or is not sharded although the call requires it.
 ModuleStateError = _also(ModuleError, AssertionError)
-# A setter that cannot be called after another setter.
+# Raised if a setter cannot be called after another setter.
 CallOrderError = _also(StateError, AssertionError)
-# A valid parameter that cannot be sharded, for example because it is not contiguous.
+# Raised if a valid parameter cannot be sharded, for example because it is not contiguous.
 UnsupportedParameterError = _also(ParameterError, NotImplementedError)
-# A parameter without the dimension to shard, or with an invalid all-gather extension.
+# Raised if a parameter lacks the dimension to shard, or has an invalid all-gather extension.
 InvalidParameterError = _also(ParameterError, AssertionError)
 
 
@@ -96,7 +96,7 @@ class Once:
 def shown(value: object) -> str:
     """Return a description of an invalid argument for an error message.
 
-    It is the same on all ranks, so it has no memory addresses.
+    The description has no memory addresses, so it is the same on all ranks.
     """
     if isinstance(value, type):
         return value.__name__

@@ -65,7 +65,7 @@ def _map_items(function: Callable[[Tensor], Tensor], value: Mapping[Any, Any]) -
     changed = _copy_of(value)
     for key, item in new.items():
         old = value[key]
-        changed[key] = item  # some have no update(), or fields that mirror items
+        changed[key] = item  # some mappings have no update(), or attributes that mirror items
         if item is not old and value[key] is item:
             value[key] = old
             raise ArgumentTypeError(_no_copy(value, "a copy.copy of it shares its items"))
@@ -128,7 +128,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def can_look_into(value: Any) -> bool:
     """Return whether `map_tensors` finds all tensors in ``value``.
 
-    Returns False if ``value`` contains an object of unknown type, which may have tensors.
+    Returns False if ``value`` contains an object of unknown type, which may contain tensors.
     """
     if value is None or isinstance(value, _NO_CONTAINERS):
         return True

@@ -89,7 +89,7 @@ def wrapper_like(parameter: DTensor) -> Callable[[Tensor], DTensor]:
 
 
 def set_local(parameter: DTensor, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor in place, so that optimizers keep its state.
+    """Replace the local tensor of a DTensor in place, so that optimizers keep the DTensor's state.
 
     The public ``parameter.data = ...`` does not replace the local tensor of a DTensor.
     """
@@ -123,23 +123,23 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def runs_after_new_ones(tensor: Tensor) -> bool:
-    """Return whether backward reaches ``tensor`` only after all operations that follow this call.
+    """Return whether backward runs the node of ``tensor`` after the nodes of all later operations.
 
-    Among the nodes that are ready, autograd runs AccumulateGrad nodes first, then the node with the
-    highest sequence number. There is no public function for this number.
+    Returns False if ``tensor`` has no ``grad_fn``. Among the nodes that are ready, autograd runs
+    AccumulateGrad nodes first, then the node with the highest sequence number. There is no public
+    function for this number.
     """
     node = tensor.grad_fn
     return node is not None and node._sequence_nr() < next_number()
 
 
 def base_since(tensor: Tensor, number: int) -> Tensor | None:
-    """Return the base of a view if its ``grad_fn`` is at least as new as ``number``.
+    """Return the base of a view if the base was computed since `next_number` returned ``number``.
 
     Returns None if ``tensor`` is not a view, or if its base has no ``grad_fn`` or an older one.
-    Used to hook the base in addition to the view: an in-place operation on a view replaces the
-    view's node, and the new node lacks the hooks. The base's node stays in the graph.
 
-    ``number`` is an autograd sequence number that `next_number` returned earlier.
+    Callers hook the base in addition to the view. An in-place operation on a view replaces the
+    view's node, and the new node lacks the hooks. The base's node stays in the graph.
     """
     base = tensor._base if tensor._is_view() else None
     node = None if base is None else base.grad_fn
@@ -153,10 +153,11 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Return a version of ``function`` that is never compiled, nor are the functions it calls.
+    """Return a version of ``function`` that is never compiled.
 
-    ``torch.compiler.disable`` adds ten Python calls to each call, so it is used only if a compiler
-    is active. There is no public function to find this out.
+    Functions that ``function`` calls are not compiled either. ``torch.compiler.disable`` adds ten
+    Python calls to each call, so it is used only if a compiler is active. No public function
+    returns whether a compiler is active.
     """
     disabled = torch.compiler.disable(function)
 
@@ -218,14 +219,14 @@ def apply_untransformed(
 ) -> Any:
     """Call ``function.apply``. The caller has checked that no ``torch.func`` transform is active.
 
-    This function is faster, because ``function.apply`` needs seven Python calls for that check.
+    This is faster than ``function.apply``, which makes seven Python calls to check for transforms.
     """
     own: Any = super(torch.autograd.Function, function)
     return own.apply(context, *map(_tensor_alive, tensors))
 
 
-# Whether a profiler is active. There is no public function for this. Code that runs often checks it
-# first, because a context takes four calls.
+# Returns whether a profiler is active. There is no public function for this. Code that runs often
+# calls this function first, because a context takes four Python calls.
 profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 
@@ -241,7 +242,7 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
 
 
 def in_range(what: str, path: str, function: Callable[[], R], axis: str = "") -> R:
-    """Call ``function`` in a `named_range`. Without a profiler, this takes one call in Python."""
+    """Call ``function`` in a `named_range`. Without a profiler, this adds one Python call."""
     if not profiled():
         return function()
     with named_range(what, path, axis):
@@ -298,8 +299,9 @@ def managed_by_torch(module: nn.Module) -> bool:
 def _refuse_torchs_call(module: nn.Module, frame: FrameType | None) -> None:
     """Raise `ModuleStateError` if torch's ``fully_shard`` is called on a sharded ``module``.
 
-    ``frame``: the function that reads the registry of ``module``. Does not raise if it is not part
-    of torch's ``fully_shard``, or if that call ignores all parameters of ``module``.
+    ``frame`` is the call frame that reads the registry of ``module``. This function does not raise
+    if the frame is not part of torch's ``fully_shard``, or if that ``fully_shard`` call ignores all
+    parameters of ``module``.
     """
     if frame is None or frame.f_code is not _is_composable_with_fsdp.__code__:
         return
@@ -318,8 +320,8 @@ class _Registry(dict[str, RegistryItem]):
     """A module's registry of composable functions. It raises if torch's ``fully_shard`` reads it.
 
     torch's ``fully_shard`` looks for ``replicate`` in the registry of each submodule. Without this
-    class, the call would fail later with an error about meshes. Other callers look for
-    ``replicate`` too, so the code object of the caller is compared.
+    class, torch would raise an error about meshes later. Other functions look for ``replicate``,
+    too, so the registry compares the code object of its caller.
     """
 
     module: "weakref.ref[nn.Module] | None" = None
