@@ -87,9 +87,11 @@ def check_extra_states(model: nn.Module, given: Collection[str]) -> None:
     """Raise `CheckpointError` if a module has extra state that a weight file would lose.
 
     Extra state (``nn.Module.get_extra_state``) may describe how to read the parameters, such as
-    the order of experts in hp-ep. Weight files cannot store it. ``given``: names of the parameters
-    with explicit sources, for which extra state is not needed. If a module with extra state has no
-    parameters, the function only warns.
+    the order of experts in hp-ep. Weight files cannot store extra state. If a module with extra
+    state has no parameters, the function only warns.
+
+    ``given``: names of the parameters with explicit sources. If all parameters of a module have
+    explicit sources, its extra state is not needed, and the function does not raise.
     """
     for key in model.state_dict(keep_vars=True):
         prefix, _, name = plain_name(key).rpartition(".")
@@ -150,9 +152,9 @@ def on_all_ranks(group: ProcessGroup | None, make: Callable[[], T]) -> T:
 
 
 def on_first_rank(group: ProcessGroup | None, make: Callable[[], T]) -> T:
-    """Call ``make`` on the first rank only, and broadcast the result. All ranks return it.
+    """Call ``make`` on the first rank only, broadcast the result, and return it on all ranks.
 
-    If ``make`` fails, all ranks raise.
+    If ``make`` raises, all ranks raise the error that `on_all_ranks` describes.
     """
     result, error = _tried(make) if rank_in(group) == 0 else (None, None)
     found: list[Any] = [(result, _described(error))]
@@ -195,7 +197,10 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Return None if ``error`` is None, else whether it is an ImportError, and its message."""
+    """Convert an error to a pair: whether it is an ImportError, and its message.
+
+    Returns None if ``error`` is None.
+    """
     if error is None:
         return None
     known = isinstance(error, CheckpointError | ImportError)
@@ -223,10 +228,10 @@ def listed(names: Sequence[str]) -> str:
 
 
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
-    """Return the slices that select ``box`` from a tensor with the elements of ``origin``.
+    """Return the slices that select ``box`` from a tensor that holds the elements of ``origin``.
 
-    A box is one range ``(start, stop)`` per dim. ``origin`` contains ``box``. If ``origin`` is
-    None, the tensor has all elements.
+    A box is one range ``(start, stop)`` per dim of the whole tensor. ``origin`` is a box that
+    contains ``box``. If ``origin`` is None, the tensor holds all elements.
     """
     starts = [0] * len(box) if origin is None else [lo for lo, _ in origin]
     return tuple(slice(lo - s, hi - s) for (lo, hi), s in zip(box, starts, strict=True))

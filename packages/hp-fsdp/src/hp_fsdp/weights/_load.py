@@ -54,9 +54,10 @@ class Read(NamedTuple):
     Attributes:
         piece: The box of a stored tensor.
         view: The elements of a parameter on this rank that correspond to ``piece``.
-        tie: None: copy the stored elements into ``view``. Otherwise ``view`` was loaded already
-            under another name of a tied parameter, and the stored elements must equal it. ``tie``
-            is then a text with both names, for an error message.
+        tie: If None, the stored elements are copied into ``view``. If a text, ``view`` was loaded
+            already under another name of a tied parameter, and the stored elements must equal
+            ``view``. The text has both names, such as ``"head.weight and embed.weight"``, for an
+            error message.
     """
 
     piece: Piece
@@ -230,8 +231,8 @@ def _sample(folder: Path, found: Mapping[str, StoredTensor]) -> str:
 def _raise_different_folders(samples: Mapping[int, str], folder: Path) -> None:
     """Raise `CheckpointError` if ranks read different files.
 
-    ``samples``: the different results of `_sample`, by the first rank that has each. Equal on all
-    ranks, so all ranks raise.
+    ``samples`` maps the first rank with each different result of `_sample` to this result. It is
+    equal on all ranks, so all ranks raise.
     """
     if len(samples) > 1:
         ranks = ", ".join(map(str, samples))
@@ -248,8 +249,8 @@ def _check(
 ) -> "tuple[SourcePlan, Problems, torch.device]":
     """Compare the files with the model on this rank.
 
-    Returns the source of each name, the differences, and the device for parameters on the meta
-    device.
+    Returns the source of each parameter, the differences between files and model, and the device
+    for parameters on the meta device.
     """
     targets = targets_of(model)
     plan = _plan(model, sources, {name: stored.shape for name, stored in found.items()}, targets)
@@ -266,8 +267,9 @@ def _plan(
 ) -> SourcePlan:
     """Return the source of each name in the model.
 
-    This is the entry in ``sources``, or else the stored tensor with the same name. Names with
-    neither are left out. Raises `CheckpointError` if ``sources`` is invalid.
+    The source of a name is its entry in ``sources``. If there is no entry, the source is the stored
+    tensor with this name. A name without either has no source in the result. Raises
+    `CheckpointError` if ``sources`` is invalid.
     """
     given = SourcePlan({}, shapes)
     if isinstance(sources, Mapping):
@@ -397,7 +399,10 @@ def _raise_problems(
 
 
 def _device_of(targets: Sequence[Target], device: torch.device | str | None) -> torch.device:
-    """Return ``device``; if it is None, the device of the first DTensor's mesh, else the CPU."""
+    """Return ``device``, or by default the device of the first DTensor's mesh.
+
+    Returns the CPU if ``device`` is None and the model has no DTensor.
+    """
     if device is not None:
         return torch.device(device)
     for target in targets:

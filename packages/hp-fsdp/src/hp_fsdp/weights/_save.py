@@ -118,7 +118,7 @@ class TensorInfo(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Description of the tensors that one rank stores, which it sends to the other ranks.
+    """Describes the tensors of one rank. Each rank sends its `Part` to the other ranks.
 
     Attributes:
         tensors: Shape and dtype of each tensor, by the tensor's first name.
@@ -199,11 +199,12 @@ def _plan(
 
 
 class Saved(NamedTuple):
-    """The tensors and the files that all ranks save together. Equal on all ranks.
+    """The tensors and the files that all ranks save together. All ranks have equal objects.
 
     Attributes:
         plan: The sources of the tensors of all ranks.
-        first_rank: For each tensor, the first rank that has it. This rank writes plain tensors.
+        first_rank: For each tensor, the first rank that has it. If the tensor is plain, only this
+            rank writes it.
         files: The files to write.
     """
 
@@ -243,7 +244,7 @@ def _merged(parts: Mapping[int, Part]) -> Saved:
 
 
 def _check_covered(plan: SourcePlan, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise `CheckpointError` unless each stored element comes from exactly one parameter."""
+    """Raise `CheckpointError` unless exactly one parameter provides each stored element."""
     boxes: dict[str, dict[str, list[Box]]] = {}
     for name, source in plan.parameters.items():
         whole = tuple((0, length) for length in tensors[name].shape)
@@ -394,7 +395,8 @@ def _write_piece(
 ) -> None:
     """Write one box of a stored tensor, one contiguous range of the file at a time.
 
-    ``part``: the elements in the layout of the parameter. ``shape``: shape of the stored tensor.
+    ``part`` has the elements of the box as the parameter stores them, for example not transposed
+    yet. ``shape`` is the shape of the stored tensor.
     """
     dtype, box = DTYPES[position.dtype], piece.stored
     values = piece.as_stored(part).to("cpu", dtype).clone(memory_format=torch.contiguous_format)
