@@ -4,7 +4,7 @@ A mix-up is a collective in which ranks all-gather or reduce different units. Th
 error, but the parameters or gradients are wrong. Three checks detect mix-ups:
 
 - *Comparison*: ranks exchange a digest of 8 bytes before the first all-gather for forward, the
-  first all-gather for backward and the first reduction of each unit. They also exchange a digest
+  first all-gather for backward and the first reduction of each unit. Ranks also exchange a digest
   before an unexpected collective, unless tags would detect a mix-up with the expected collective.
   Tags do not help if, for example, the sizes differ. On gloo the exchange is an all-to-all: if
   another rank runs an all-gather of other sizes, an all-to-all waits, and an all-gather would
@@ -484,9 +484,9 @@ class CollectiveOrder:
         )
 
     def conclude(self, text: str) -> DisagreementError:
-        """Return a `DisagreementError` with ``text``, or with the text of a rank that was faster.
+        """Return a `DisagreementError` with the same message on all ranks.
 
-        So all ranks raise the same text.
+        The message is ``text`` of the first rank that calls this method.
         """
         with suppress(*_STORE_GONE):
             text = default_store().compare_set(self._mix_up_key, "", text).decode()
@@ -502,7 +502,7 @@ class CollectiveOrder:
         return f"{self._prefix}/mixed_up/{self._mix_ups}"
 
     def _concluded(self) -> str:
-        """Return the error text if another rank has called `conclude`, else an empty string."""
+        """Return the message of `conclude` if another rank has called it, else an empty string."""
         with suppress(*_STORE_GONE):
             store, key = default_store(), self._mix_up_key
             if store.check([key]):

@@ -74,7 +74,7 @@ class ShardedParameter:
         unsharded: A parameter over a view of the all-gather output.
         layout: Layout of the group.
         atom: Only for the ragged layout. Number of consecutive elements that are never split
-            between ranks; the argument ``granularity`` of `fully_shard`.
+            between ranks; see the argument ``granularity`` of `fully_shard`.
         part: Function that returns the local tensor of ``sharded``, or of a tensor with the same
             placements, such as its gradient.
         wrap: Function from a local tensor to a tensor with the placements of ``sharded``.

@@ -295,9 +295,10 @@ def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name
 def _check_module(
     candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, size: int
 ) -> None:
-    """Raise `ParameterError` for scripted modules and embeddings with ``sparse`` or ``max_norm``.
+    """Raise `ParameterError` for a scripted module, and for an unsupported embedding weight.
 
-    An embedding with ``max_norm`` writes to its unsharded weight in forward, and resharding would
+    Weights that require grad are not supported in an embedding with ``sparse`` or ``max_norm``. An
+    embedding with ``max_norm`` writes to its unsharded weight in forward, and resharding would
     discard the new values. With one rank ``max_norm`` is allowed, because the unsharded weight is
     the shard.
     """
