@@ -486,7 +486,8 @@ class CollectiveOrder:
     def conclude(self, text: str) -> DisagreementError:
         """Return a `DisagreementError` with the same message on all ranks.
 
-        The message is ``text`` of the first rank that calls this method.
+        The message is ``text`` of the first rank that calls this method. If the store fails, each
+        rank uses its own ``text``.
         """
         with suppress(*_STORE_GONE):
             text = default_store().compare_set(self._mix_up_key, "", text).decode()
