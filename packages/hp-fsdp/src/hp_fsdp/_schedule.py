@@ -1,4 +1,4 @@
-"""When units gather, prefetch and reduce, in an order that the first step records."""
+"""Decides when units gather, prefetch and reduce, from the order recorded in earlier passes."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -19,32 +19,34 @@ from ._streams import Streams
 from ._torch import call_after_backward, inside_forward_ad, without_tangents
 from ._unit import ForwardCall, Operation, Unit, unit_of, units_in
 
-# The first units in backward. Most activations are allocated during their backwards.
+# Number of units at the start of backward that prefetch late. Most activations are still allocated
+# during their backwards.
 LATE_UNITS = 2
 
-# The begins (False) and ends (True) of the forward calls of one pass.
+# The starts (False) and ends (True) of the forward calls of one pass, in order.
 Events = list[tuple[ForwardCall, bool]]
-LearnedOrder = tuple[list[Unit], list[Unit]]  # the order of begins, and the order of ends
+LearnedOrder = tuple[list[Unit], list[Unit]]  # units in the order of starts, and of ends
 
 
 class Schedule:
     """Runs all units under a root: gathers, prefetches and reductions.
 
-    - A forward pass starts with the root, or with a unit that is called alone. It records the order
-      in which units begin and end.
-    - The next pass from the same unit follows this order: when a unit begins, its successor is
-      prefetched. If the pass leaves the order, it continues without prefetch.
-    - Backward follows the ends of the last pass in reverse order, and prefetches one unit. If it
-      reaches a unit of an earlier pass, it continues with the order of that pass.
-    - With ``grads="accumulate"``, the first units in backward start the prefetch at the end of
-      their backward, because it would raise the peak of memory.
-    - Backward may skip a unit on one rank and reach it on another. When a rank reaches an earlier
-      unit or the end of backward, it first gathers and reduces the units that it skipped, with
-      gradients of zero. So all ranks issue the same collectives in the same order.
+    - A forward pass starts with the root unit, or with a unit that user code calls directly. The
+      schedule records the order in which the forwards of units start and end.
+    - The next pass that starts with the same unit follows this order: when the forward of a unit
+      starts, the next unit is prefetched. If a pass deviates from the order, the rest of the pass
+      has no prefetch.
+    - Backward visits the units in reverse order of the ends of the last pass, and prefetches one
+      unit. If backward reaches a unit of an earlier pass, it continues with the order of that pass.
+    - With ``grads="accumulate"``, the first `LATE_UNITS` units in backward start the prefetch at
+      the end of their backward. An earlier prefetch would raise the peak of memory.
+    - Backward may skip a unit on one rank and reach this unit on another. When a rank reaches the
+      next unit or the end of backward, it first gathers the units that it skipped, and reduces
+      gradients of zero for them. So all ranks start the same collectives in the same order.
 
     Args:
-        roots: The modules of the root unit. The schedule takes over the units of the schedules of
-            parts of the model, and finishes their reductions.
+        roots: The modules of the root unit. If units below them have schedules already, this
+            schedule replaces those schedules and finishes their reductions.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -58,7 +60,7 @@ class Schedule:
         self._checked = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
-        self._orders: dict[Unit, LearnedOrder] = {}  # by the root of the pass; the latest is last
+        self._orders: dict[Unit, LearnedOrder] = {}  # by the first unit of a pass; latest last
         self._begin_order: list[Unit] = []  # expected in this pass
         self._end_order: list[Unit] = []  # backward follows it in reverse
         self._following = False
@@ -66,15 +68,15 @@ class Schedule:
         self._backwards = 0  # number of backwards that have begun
         self._cursor = 0  # position of backward in `_end_order`
         self._events: Events = []  # of the current pass, or of the last one
-        self._traversed: Events | None = None  # the current backward goes through it in reverse
+        self._traversed: Events | None = None  # events that this backward visits in reverse
         self._reached = 0  # position of the last event that backward has reached
         self._reductions: list[Reduction] = []  # in flight
         self._scattering: list[Reduction] = []  # in flight, with packed gradients allocated
         self._hooked: list[Reduction] = []  # in flight, to be finished during backward
         self._in_flight = 1  # largest number of packed gradients at once
         self._pass_number = 0  # number of passes and backwards that have begun
-        self._dual = False  # whether this backward began inside forward-mode differentiation
-        self._deferred: Unit | None = None  # prefetched at the end of the current unit's backward
+        self._dual = False  # whether this backward started inside forward-mode differentiation
+        self._deferred: Unit | None = None  # to prefetch at the end of the current unit's backward
         for part in dict.fromkeys(unit.schedule for unit in self.units):
             if part is not None:
                 part.check_no_backward()
@@ -82,7 +84,7 @@ class Schedule:
                 part.wait_for_optimizer()
                 if part._pinned:
                     part._finish_copies()
-        # If the code above or `_split_axes` raises, it can be repeated.
+        # If the code above or `_split_axes` raises, the constructor can be called again.
         self._split_axes()
         self._name_groups()
         made = sorted(self.units, key=lambda unit: unit.creation_number)
@@ -119,7 +121,10 @@ class Schedule:
                 group.reads_tags = self._tag_log is not None
 
     def _new_tag_log(self, streams: Streams | None) -> TagLog | None:
-        """Return a `TagLog` with the unread tags of earlier schedules; None on a CPU."""
+        """Return a `TagLog` for tags that are read later. None on a CPU.
+
+        The log includes the unread tags of the schedules that this schedule replaces.
+        """
         if streams is None:
             return None
         log = TagLog(streams.offload)
@@ -130,15 +135,20 @@ class Schedule:
         return log
 
     def check_tags(self) -> None:
-        """Raise `DisagreementError` if ranks mixed up units. The host waits for accelerators."""
+        """Raise `DisagreementError` if ranks used different units in one collective.
+
+        On an accelerator, the host waits until the tags of earlier collectives are on the CPU. A
+        no-op on a CPU, where tags are read directly after each collective.
+        """
         if self._tag_log is not None:
             self._tag_log.send("in the last step: ")
             self._tag_log.check(wait=True)
 
     def _split_axes(self) -> None:
-        """Create the process groups of units with an int ``reshard_after_forward``.
+        """Create the post-forward axes of units with an int ``reshard_after_forward``.
 
-        There is one per set of ranks. Groups that an earlier schedule made are used again.
+        Parameter groups with the same ranks and the same int share one axis and its process group.
+        Process groups that an earlier schedule created are used again.
         """
         chosen = [
             (group, (group.axes.shard.ranks, int(size or 0)))
@@ -153,7 +163,7 @@ class Schedule:
             group.post_forward_axis = made.get(key)
 
     def check_no_backward(self) -> None:
-        """Raise `StateError` if an earlier backward did not end."""
+        """Raise `StateError` if an earlier backward started but did not end."""
         if self.in_backward:
             raise StateError(
                 "an earlier backward ended with an exception; call reset() on the root module "
@@ -161,13 +171,14 @@ class Schedule:
             )
 
     def pre_forward(self, call: ForwardCall) -> bool:
-        """Record that a forward call begins, and start its all-gather and the prefetch.
+        """Record the start of a forward call, and start its all-gather and the prefetch.
 
         Returns:
-            Whether the unit is the root of the pass.
+            Whether ``call.unit`` is the first unit of the pass.
         """
         unit = call.unit
-        # The root starts a new pass if the last one did not end: one module of a list ran alone.
+        # If only one module of the root's list ran, the last pass did not end. The root ends it by
+        # starting another pass.
         if self._pass_root is None or self._pass_root is unit or unit is self.units[0]:
             self._begin_pass(unit)
         call.events, call.begin = self._events, len(self._events)
@@ -221,9 +232,10 @@ class Schedule:
         self._check_together(self._begin_order, backward=False)
 
     def _check_together(self, units: Iterable[Unit], backward: bool) -> None:
-        """Check at once that the parameters of ``units`` were not replaced or moved.
+        """Check with few calls that no parameter of ``units`` was replaced or moved.
 
-        If some were, each unit is checked when it is gathered.
+        If this finds no such parameter, the units are not checked again in this pass. Otherwise
+        each unit is checked before its all-gather. In backward, only replacements are looked for.
         """
         self._pass_number += 1
         chosen = list(dict.fromkeys(units))
@@ -233,7 +245,10 @@ class Schedule:
                 unit.checked_in_pass = self._pass_number
 
     def wait_for_optimizer(self) -> None:
-        """Let the device wait for the event of `FSDPModule.set_post_optim_event`, once."""
+        """Make the current stream wait for the event of `FSDPModule.set_post_optim_event`.
+
+        A no-op if no event was set since the last call.
+        """
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
@@ -266,14 +281,14 @@ class Schedule:
             )
 
     def end_forward(self, unit: Unit) -> None:
-        """End a unit's forward and reshard the unit. The end of the root closes the pass.
+        """Record the end of a unit's forward, and reshard the unit if necessary.
 
-        - If a backward follows, the unit is resharded as ``reshard_after_forward`` says.
-        - If a backward follows but its start cannot be detected, the unit stays unsharded until the
-          end of the backward.
-        - If no backward follows, the unit is resharded, except in the cases that
-          `Unit.end_without_backward` lists.
-        - If ``unit`` is the root, units of which only some modules have run are ended too.
+        - If a backward can follow, the option ``reshard_after_forward`` applies.
+        - If a backward can follow but its start cannot be detected, the unit stays unsharded until
+          the end of the backward.
+        - If no backward can follow, see `Unit.end_without_backward`.
+        - If ``unit`` is the first unit of the pass, the pass ends. Then the forwards of units with
+          a list of modules end too, if only some of these modules have run.
         """
         if unit.pending_modules:
             unit.forget_forward()
@@ -284,7 +299,7 @@ class Schedule:
         else:
             self._reshard_after_forward(unit)
         call = unit.forward_call
-        if call.events is self._events:  # it began in this pass
+        if call.events is self._events:  # the call started in this pass
             call.end = len(self._events)
             self._events.append((call, True))
         self._ended.append(unit)
@@ -306,19 +321,20 @@ class Schedule:
                 self._tag_log.send("in a forward without backward: ")
 
     def forward_failed(self, unit: Unit) -> None:
-        """End the forward pass if the forward of its root unit raised an exception.
+        """End the forward pass if the forward of its first unit raised an exception.
 
-        The order of units in this pass is discarded. Exceptions in other units are ignored here.
+        The order of units in this pass is discarded. A no-op if ``unit`` is another unit.
         """
         if unit is self._pass_root:
             self._pass_root = None
             self._following = False
 
     def _reshard_after_forward(self, unit: Unit) -> None:
-        """Reshard a unit after forward as its options say.
+        """Apply the option ``reshard_after_forward`` of a unit.
 
-        By default all units are resharded except the root and, if the order is known, the last unit
-        before it, because backward needs these two first.
+        If the option is None, the unit is resharded with two exceptions: the first unit of the pass
+        and, if the pass follows a recorded order, the unit whose forward ends just before it.
+        Backward needs these two units first.
         """
         chosen = unit.options.reshard_after_forward
         if chosen is None:
@@ -333,7 +349,10 @@ class Schedule:
             unit.groups.reshard_to_fewer()
 
     def begin_backward(self) -> None:
-        """Begin a backward, once, and let autograd call `_finish_backward` at its end."""
+        """Start a backward, and let autograd call `_finish_backward` at its end.
+
+        A no-op if a backward has already started.
+        """
         if not self.in_backward:
             self.in_backward = True
             self._backwards += 1
@@ -350,7 +369,14 @@ class Schedule:
             self._check_together(self.units, backward=True)
 
     def backward_reached(self, call: ForwardCall) -> None:
-        """Begin the backward of a forward call: start its all-gather and the prefetch."""
+        """Record that backward has reached the outputs of ``call``.
+
+        Starts the all-gather of the unit, and the prefetch of the next unit in backward. If the
+        unit was reached before through another output, only the all-gather is started.
+
+        Raises:
+            StateError: Parameters were converted or moved since the forward.
+        """
         if call.parameters_version != call.unit.parameters_version:
             raise StateError(
                 f"parameters of {self.path_of(call.unit)} were converted or moved "
@@ -363,7 +389,7 @@ class Schedule:
         unit = call.unit
         if not self.in_backward:
             self.begin_backward()
-        if call.backward_number == self._backwards:  # reached through another output before
+        if call.backward_number == self._backwards:  # already reached through another output
             unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
             if unit.options.unshard_in_backward:
                 unit.start_gather(Operation.BACKWARD, self._pass_number)
@@ -371,12 +397,15 @@ class Schedule:
         if call.events is self._traversed and self._reached == call.end + 1:
             self._reached = call.end
         else:
-            self._advance_to(call, call.end)  # which may end a later call of the same unit
+            self._advance_to(call, call.end)  # this may end a later call of the same unit
         unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
         self._reach(call)
 
     def check_unhooked(self, unit: Unit) -> None:
-        """Raise `StateError` if a second backward reaches a unit whose outputs have no hooks."""
+        """Raise `StateError` if the parameters of an unhooked unit were freed before a backward.
+
+        Such a unit keeps its parameters until the end of one backward only.
+        """
         if not all([group.unsharded for group in unit.groups]):
             path = self.path_of(unit)
             raise StateError(
@@ -392,7 +421,8 @@ class Schedule:
             self.check_unhooked(call.unit)
             return  # more gradients may follow, so the end of backward reduces
         if not self.in_backward or call.backward_number != self._backwards:
-            # The loss depends on a value inside the unit only, so no output announced the backward.
+            # The loss depends on a value inside the unit and on none of its outputs. So no hook on
+            # an output has detected the start of the backward.
             if not self.in_backward:
                 self.begin_backward()
             call.backward_begun, call.backward_number = True, self._backwards
@@ -405,7 +435,10 @@ class Schedule:
         self._finish_unit(call.unit)
 
     def _advance_to(self, call: ForwardCall, position: int) -> None:
-        """Move to an event of a pass, and handle the units of all events after it."""
+        """Continue the traversal of a pass at ``position`` of ``call.events``.
+
+        The units of later events that backward skipped are gathered and reduced first.
+        """
         if call.events is None or position < 0:
             return  # its forward did not end
         if call.events is not self._traversed:
@@ -417,16 +450,20 @@ class Schedule:
             self._reached = position
 
     def _end_traversal(self) -> None:
-        """Handle the remaining events of a pass. After the last backward, forget the pass."""
+        """End the traversal of a pass, after gathering and reducing the units that were skipped.
+
+        In the last backward of a step, the events of the pass are dropped.
+        """
         self._handle_skipped(0)
         if self._traversed is not None and self._last:
             self._traversed.clear()
         self._traversed = None
 
     def _handle_skipped(self, end: int) -> None:
-        """Gather and reduce the units of events from ``end`` on that backward skipped.
+        """Gather and reduce the units that backward skipped, down to position ``end``.
 
-        This happens in the last backward of a step only: a later one may reach these units.
+        Before the last backward of a step no unit is handled, because a later backward may reach
+        it.
         """
         while self._traversed is not None and self._reached > end:
             self._reached -= 1
@@ -467,7 +504,8 @@ class Schedule:
         if before < 0 or order[before] is not unit:
             at = _last_place(order, unit, self._cursor)
         if at is None:
-            # A second pass through the same units, or an earlier pass: start from its end.
+            # Backward reached the units of this pass again, or of an earlier pass. Start at the
+            # end of the order of that pass.
             earlier = [ended for _, ended in reversed(self._orders.values())]
             order = next((each for each in [order, *earlier] if unit in each), order)
             at = _last_place(order, unit, len(order))
@@ -491,7 +529,10 @@ class Schedule:
             self._reduce(unit, unit.options)
 
     def _reduce(self, unit: Unit, options: Options) -> None:
-        """Start the reductions of a unit, after waiting until few enough are in flight."""
+        """Start the reductions of a unit.
+
+        Waits first if as many reductions are in flight as the options allow.
+        """
         if self._dual and inside_forward_ad():
             with without_tangents():
                 self._reduce(unit, options)
@@ -505,8 +546,8 @@ class Schedule:
         unit.unreduced = False
         pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
         for position, (group, own) in enumerate(pairs):
-            # On accelerators, no computation runs between the groups of one unit, so only the
-            # first group waits, for the unit before.
+            # On accelerators, no computation runs between the reductions of the groups of one unit.
+            # So only the first group waits, for the reductions of the previous unit.
             waits = position == 0 or group.streams is None
             if waits and (self._scattering or self._hooked):
                 self._make_room()
@@ -521,7 +562,11 @@ class Schedule:
                     self._hooked.append(reduction)
 
     def _make_room(self) -> None:
-        """Wait for reduce-scatters until one more packed gradient may be allocated."""
+        """Wait until another tensor of packed gradients may be allocated.
+
+        At most `Options.in_flight` of them may be allocated at once. Also finishes reductions whose
+        parameters have post-gradient hooks.
+        """
         while len(self._scattering) >= self._in_flight:
             self._scattering[0].finish_scatter()  # a no-op if it was called before
             del self._scattering[0]
@@ -536,13 +581,13 @@ class Schedule:
         last = self._last
         self._end_traversal()
         for unit in reversed(self.units):
-            # Before the last backward, a later one may reach the other units, and nothing shows
-            # when it reaches an unhooked unit.
+            # Before the last backward, units that this backward did not reach are left for a later
+            # one. So are unhooked units, because their end in a backward cannot be detected.
             written = unit.gradient_state is GradientState.WRITING and not unit.unhooked
             if written or (last and unit.gradient_state is not GradientState.EMPTY):
                 self._finish_unit(unit)
             if last:
-                # Earlier backwards left gradients in units that this one did not reach.
+                # This backward did not reach the unit, but earlier ones left gradients in it.
                 if unit.unreduced and unit.options.gradient_sync:
                     self._reduce(unit, unit.options)
                 if unit.pending_modules:
@@ -567,29 +612,33 @@ class Schedule:
         self._hooked, self._scattering = [], []
         if self._pinned:
             self._finish_copies()  # hooks on gradients may step an optimizer
-        # Gradients are used outside of inference mode, which creates tensors of another kind.
+        # Tensors that are created in inference mode cannot be used as gradients outside of it.
         with torch.inference_mode(False), torch.no_grad():
             while self._reductions:
                 self._reductions[0].finish()
                 del self._reductions[0]
 
     def _finish_copies(self) -> None:
-        """Wait on the host for copies from the CPU, because an optimizer may write there next."""
+        """Block the host until the copies from pinned shards to the device are finished.
+
+        An optimizer may write to these shards next.
+        """
         for unit in self.units:
             unit.groups.finish_copies()
 
     def finish_early(self) -> None:
-        """Finish reductions in flight that belong to a backward before the last one.
+        """Finish the reductions in flight of backwards before the last one of a step.
 
-        A no-op during a backward and after one that raised, because other ranks may not do it.
+        A no-op during a backward, and after a backward that raised, because other ranks may not
+        call this then.
         """
         if self._reductions and not self.in_backward:
             self._finish_reductions()
 
     def reduce_all(self, units: Iterable[Unit]) -> None:
-        """Reduce the accumulated gradients of ``units``, in this order.
+        """Reduce the accumulated gradients of ``units``, in the given order.
 
-        If this raises, the next forward requires a `reset`, as after an exception in backward.
+        If this raises, call `reset` before the next forward, as after an exception in backward.
         """
         self.check_no_backward()
         self.in_backward, self._dual = True, inside_forward_ad()

@@ -43,7 +43,7 @@ _created = itertools.count()
 
 
 class Operation(Enum):
-    """The purpose of a unit's collectives. The value describes it in messages."""
+    """Purpose of a unit's collectives. Each value is the text for error messages."""
 
     __hash__ = object.__hash__  # Enum's own runs in Python
 
@@ -60,19 +60,20 @@ class ForwardCall:
         sequence_number: Autograd's number of the first operation of the call.
 
     Attributes:
-        outputs_hooked: Whether hooks on the outputs detect the begin of the unit's backward.
-        inputs_hooked: Whether the inputs detect the end of the unit's backward.
-        unknown_inputs: Whether tensors may be in inputs of unknown type, which have no hooks.
+        outputs_hooked: Whether hooks on the outputs detect the start of the unit's backward.
+        inputs_hooked: Whether hooks on the inputs detect the end of the unit's backward.
+        unknown_inputs: Whether some inputs have an unknown type. Tensors inside them cannot be
+            found, so they have no hooks.
         backward_begun: Whether a backward has reached the unit.
         backward_ended: Whether the unit's backward has ended.
         backward_number: Number of the last backward that reached the unit; see `Schedule`.
-        events: The begins (False) and ends (True) of all forward calls of the same pass.
-        begin: Position in ``events`` at which this call begins; -1 until then.
-        end: Position in ``events`` at which this call ends; -1 until then.
+        events: Starts (False) and ends (True) of all forward calls of the same pass, in order.
+        begin: Position in ``events`` of this call's start; -1 before the call has started.
+        end: Position in ``events`` of this call's end; -1 before the call has ended.
         output: The output tensor with a hook, if there is exactly one.
         input: The output tensor of the previous call, if it is the only input that requires grad.
-        next_call: The call that has the output of this one as its ``input``. The begin of this
-            call's backward is the end of the backward of ``next_call``.
+        next_call: The call whose ``input`` is the output of this call. The backward of
+            ``next_call`` ends when the backward of this call starts.
         nested_modules: Modules that are running inside a call of the same module.
         parameters_version: Value of ``unit.parameters_version`` during the call.
     """
@@ -93,10 +94,14 @@ class ForwardCall:
         self.sequence_number = sequence_number
 
     def use_hook_of_previous(self, tensor: Tensor) -> bool:
-        """Use the hook on the previous call's output ``tensor`` to detect the end of backward.
+        """Detect the end of backward with the hook that the previous call set on its output.
+
+        Args:
+            tensor: The only input of this call that requires grad.
 
         Returns:
-            Whether this is possible. If not, the caller has to mark the inputs.
+            True if ``tensor`` is the output of the previous call and its hook can be used. If
+            False, the caller has to add another hook to the input.
         """
         if self.events is None or self.begin < 1:
             return False
@@ -114,9 +119,10 @@ class ForwardCall:
         return True
 
     def needs_view(self, tensor: Tensor) -> bool:
-        """Return whether an output needs a view for the hook that detects the begin of backward.
+        """Return whether an output must be replaced by a view before it gets a hook.
 
-        A hook on a leaf would stay forever. The `input` has the hook of the previous call.
+        This is so for a leaf, because its hook would never be freed. It is also so for `input`,
+        because it already has the hook of the previous call.
         """
         return tensor.is_leaf or (self.input is not None and self.input() is tensor)
 
@@ -128,19 +134,20 @@ class Unit:
 
     Attributes:
         gradient_state: Progress of the backward.
-        gathered_by_schedule: Whether the schedule started the last all-gather. False if user code
-            did.
-        checked_in_pass: Number of the pass or backward in which the parameters were last checked
-            for replacements; see `Schedule`.
+        gathered_by_schedule: Whether the schedule started the last all-gather, and reshards the
+            unit later. False if user code started the all-gather.
+        checked_in_pass: Number of the pass or backward in which the unit was last checked for
+            replaced parameters; see `Schedule`.
         unreduced: Whether gradients of earlier backwards wait for a reduction.
         pending_modules: Modules whose forward has not ended in this forward call.
-        running_modules: The part of ``pending_modules`` whose forward has begun.
-        hook_ended: Modules whose forward ends in a forward hook, not in `run_forward`.
-        unhooked: Whether an output since the last backward has no tensor to hook. Hooks on the
-            gradients of the parameters, ``gradient_hooks``, then detect backward.
+        running_modules: Modules of ``pending_modules`` whose forward has begun.
+        hook_ended: Modules whose `post_forward` runs in a forward hook, not in `run_forward`.
+        unhooked: Whether a forward since the last backward returned no tensor to hook. If True,
+            ``gradient_hooks`` detect backward.
+        gradient_hooks: Handles of the hooks on the gradients of the parameters.
         forward_call: The current forward call, or the last one.
         expects_backward: Whether a backward may follow ``forward_call``.
-        parameters_version: Increases if the unsharded parameters are created again.
+        parameters_version: Increases whenever the unsharded parameters are created again.
         forward_prefetch: Units to prefetch in forward. None: the next unit in the learned order.
         backward_prefetch: Units to prefetch in backward. None: the next unit in reverse order.
         create_graph_calls: Forward calls whose backward ran with ``create_graph=True``. None if
@@ -205,10 +212,11 @@ class Unit:
         """Join a schedule.
 
         Args:
-            owner: Represents the schedule.
-            position: Position among the units under its root.
-            creation_position: Position among them in the order of `fully_shard` calls.
-            paths: Returns the paths of all of them.
+            owner: Object that identifies the schedule.
+            position: Position of this unit in ``Schedule.units``.
+            creation_position: Position of this unit if the schedule's units are sorted by the order
+                of their `fully_shard` calls.
+            paths: Function that returns the paths of all units of the schedule.
         """
         self._owner, self._position = owner, position
         self._creation_position, self._paths = creation_position, paths
@@ -218,12 +226,12 @@ class Unit:
         """Check the parameters and start the all-gathers of the sharded groups.
 
         Args:
-            by_schedule: Whether the schedule calls, which reshards the unit later. If False, user
-                code calls.
+            by_schedule: True if the schedule calls this, and reshards the unit later. False if user
+                code calls this.
 
         Raises:
             ParameterError: A parameter was removed, or replaced by one that cannot be used.
-            StateError: A parameter has no memory.
+            StateError: A parameter is on the meta device.
             DisagreementError: Other ranks gather other units.
         """
         if not by_schedule and self.groups.stale:
@@ -237,8 +245,8 @@ class Unit:
         """Reshard parameters that user code replaced or converted while they were sharded.
 
         Args:
-            backward: Whether backward gathers them. Moved memory is then ignored, because backward
-                needs the parameters of its forward.
+            backward: Whether the next all-gather is for backward. If True, parameters with moved
+                memory are ignored, because backward needs the parameters of its forward.
 
         Raises:
             ParameterError: A parameter cannot be used.
@@ -257,15 +265,18 @@ class Unit:
         by_schedule: bool = True,
         prefetch: bool = False,
     ) -> None:
-        """Start the all-gathers of the sharded groups, in the order that all ranks share.
+        """Start the all-gathers of the sharded groups.
+
+        A no-op if no group is sharded. Raises `DisagreementError` if other ranks gather another
+        unit.
 
         Args:
             operation: Purpose of the all-gather.
-            pass_number: Number of the pass or backward. Parameters that were checked in it are not
-                checked again. None: check them.
-            by_schedule: Whether the schedule started the all-gather, not the user.
-            prefetch: Whether this is a prefetch. It is skipped while ranks have not agreed on the
-                order of their collectives.
+            pass_number: Number of the current pass or backward. If the parameters were already
+                checked in it, they are not checked again. If None, they are always checked.
+            by_schedule: True if the schedule starts the all-gather, False if user code does.
+            prefetch: Whether this is a prefetch. A prefetch is skipped while ranks have not agreed
+                on the order of their collectives.
         """
         forward = operation is Operation.FORWARD
         if forward and self.packs_early:
@@ -294,9 +305,10 @@ class Unit:
         no_backward = forward and not torch.is_grad_enabled()
         if no_backward:
             self.groups.retain()
-        # Ranks mix up gathers only if one of them starts an unexpected gather. That rank reads the
-        # tags and raises. Others raise when they miss it in a later collective, before they have
-        # gradients. Without a backward there may be no later collective, so all ranks read.
+        # Ranks gather different units at the same time only if one of them starts an all-gather
+        # that is not the next one of the recorded order. That rank reads the tags and raises. The
+        # other ranks raise in a later collective, in which that rank is missing, before they have
+        # gradients. Without a backward there may be no later collective, so all ranks read tags.
         if no_backward or (history is not None and history.unsettled is self._reference):
             for group in self.groups:
                 group.reads_tags = True
@@ -326,7 +338,7 @@ class Unit:
             self.reshard()
 
     def reset(self) -> None:
-        """Abort the current step."""
+        """Abort the current step: reshard, and drop the gradients that are not reduced."""
         if self.create_graph_calls:
             self._refuse_second_backwards()
         self.gradient_state = AFTER[Event.RESET][self.gradient_state]
@@ -343,7 +355,7 @@ class Unit:
 
     @property
     def awaits_split_backward(self) -> bool:
-        """Return whether a pipeline schedule may be about to run a part of a backward."""
+        """Return whether a pipeline schedule may run part of this unit's backward next."""
         waits = self.unreduced or self.gradient_state is GradientState.EXPECTED
         return self.options.in_pipeline and waits and self.groups.sharded and not inside_backward()
 
@@ -353,10 +365,12 @@ class Unit:
         return ParameterState.GATHERING in [group.state for group in self.groups]
 
     def finish_backward(self) -> bool:
-        """Reshard after backward, as the options say, and mark the gradients as unreduced.
+        """End the unit's backward, and mark the gradients as unreduced.
+
+        The unit is resharded if the option ``reshard_after_backward`` is True.
 
         Returns:
-            Whether there was a backward.
+            False if the unit neither ran nor expected a backward. Then nothing is changed.
         """
         if self.gradient_state is GradientState.EMPTY:
             return False
@@ -373,16 +387,21 @@ class Unit:
         return True
 
     def rest(self) -> None:
-        """Reshard, and wait for all uses of the shards, so that they can be read and written."""
+        """Reshard, and wait until no copy reads the shards, so that user code may write to them.
+
+        Raises:
+            DisagreementError: Ranks gathered or reduced different units in earlier collectives.
+        """
         self.reshard()
         self.groups.finish_copies()
         if self.schedule is not None:
             self.schedule.check_tags()
 
     def hook_gradients(self, came: Callable[[], None]) -> bool:
-        """Call ``came`` when a parameter has a gradient. Used if outputs cannot be hooked.
+        """Register hooks that call ``came`` when autograd has computed a parameter's gradient.
 
-        The outputs may be objects of unknown type, or the module may store its results.
+        Used if the outputs cannot be hooked: if they are objects of unknown type, or if the module
+        stores its results instead of returning them.
 
         Returns:
             Whether any parameter requires grad.
@@ -408,7 +427,10 @@ class Unit:
         return kept and not self.options.reshard_after_backward
 
     def note_create_graph(self, call: ForwardCall) -> None:
-        """Record a forward call whose backward can be differentiated, while its graph is alive."""
+        """Record a forward call whose backward ran with ``create_graph=True``.
+
+        The reference is weak, so that this does not keep the call's autograd graph alive.
+        """
         if self.create_graph_calls is None:
             self.create_graph_calls = weakref.WeakSet()
         self.create_graph_calls.add(call)
@@ -423,34 +445,38 @@ class Unit:
             increment_version(parameter.unsharded)
 
     def remove_gradient_hooks(self) -> None:
-        """Remove the hooks of `hook_gradients`, because no earlier output needs them any more."""
+        """Remove the hooks of `hook_gradients`. Called when no backward can need them."""
         self.unhooked = False
         for handle in self.gradient_hooks:
             handle.remove()
         self.gradient_hooks = []
 
     def _after_load(self, *_: Any) -> None:
-        # This runs for each module of a list, before the next ones are loaded.
+        # With a list of modules, this runs for each of them, before the next ones are loaded.
         self.reset_sharded(final=len(self.modules) == 1)
 
     def reset_sharded(self, final: bool) -> None:
-        """Reshard, and take over parameters that user code replaced or converted, all or none.
+        """Reshard, and copy replaced or converted parameters back to the flat shards.
+
+        If one of the parameters cannot be used, none is copied.
 
         Args:
-            final: Whether to raise `ParameterError` if one of them cannot be used. If False, the
+            final: Whether to raise `ParameterError` if a parameter cannot be used. If False, the
                 next all-gather checks again.
         """
         self.rest()
         if self.groups.take_replacements(final):
-            # New unsharded parameters get new hooks. A backward that needs the freed ones raises.
+            # The unsharded parameters were created again and have no hooks yet. A backward that
+            # needs the freed ones raises.
             self.gradient_hooks = []
             self.parameters_version += 1
             self.forget_comparisons()
 
     def _before_gather(self, operation: Operation) -> None:
-        """Raise `DisagreementError` if other ranks gather other units next.
+        """Raise `DisagreementError` if other ranks are about to gather other units.
 
-        Compares with other ranks only if the gather is new or unexpected; see `_agreement`.
+        Compares with other ranks, which is a collective, only if the history requires it; see
+        `_agreement.History.judge`.
         """
         order = self.order
         if order is not None:
@@ -461,10 +487,14 @@ class Unit:
             self._begin_unexpected(order.gathers, self._gathers[operation], operation, self.options)
 
     def before_reduction(self, chosen: list[list[int]], options: Options) -> None:
-        """Raise `DisagreementError` if other ranks reduce other parameters next.
+        """Raise `DisagreementError` if other ranks are about to reduce other parameters.
 
-        ``chosen`` are the positions of the reduced parameters in each group. Compares with other
-        ranks only if the reduction is new or unexpected; see `_agreement`.
+        Compares with other ranks, which is a collective, only if the history requires it; see
+        `_agreement.History.judge`.
+
+        Args:
+            chosen: For each group, the positions of the parameters to reduce.
+            options: Options of this reduction.
         """
         order = self.order
         if order is None or not (self._shards or options.all_reduce):
@@ -483,7 +513,7 @@ class Unit:
                 )
 
     def _plan_reduction(self, chosen: list[list[int]], options: Options) -> None:
-        """Look up the `Collective` of these parameters; None if there are no parameters."""
+        """Set ``_reduction`` to the `Collective` that reduces ``chosen``; None if it is empty."""
         key = (tuple(map(tuple, chosen)), options.all_reduce)
         if key not in self._reductions:
             pairs = list(zip(self.groups, chosen, strict=True))
@@ -495,7 +525,10 @@ class Unit:
     def _begin_unexpected(
         self, history: History, collective: Collective, operation: Operation, options: Options
     ) -> None:
-        """Compare if needed, then record the collective as the latest one."""
+        """Record a collective that is not the next one of the recorded order.
+
+        First compares it with other ranks if the history requires this.
+        """
         if history.repeats(collective):
             return
         found = history.judge(collective)
@@ -537,7 +570,8 @@ class Unit:
         tagged = all(group.tagged for group in sharded)
         parts = [group.gather_signature for group in sharded]
         signature = None if None in parts else tuple(parts)
-        # A gather over fewer ranks sends saved blocks with their old tags, which prove nothing.
+        # An all-gather over fewer ranks sends saved copies. Their tags are from the all-gather of
+        # forward, so they do not show which unit a rank gathers now.
         fewer = any(group.post_forward_axis is not None for group in sharded)
         self._gathers = {
             Operation.FORWARD: Collective(signature, tagged),
@@ -572,7 +606,7 @@ class Unit:
 
     @property
     def path(self) -> str:
-        """Return where the unit is under the root of its schedule."""
+        """Return the path of the unit from the root of its schedule."""
         return "(no root yet)" if self._paths is None else self._paths()[self._position]
 
     def __str__(self) -> str:
@@ -581,9 +615,10 @@ class Unit:
         return f"{self.path} ({classes}, unit {self.number})"
 
     def _facts(self, operation: Operation, options: Options) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks, by their names in error messages.
+        """Return the settings that must be equal on all ranks, as ``{name: value}`` for messages.
 
-        Only names of parameters have no spaces.
+        For example ``{"weight": "shape (8, 8) cut along dim 0, trains", ...}``. Every name contains
+        a space, except the names of parameters.
         """
         facts = {_CREATION_POSITION: str(self._creation_position), _NUMBER: str(self.number)}
         for number, group in enumerate(self.groups):
@@ -632,27 +667,27 @@ def _first_axis(data: DataAxes) -> Axis:
 
 
 class _Reshard:
-    """Reshards a unit before the state of a module in it is taken or loaded."""
+    """Hook that reshards a unit before a state dict of its modules is created or loaded."""
 
     def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
     def __call__(self, *_: Any) -> None:
-        """Reshard. The arguments of the hook are not needed."""
+        """Reshard the unit. The arguments of the hook are ignored."""
         if self._unit is not None:
             self._unit.rest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Reshard, (None,)  # a copy of the module is in no unit
+        return _Reshard, (None,)  # a copy of the module belongs to no unit
 
 
 def units_in(*roots: nn.Module) -> list[Unit]:
-    """Return the units that modules in ``roots`` were given to, outer ones first."""
+    """Return the units of all modules in ``roots``, outer units before inner ones."""
     found = dict.fromkeys(unit_of(inner) for root in roots for inner in root.modules())
     return [unit for unit in found if unit is not None]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``module`` was given to by a `fully_shard` call, if any."""
+    """Return the unit of ``module``; None if it was not passed to `fully_shard`."""
     unit = module.__dict__.get(UNIT_ATTRIBUTE)
     return unit if isinstance(unit, Unit) else None
