@@ -1,4 +1,4 @@
-"""A parameter group: one all-gather and one reduction for parameters of one dtype."""
+"""A parameter group: parameters of one dtype that share one all-gather and one reduction."""
 
 import itertools
 import warnings
@@ -51,13 +51,13 @@ RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 class ParameterGroup:
     """Parameters of one dtype and layout, and the state of their all-gather.
 
-    The constructor copies this rank's part of each parameter. It communicates nothing and registers
-    nothing with the modules.
+    The constructor copies this rank's shard of each parameter. It neither communicates nor
+    registers parameters with the modules.
 
     Args:
         parameters: The parameters. None of them is sharded yet.
-        axes: The axes that shard and replicate the parameters.
-        collectives: The collectives of all-gathers and reductions.
+        axes: The mesh axes that shard and replicate the parameters.
+        collectives: Starts the all-gathers and the reductions.
         config: Settings that cannot change.
 
     Attributes:
@@ -80,7 +80,7 @@ class ParameterGroup:
         self.axes = self.reduce_axes = axes
         self.config = config
         self.own_axis: Axis | None = None  # a copy of the shard axis with another process group
-        self.post_forward_axis: Axis | None = None  # if parameters reshard to fewer ranks
+        self.post_forward_axis: Axis | None = None  # set if parameters reshard to fewer ranks
         self.partial = PartialSum()
         self.tag = Tag()
         self.reads_tags = False  # whether tags are checked after the all-gather in flight
@@ -91,9 +91,9 @@ class ParameterGroup:
         self.use_warning = Once()
         # Parameters refer to their accumulators weakly, and an accumulator owns its hooks.
         self._accumulators: list[Node] = []
-        # Positions of the parameters that trained in a backward without a reduction.
+        # Positions of the parameters whose gradients of earlier backwards are not reduced yet.
         self.waiting: set[int] = set()
-        self._dropped = False  # whether the gradients of `waiting` were dropped since
+        self._dropped = False  # whether the gradients of `waiting` were dropped
         self._held = False  # whether parameters hold gradients in the dtype of the reduction
         self.collectives = collectives
         # The collectives of `set_custom_all_gather` and `set_custom_reduce_scatter`, if given.
@@ -103,7 +103,7 @@ class ParameterGroup:
         self.noted: tuple[int, int] | None = None  # counts of writes at `note_writes`
         self._training: list[bool] = []  # `requires_grad` of the unsharded parameters, when set
         self.trains = True  # whether one of them is True
-        self._stayed = False  # whether unsharded parameters were kept since they were set
+        self._stayed = False  # whether the unsharded parameters were kept since `_training` was set
         self._plan: ReductionPlan | None = None
         self._planned: list[int] = []  # positions of the parameters in `_plan`
         wholes = []
@@ -120,7 +120,8 @@ class ParameterGroup:
         planner, itemsize = PLANNERS[parameters[0].layout], self._itemsize(wholes[0])
         plan = planner(specs, shard.size, itemsize, config.direct_bytes)
         self._lay_out([plan.part(i, whole, shard.index) for i, whole in enumerate(wholes)], plan)
-        # With one rank gradients are not packed. Extensions create unsharded parameters later.
+        # With one rank, gradients are not packed. With all-gather extensions, the unsharded
+        # parameters do not exist yet.
         if config.grads != "copy" and axes.size > 1 and self.flat:
             self._hook_gradients()
         for i, parameter in enumerate(self.parameters):
@@ -128,41 +129,51 @@ class ParameterGroup:
         self._build_unsharded()
 
     def _itemsize(self, stored: Tensor) -> int:
-        """Return the bytes per element for which offsets are aligned: stored or computed."""
+        """Return the bytes per element for which offsets are aligned.
+
+        This is the smaller one of the storage dtype and the compute dtype.
+        """
         dtypes = choose_dtypes(self.config.precision, stored.dtype)
         return min(stored.element_size(), dtypes.compute.itemsize)
 
     def _lay_out(self, parts: Sequence[Tensor], plan: FlatPlan) -> None:
-        """Create the flat buffers from this rank's part of each parameter."""
+        """Create the flat buffers from ``parts``, this rank's shard of each parameter."""
         config = self.config
         self.dtypes = choose_dtypes(config.precision, parts[0].dtype)
         if not parts[0].is_meta:
             parts = [part.to(config.rest) for part in parts]
         self.layout = self._buffer_of(parts, plan)
         self.layout.write_tag(self.tag.number)
-        # Gradients are packed in the order of the shard, so that both can be stepped as one tensor.
+        # Gradients are packed in the order of the flat shard, so that an optimizer can update the
+        # flat shard as one tensor.
         ranges = self.layout.shard_ranges
         self.order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
 
     def use_tag(self, tag: Tag) -> None:
-        """Use the tag of the unit that the group belongs to."""
+        """Set the tag of the group's unit, and write its number to the flat shard."""
         self.layout.write_tag(tag.number)
         self.tag = tag
 
     @property
     def tagged(self) -> bool:
-        """Return whether each rank's tag arrives with the unsharded parameters."""
+        """Return whether the all-gather also sends the unit's tag."""
         return self.layout.tags is not None and is_exact(self.gathers)
 
     @property
     def gather_signature(self) -> tuple[object, ...] | None:
-        """Return the sizes of the all-gather, or None if all-gather extensions choose them."""
+        """Return the sizes and the dtype size of the all-gather.
+
+        None if the group has all-gather extensions, because they choose the sizes.
+        """
         if not self.flat:
             return None
         return self.layout.plan.slices, self.dtypes.compute.itemsize
 
     def reduction_signature(self, chosen: Sequence[int]) -> tuple[object, ...]:
-        """Return the size and the dtype of a reduction of the parameters at ``chosen``."""
+        """Return the sizes and the dtype of the reduction of the parameters at ``chosen``.
+
+        ``chosen`` are positions in ``parameters``. The result is empty if ``chosen`` is empty.
+        """
         if not chosen:
             return ()
         rows = self._rows_of(chosen)
@@ -205,7 +216,7 @@ class ParameterGroup:
             self.bucket_hooks.register()
 
     def _list_parameters(self) -> None:
-        """Create the lists of parameters that all steps use."""
+        """Create the parameter table and lists, after parameters were created or replaced."""
         layout = self.layout
         flat = layout.shard if self.flat else None
         if flat is None:  # extensions are methods of the parameters' local tensors
@@ -218,9 +229,11 @@ class ParameterGroup:
         self._plan = None
 
     def watch_sharded(self) -> None:
-        """Warn if a loss uses a sharded parameter itself. With one rank, this is legal.
+        """Register hooks that warn if a loss uses a sharded parameter directly.
 
-        Autograd accumulates such a gradient. Gradients of forwards are set without autograd.
+        Autograd accumulates the gradient of such a use, which runs the hooks. The gradients of
+        forwards are set without autograd. With one rank, direct use is correct, so there are no
+        hooks.
         """
         known = set(self._accumulators)
         self._accumulators = []
@@ -232,11 +245,14 @@ class ParameterGroup:
                 self._accumulators.append(node)
 
     def stop_watching(self) -> None:
-        """Undo `watch_sharded`: a conversion may swap the parameters."""
+        """Undo `watch_sharded`, so that ``Module.to`` may swap the parameters."""
         self._accumulators = []
 
     def _hook_gradients(self) -> None:
-        """Pack each large gradient when it is ready; small ones cost less if packed together."""
+        """Create hooks that pack each large gradient as soon as autograd has computed it.
+
+        Small gradients are packed together, after the unit's backward.
+        """
         least = self.config.direct_bytes / self.dtypes.reduce.itemsize
         specs = self.layout.plan.specs
         large = [i for i, spec in enumerate(specs) if spec.shard_numel >= least]
@@ -253,7 +269,7 @@ class ParameterGroup:
         return torch.empty(numel, dtype=self.dtypes.reduce, device=self.config.device)
 
     def gather(self) -> None:
-        """Start the all-gather, unless the group is already gathering or unsharded."""
+        """Start the all-gather. A no-op if it is already in flight or the group is unsharded."""
         before, layout = self.state, self.layout
         fewer = before is ParameterState.POST_FORWARD
         if not fewer and before is not ParameterState.SHARDED:
@@ -293,15 +309,19 @@ class ParameterGroup:
 
     @property
     def stale(self) -> bool:
-        """Return whether an optimizer or other code wrote to the shards since `note_writes`."""
+        """Return whether an optimizer or other code wrote to the shards since `note_writes`.
+
+        False if `note_writes` was not called since the last all-gather.
+        """
         if self.noted is None or self.state is ParameterState.SHARDED:
             return False
         return (optimizer_steps(), self._writes()) != self.noted
 
     def note_writes(self) -> None:
-        """Start to watch for writes to the shards, unless they are watched since the all-gather.
+        """Start to detect writes to the shards; see `stale`.
 
-        Called when unsharded parameters are kept after forward.
+        Called when the unsharded parameters are kept after forward or backward. If this was already
+        called since the last all-gather, writes are detected from the first call on.
         """
         self._stayed = True
         if self.noted is None:
@@ -313,13 +333,13 @@ class ParameterGroup:
         return writes_into(self.layout.shard) + parts
 
     def unshard(self) -> None:
-        """Wait for the all-gather, started here if necessary, and register unsharded parameters.
+        """Wait for the all-gather, and register the unsharded parameters with the modules.
 
-        After this call an optimizer may write to the shards, because the current stream has waited
-        for the all-gather. `reshard` waits for an unused all-gather for the same reason.
+        Starts the all-gather if it is not in flight. After this call, an optimizer may write to the
+        shards, because the current stream has waited for the all-gather.
 
-        If the all-gather raises, the group is sharded again. If a later part of this call raises,
-        the next call repeats that part.
+        If waiting for the all-gather raises, the group is sharded again. If registering the
+        parameters raises, the next call tries again.
         """
         if self.state in RESTING:
             self.gather()
@@ -335,7 +355,7 @@ class ParameterGroup:
         if self._work is not None:
             try:
                 self.layout.wait(self._work)
-            except Exception as error:  # after an interrupt, the all-gather can be waited for again
+            except Exception as error:  # after KeyboardInterrupt, the next call can wait again
                 self._return_to_sharded()
                 self.tag.report(error, "gather {}")
                 raise
@@ -346,8 +366,8 @@ class ParameterGroup:
         self.reads_tags = tag.log is not None
         if tags is None or not layout.is_exact:
             return
-        # Before the first forward there is no log. Reading tags then makes the host wait, so it is
-        # done on CPUs only.
+        # Without a log, the host would have to wait for an accelerator before it can read the tags.
+        # So they are read here on CPUs only.
         readable = self.config.device.type == "cpu"
         if tag.log is None and not (readable and tags.tolist() != layout.expected_tags):
             return
@@ -374,9 +394,9 @@ class ParameterGroup:
         self.table.show_unsharded()
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the unsharded ones.
+        """Register the sharded parameters with the modules, and free the unsharded ones.
 
-        An all-gather in flight is waited for.
+        If an all-gather is in flight, waits for it first. A no-op if the group is sharded.
         """
         if self.state is ParameterState.GATHERING:
             self._wait()
@@ -389,7 +409,8 @@ class ParameterGroup:
         elif self.state is ParameterState.UNSHARDED:
             if self.noted is not None:
                 self.train_as_shown()
-            # In this order, registered parameters are readable even after an exception in between.
+            # The memory is freed last. So the registered parameters are readable even if one of
+            # these steps raises.
             self.table.show_sharded()
             self.state = AFTER[Event.RESHARD][self.state]
             self.layout.free()
@@ -402,7 +423,10 @@ class ParameterGroup:
         self.layout.free()
 
     def reshard_to_fewer(self) -> None:
-        """Reshard to the ranks of the post-forward axis, which backward gathers over."""
+        """Reshard to the ranks of ``post_forward_axis``. Backward then gathers over this axis.
+
+        Reshards to all ranks if there is no such axis or only one rank.
+        """
         if self.post_forward_axis is None or self.axes.shard.size == 1:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
@@ -417,8 +441,9 @@ class ParameterGroup:
     def reset(self) -> None:
         """Return to the sharded state from any state, and drop gradients that are not reduced.
 
-        Communicates nothing. Waits for an all-gather in flight, and raises its error at the end.
-        Changes of ``requires_grad`` of the unsharded parameters are kept.
+        Waits for an all-gather in flight, and starts no collective. If the all-gather failed, its
+        error is raised after the group is sharded. Changes of ``requires_grad`` of the registered
+        unsharded parameters are copied to the sharded ones.
         """
         self.train_as_shown()
         self.drop_gradients()
@@ -428,7 +453,10 @@ class ParameterGroup:
         self._return_to_sharded()
 
     def finish_copies(self) -> None:
-        """Wait on the host for copies from pinned shards, so that the host may write to them."""
+        """Block the host until copies from pinned shards are finished.
+
+        Then the host may write to the shards. A no-op if the shards are not pinned.
+        """
         if self.config.pinned and self.streams is not None:
             self.streams.gather.synchronize()
         elif self.config.pinned:
@@ -437,7 +465,8 @@ class ParameterGroup:
     def drop_gradients(self) -> None:
         """Drop this rank's gradients that are not reduced yet.
 
-        The next reduction has the same parameters as without this call, so ranks may differ.
+        The next reduction has the same parameters as without this call. So some ranks may call
+        this and others not.
         """
         self._dropped = True
         for parameter in self.parameters:
@@ -448,11 +477,14 @@ class ParameterGroup:
         if self.bucket_hooks is not None:
             self.bucket_hooks.drop()
         if self.streams is not None and self.partial.waits:
-            self.streams.all_reduce.join()  # this stream may still add to the partial sum
+            self.streams.all_reduce.join()  # that stream may still add to the partial sum
         self.partial.drop()
 
     def hold_gradients(self) -> None:
-        """Keep the gradients of a backward without a reduction, in the dtype of the reduction."""
+        """Keep the gradients of this backward for a later reduction.
+
+        They are cast to the dtype of the reduction. Gradients of frozen parameters are dropped.
+        """
         chosen = self.reduced()
         self._drop_frozen(chosen)
         self.waiting.update(chosen)
@@ -463,10 +495,10 @@ class ParameterGroup:
                 parameter.hold_gradient(self.dtypes.reduce)
 
     def reduced(self) -> list[int]:
-        """Return the positions of the parameters in the next reduction, in the order of the shard.
+        """Return the positions of the parameters in the next reduction, in flat shard order.
 
-        They are the trainable parameters, and parameters that were frozen while they had gradients
-        without a reduction. All ranks return the same, even if they used different parameters.
+        The parameters are the trainable ones, and those frozen ones that have gradients of earlier
+        backwards. All ranks return the same list, even if they used different parameters.
         """
         flags = training(self._in_order)
         if all(flags):
@@ -475,10 +507,10 @@ class ParameterGroup:
         return [i for i, trains in zip(self.order, flags, strict=True) if trains or i in waiting]
 
     def check_unfrozen(self) -> None:
-        """Raise `StateError` if parameters were unfrozen since gradients began to accumulate.
+        """Raise `StateError` if parameters were unfrozen while gradients are accumulated.
 
-        The packed gradients have no columns for them. All ranks raise, even if they used different
-        parameters.
+        The tensor of packed gradients has no space for the gradients of these parameters. All ranks
+        raise, even if they used different parameters.
         """
         if self.bucket_hooks is None or not self.waiting:
             return
@@ -490,15 +522,25 @@ class ParameterGroup:
             )
 
     def _drop_frozen(self, chosen: Sequence[int]) -> None:
-        """Drop the gradients of parameters that are not ``chosen``: frozen since their forward."""
+        """Drop the gradients of parameters that are not in ``chosen``.
+
+        These parameters were frozen after their forward, so autograd still computed gradients.
+        """
         for i in set(self.order).difference(chosen):
             self.parameters[i].drop_gradient()
 
     def reduce(self, options: Options, chosen: list[int]) -> Reduction | None:
-        """Start the reduction of the parameters at ``chosen``, a result of `reduced`.
+        """Start the reduction of the gradients of some parameters.
 
-        Missing gradients count as zeros. A parameter that no rank used gets no gradient. Returns
-        None if ``chosen`` is empty. Runs under ``torch.no_grad``.
+        If this rank has no gradient of a parameter, it sends zeros. If no rank has a gradient of a
+        parameter, the parameter gets no gradient. Must run under ``torch.no_grad``.
+
+        Args:
+            options: Options of this reduction.
+            chosen: Positions of the parameters, a result of `reduced`.
+
+        Returns:
+            The reduction in flight. None if ``chosen`` is empty.
         """
         plan = self._plan
         if len(chosen) < len(self.parameters):
@@ -526,7 +568,12 @@ class ParameterGroup:
         return Reduction(*given)
 
     def _take_gradients(self, plan: ReductionPlan) -> tuple[list[Tensor], list[bool]]:
-        """Return one gradient per parameter, and whether this rank has it. Others are zeros."""
+        """Remove the gradients from the unsharded parameters and return them.
+
+        Returns:
+            One contiguous gradient per parameter, zeros if this rank has none; and one bool per
+            parameter: whether this rank has a gradient.
+        """
         if not self._plain or self._held:
             found = [each.take_gradient(self.collectives) for each in plan.parameters]
         else:
@@ -560,14 +607,18 @@ class ParameterGroup:
 
     @property
     def in_place(self) -> bool:
-        """Return whether parameters are registered with the modules and views of the flat shard."""
+        """Return whether no parameter was replaced or moved.
+
+        That is, the sharded parameters are registered with the modules, and they are views of the
+        flat shard.
+        """
         return are_shown([self.table]) and are_in_place([self.table])
 
     def train_as_sharded(self, backward: bool = False) -> None:
         """Copy `requires_grad` from the sharded parameters to the unsharded ones.
 
-        In backward it is not set to False. The gradient of a parameter that was frozen since its
-        forward is dropped instead.
+        In backward, it is not changed from True to False. If a parameter was frozen after its
+        forward, its gradient is dropped later instead.
         """
         flags = training(self.table.sharded)
         if backward and self._training:
@@ -581,7 +632,7 @@ class ParameterGroup:
             self._stayed = False
 
     def stop_frozen(self) -> None:
-        """Set `requires_grad` to False for unsharded parameters that were frozen since forward."""
+        """Set `requires_grad` of unsharded parameters to False if the sharded ones are frozen."""
         for sharded, unsharded in zip(self.table.sharded, self.table.unsharded, strict=True):
             if unsharded.requires_grad and not sharded.requires_grad:
                 unsharded.requires_grad_(False)
@@ -590,8 +641,9 @@ class ParameterGroup:
     def train_as_shown(self) -> None:
         """Copy `requires_grad` from the registered unsharded parameters to the sharded ones.
 
-        If a user freezes a module while it has the unsharded parameters, only these are frozen.
-        Parameters that have not changed since `train_as_sharded` are left as they are.
+        If user code freezes a module while the unsharded parameters are registered, it changes only
+        these. Parameters whose `requires_grad` has not changed since `train_as_sharded` are
+        skipped.
         """
         if self.state is not ParameterState.UNSHARDED or not self._training:
             return
@@ -604,7 +656,10 @@ class ParameterGroup:
             self._training, self.trains = shown, True in shown
 
     def refusals(self) -> list[str]:
-        """Return why `reset_sharded` rejects the registered parameters; empty if it does not."""
+        """Return error messages for registered parameters that `reset_sharded` cannot use.
+
+        The list is empty if all of them can be used.
+        """
         where = f"in {self.comm.path}: " if self.comm.path else ""
         said = [parameter.refusal() for parameter in self.parameters]
         refused = [where + each for each in said if each is not None]
@@ -614,7 +669,7 @@ class ParameterGroup:
         return [] if mixed is None else [where + mixed]
 
     def undo_replacements(self) -> None:
-        """Register the sharded parameters again in place of rejected ones."""
+        """Register the sharded parameters again in place of parameters that cannot be used."""
         for parameter in self.parameters:
             parameter.undo_replacement()
 
@@ -622,8 +677,8 @@ class ParameterGroup:
     def reset_sharded(self) -> None:
         """Copy parameters that user code replaced or converted back to the flat shard.
 
-        ``load_state_dict(assign=True)`` and ``Module.to`` allocate new memory for parameters. The
-        group must be sharded, and `refusals` empty.
+        For example, ``load_state_dict(assign=True)`` replaces parameters and ``Module.to`` converts
+        them. Call this only if the group is sharded and `refusals` returns no messages.
         """
         if self.incomplete:
             return
@@ -649,15 +704,15 @@ class ParameterGroup:
 
     @property
     def _converted(self) -> bool:
-        """Return whether the flat shard has another dtype, device or memory than parameters."""
+        """Return whether parameters differ from the flat shard in dtype, device or memory."""
         shard = self.layout.shard
         kinds = {(x.dtype, x.device) for x in (each.local() for each in self.parameters)}
         return kinds != {(shard.dtype, shard.device)} or self.table.moved()
 
     def check_converted(self) -> None:
-        """Raise `StateError` if `reset_sharded` would lose gradients of earlier backwards.
+        """Raise `StateError` if parameters were converted while their gradients wait.
 
-        Every rank that converted its parameters raises.
+        `reset_sharded` would lose these gradients. Every rank that converted parameters raises.
         """
         if self.gradients_wait and not self._dropped and not self.incomplete and self._converted:
             names = [self.parameters[i].name for i in sorted(self.waiting)]
@@ -674,7 +729,10 @@ class ParameterGroup:
 
 
 def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) -> None:
-    """Warn once that a loss used a sharded parameter outside its module's forward."""
+    """Warn that a loss used a sharded parameter outside its module's forward.
+
+    Warns once for all units under one root.
+    """
     found = group()
     if found is None or not found.use_warning.first():
         return
@@ -691,7 +749,7 @@ def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) ->
 
 
 class _StepHooks:
-    """Hooks on all optimizers that count steps and check each optimizer once."""
+    """Hooks on all optimizers that count steps, and check each optimizer at its first step."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -736,14 +794,14 @@ _step_hooks = cache(_StepHooks)
 
 
 def watch_optimizers() -> None:
-    """Check every optimizer at its next step, because parameters were replaced."""
+    """Let every optimizer be checked at its next step. Called when parameters were replaced."""
     _step_hooks().checked.clear()
 
 
 def optimizer_steps() -> int:
-    """Return a number that changes with each step of an optimizer of sharded parameters.
+    """Return a number that changes whenever an optimizer with sharded parameters steps.
 
-    Version counters do not change in all steps, for example with ``foreach=True`` on DTensors or
-    ``fused=True``.
+    Version counters of the parameters are not enough: they do not change in all steps, for example
+    with ``foreach=True`` on DTensors or with ``fused=True``.
     """
     return _step_hooks().count

@@ -15,9 +15,10 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
     """The parameter groups of one unit: one for each dtype and set of ranks.
 
     Attributes:
-        comm: Counts the collectives of the unit.
-        retained: Whether parameters stayed unsharded, or sharded over fewer ranks, since the last
-            all-gather, while user code may write to the shards.
+        comm: Starts and counts the collectives of the unit.
+        retained: Whether the parameters were left unsharded, or sharded over fewer ranks, at the
+            end of forward or backward. User code may then write to the shards, so `stale` has to be
+            checked before the parameters are used again.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
@@ -38,16 +39,19 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
 
     @property
     def stale(self) -> bool:
-        """Return whether an optimizer stepped, or shards were written to, since `retain`."""
+        """Return whether an optimizer stepped, or code wrote to the shards, since `retain`."""
         return any([group.stale for group in self])
 
     def unshard(self) -> None:
-        """Wait for the all-gathers, and register the unsharded parameters with the modules."""
+        """Wait for the all-gathers, and register the unsharded parameters with the modules.
+
+        If an all-gather has not been started, it is started here.
+        """
         for group in self:
             group.unshard()
 
     def retain(self) -> None:
-        """Keep the parameters as they are, and detect writes to the shards from now on."""
+        """Keep the unsharded parameters, and detect writes to the shards from now on."""
         self.retained = True
         for group in self:
             group.note_writes()
@@ -80,7 +84,7 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
             group.check_unfrozen()
 
     def finish_copies(self) -> None:
-        """Wait on the host for copies from the CPU."""
+        """Block the host until copies from pinned shards to the device are finished."""
         for group in self:
             group.finish_copies()
 
@@ -92,8 +96,12 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
     def take_replacements(self, final: bool) -> bool:
         """Copy parameters that user code replaced or converted back to the flat shards.
 
-        If one cannot be used, none is copied. With ``final``, the parameters from before are then
-        registered again, except for removed ones. Without, the next all-gather checks again.
+        If one of them cannot be used, none is copied.
+
+        Args:
+            final: What to do if a parameter cannot be used. If True, register the previous sharded
+                parameters again, except in place of removed ones, and raise. If False, return; the
+                next all-gather checks again.
 
         Returns:
             Whether unsharded parameters were created again.

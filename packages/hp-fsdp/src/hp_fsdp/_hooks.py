@@ -1,4 +1,4 @@
-"""Code before and after the forward and the backward of a unit's modules."""
+"""The pre_forward, post_forward, pre_backward and post_backward steps of a unit."""
 
 import weakref
 from collections.abc import Callable
@@ -38,13 +38,13 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-# A compiler that traced communication would break its graph there, and recompile when the state of
-# the step changes. Functions that this function calls may be compiled.
+# A compiler that traced communication would break its graph there, and would recompile whenever the
+# state of the unit changes. The user's ``forward``, which is called from here, may be compiled.
 @uncompiled_itself
 def run_forward(
     unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``forward`` with unsharded parameters, between `pre_forward` and `post_forward`."""
+    """Run `pre_forward`, ``forward`` with the unsharded parameters, and `post_forward`."""
     if module in unit.running_modules and not (
         unit.groups.sharded or unit.groups.stale or inside_backward()
     ):
@@ -54,7 +54,7 @@ def run_forward(
         args, kwargs = (_pre_forward if plain else pre_forward)(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
         if module not in unit.running_modules and (graph_task() < 0 or module in unit.hook_ended):
-            return output  # a hook has ended it
+            return output  # the hook of `end_in_hook` has run `post_forward`
         return (_post_forward if plain else post_forward)(unit, module, output)
     except BaseException:
         _forward_failed(unit, module)
@@ -66,9 +66,9 @@ def _run_within(
 ) -> Any:
     """Call ``forward`` inside a forward call of the same module.
 
-    A module may call itself, and a registered method may call its module. The parameters stay
-    unsharded until the outer call ends. The outputs are hooked, because a backward may begin
-    inside.
+    For example, a module calls itself, or a registered method calls its module. The parameters stay
+    unsharded until the outer call ends. The outputs get hooks, because the outer call may run a
+    backward from them.
     """
     call, before = unit.forward_call, unit.forward_call.nested_modules
     call.nested_modules = (*before, module)
@@ -81,10 +81,11 @@ def _run_within(
 
 
 def end_in_hook(unit: Unit, module: nn.Module) -> None:
-    """Register a forward hook that ends the module's forward, before hooks that are added later.
+    """Register a forward hook that runs `post_forward`.
 
-    Later hooks then have the sharded parameters, as with torch's ``fully_shard``. A module without
-    forward hooks is ended by `run_forward`, which takes fewer calls.
+    Forward hooks that are registered later run after `post_forward`, so they find the sharded
+    parameters, as with torch's ``fully_shard``. If a module has no forward hooks, `run_forward`
+    runs `post_forward` instead, which is faster.
     """
 
     @uncompiled
@@ -98,24 +99,28 @@ def end_in_hook(unit: Unit, module: nn.Module) -> None:
 
 
 def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Unshard the parameters. Return the inputs, cast and marked to detect the end of backward."""
+    """Unshard the parameters, and return the inputs of the forward.
+
+    The inputs are cast as the mixed precision policy says. Inputs that require grad also get a
+    hook that detects the end of the unit's backward; see `_mark_inputs`.
+    """
     schedule = unit.schedule
     if schedule is None:
         schedule = Schedule(unit.modules)
     if unit.options.precision.param_dtype is not None:
         args, kwargs = _cast_inputs(unit, args, kwargs)
     if graph_task() >= 0:
-        # Activation checkpointing runs the forward again, and may leave it before its end.
+        # Activation checkpointing recomputes the forward, and may stop before its end.
         outside_transforms(_unshard_in_backward, unit)
         if torch.is_grad_enabled() and unit.gradient_state is GradientState.EMPTY:
-            # Reentrant checkpointing runs the first forward without gradients, so it did not expect
-            # a backward.
+            # Reentrant checkpointing runs the first forward without gradients. So the unit did not
+            # expect a backward until now.
             unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
             schedule.begin_backward()
         return args, kwargs
     if schedule.in_backward:
         schedule.check_no_backward()
-    # If a module did not end its last forward, or calls itself, its unit starts again.
+    # If a module did not end its last forward, or calls itself, another forward call starts.
     first = module not in unit.pending_modules or module in unit.running_modules
     if first:
         unit.running_modules.clear()
@@ -153,7 +158,11 @@ def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
-    """Cast the outputs, hook them to detect the begin of backward, and reshard."""
+    """Cast the outputs, register hooks on them that detect backward, and reshard the unit.
+
+    With a list of modules, the unit is resharded after the last of them. During recomputation in
+    backward, only the cast is done.
+    """
     dtype = unit.options.precision.output_dtype
     output = output if dtype is None else cast_floating(output, dtype)
     if graph_task() >= 0:  # recomputation in backward
@@ -190,17 +199,16 @@ def _forward_failed(unit: Unit, module: nn.Module) -> None:
 
 
 def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
-    """Register hooks on the output tensors that detect when the unit's backward begins.
+    """Register hooks on the output tensors that detect the start of the unit's backward.
 
     Returns:
-        The output, with two kinds of tensors replaced by views. A leaf is replaced because a hook
-        on a leaf would never be freed. An input that the unit returns unchanged is replaced if it
-        is the output of the previous unit, because it already has that unit's hook.
+        The output. Two kinds of tensors in it are replaced by views: leaves, and an unchanged input
+        that already has the hook of the previous unit. See `ForwardCall.needs_view`.
     """
     tensors = tensors_with_gradient(output)
     if inside_transform():
-        # Several backwards of a transform may run on one graph, and their end cannot be detected.
-        # So the parameters stay unsharded, and each backward unshards them if necessary.
+        # A transform of torch.func may run several backwards on one graph, and their end cannot be
+        # detected. So each backward unshards the parameters if necessary, and does not reshard.
         for tensor in tensors:
             tensor.register_hook(partial(_before_transform, unit))
         tensors = []
@@ -226,7 +234,10 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
 
 
 def _hides(call: ForwardCall, output: Any) -> bool:
-    """Return whether backward may pass a frozen unit through objects of unknown type."""
+    """Return whether a backward through a frozen unit may go undetected.
+
+    This is so if the inputs may require grad, and the output has an unknown type or no tensors.
+    """
     if not (call.inputs_hooked or call.unknown_inputs):
         return False
     return not (can_look_into(output) and tensors_in(output))
@@ -262,10 +273,13 @@ def _before_backward(call: ForwardCall, gradient: Tensor) -> None:
 
 
 def _expect_second_backward(call: ForwardCall, schedule: Schedule) -> None:
-    """Prepare a unit for a second backward, through the graph that ``create_graph=True`` makes.
+    """Prepare a unit for a second backward, through the graph that ``create_graph=True`` creates.
 
-    The second backward does not reach the hooks on the unit's outputs. So hooks on the gradients of
-    the parameters detect it. They stay while the graph may exist.
+    The second backward does not run the hooks on the unit's outputs. So hooks on the gradients of
+    the parameters detect it. These hooks are kept while the graph may exist.
+
+    Raises:
+        UnsupportedError: The unit frees its parameters before a second backward.
     """
     unit = call.unit
     if not unit.keeps_parameters(schedule.units[0] is unit):
@@ -282,11 +296,12 @@ def _expect_second_backward(call: ForwardCall, schedule: Schedule) -> None:
 
 
 def _mark_inputs(call: ForwardCall, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the inputs, marked to detect the end of the unit's backward.
+    """Return the inputs, with hooks that detect the end of the unit's backward.
 
-    The inputs that require grad pass through `_AfterBackward`. If the only one is the output of the
-    previous unit, the hook of that output is used instead. If no input requires grad, the end of
-    the whole backward ends the unit.
+    - Usually, the inputs that require grad pass through `_AfterBackward`.
+    - If only one input requires grad and it is the output of the previous unit, the hook on that
+      output is used instead.
+    - If no input requires grad, the unit's backward ends with the whole backward.
     """
     alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
     tensors = list(args) if alone else tensors_with_gradient((args, kwargs))
@@ -306,7 +321,7 @@ def _mark_inputs(call: ForwardCall, args: Args, kwargs: Kwargs) -> tuple[Args, K
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward runs after the unit's own backward."""
+    """Identity function on a unit's inputs. Its backward runs after the unit's backward."""
 
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *inputs: Tensor) -> tuple[Tensor, ...]:
