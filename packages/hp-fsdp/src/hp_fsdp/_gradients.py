@@ -14,7 +14,7 @@ from .layout import GradientRows
 
 
 class GradientBucket:
-    """Input of a reduce-scatter, of shape ``[degree, width]``, to which gradients are added.
+    """Input of a reduce-scatter, of shape ``[degree, width]``, in which gradients accumulate.
 
     The first gradient of a parameter overwrites the memory. Later gradients are added to it.
     `finish` writes zeros for parameters without a gradient.
@@ -36,7 +36,8 @@ class GradientBucket:
     def add(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of the parameter at position ``index``.
 
-        Runs one kernel, or two if dim 0 does not divide evenly over the ranks.
+        Runs one kernel, or two kernels if the gradient is sharded along dim 0 and its size is not
+        divisible by the number of ranks.
         """
         columns = self._rows.columns[index]
         first, self.written[index] = not self.written[index], True
@@ -50,10 +51,13 @@ class GradientBucket:
         _write(columns.last_row(self._packed), gradient[count:], first)
 
     def finish(self, tag_flags: Tensor) -> Tensor:
-        """Return the packed gradients as a flat tensor. Parameters without a gradient have zeros.
+        """Return the packed gradients as a flat tensor, with zeros for missing gradients.
 
-        Unless the layout has ``flags_apart``, each row ends with one flag per parameter and
-        ``tag_flags`` of shape ``[TAG_FLAGS]``. A flag is 1 if the parameter has a gradient, else 0.
+        If ``flags_apart`` of the layout is False, each row ends with flags: one per parameter, 1 if
+        the parameter has a gradient and else 0, then ``tag_flags``.
+
+        Args:
+            tag_flags: Flags of the unit's tag, of shape ``[TAG_FLAGS]``.
         """
         rows = self._packed
         for columns, written in zip(self._rows.columns, self.written, strict=True):
@@ -86,8 +90,9 @@ def _write(target: Tensor, source: Tensor, first: bool) -> None:
 class BucketHooks:
     """Hooks that move each large gradient of a parameter group to a `GradientBucket`.
 
-    Other gradients are packed at the end of the unit's backward. Small gradients need little
-    memory, so hooks are not worth their host time. Gradients of DTensors may need a redistribution.
+    Two kinds of gradients have no hooks and are packed at the end of the unit's backward: small
+    ones, because they need little memory, and those of DTensors, because they may need a
+    redistribution.
 
     Args:
         parameters: The parameters of the group.
@@ -116,12 +121,12 @@ class BucketHooks:
         self._rows: GradientRows | None = None
 
     def register(self) -> None:
-        """Register hooks on the unsharded parameters. Called whenever they were created."""
+        """Register the hooks. Called whenever the unsharded parameters were created."""
         self._rows = None
         for i in self._large:
             unsharded = self._parameters[i].unsharded
             if unsharded.is_floating_point():
-                # torch requires this for hooks. Unsharding sets the final value.
+                # torch requires this for the hooks. Each unshard sets the final value.
                 unsharded.requires_grad_(True)
                 unsharded.register_post_accumulate_grad_hook(partial(self._add, i))
 

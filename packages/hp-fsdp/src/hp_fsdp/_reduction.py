@@ -1,4 +1,4 @@
-"""Reductions: from the packed gradients of one group to the gradients of its sharded parameters."""
+"""Pack and reduce the gradients of a parameter group, and set those of its sharded parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,13 +40,14 @@ def _prepared_scatter(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Divisors of gradients before and after the reduction, and axes of the all-reduces.
+    """How a reduction divides gradients, and over which axes it all-reduces them.
 
     Attributes:
-        before: Divisor before the reduction. None: no division.
-        after: Divisor after the reduction, a CPU tensor of one number. None: no division.
-        op: "avg" if the communication divides.
-        sums: The replicate axes of two or more ranks.
+        before: Divisor before the reduction. None if gradients are not divided there.
+        after: Divisor after the reduction, a 0-dim CPU tensor. None if gradients are not divided
+            there.
+        op: "avg" if the collectives divide, else "sum".
+        sums: The replicate axes that have two or more ranks.
     """
 
     before: float | None
@@ -60,8 +61,8 @@ class Division:
     ) -> "Division":
         """Return the division of gradients that are reduced in ``dtype`` over ``axes``.
 
-        Large sums overflow in float16. Therefore about half of the factor, as a power of two, is
-        divided before the reduction.
+        In float16, large sums overflow. So the gradients are divided twice: before the reduction by
+        a power of two near the square root of the factor, and after it by the rest.
         """
         sums = tuple(axis for axis in axes.replicate if axis.size > 1)
         before, factor = None, None
@@ -78,7 +79,7 @@ class Division:
             factor /= before
         after = None
         if factor is not None and factor != 1.0:
-            # torch would convert a Python number to a tensor of this dtype in each step.
+            # With a Python number, torch would create a tensor of this dtype in each step.
             exact = dtype if dtype in (torch.float32, torch.float64) else torch.float64
             with torch.inference_mode(False):
                 after = torch.tensor(factor, dtype=exact, device="cpu")
@@ -88,7 +89,13 @@ class Division:
 
 
 class PartialSum:
-    """Accumulates reduce-scattered gradients, ``flat``, until the all-reduce over replicas."""
+    """Accumulates reduce-scattered gradients until the all-reduce over replicas.
+
+    Used if ``set_requires_all_reduce(False)`` postpones the all-reduce to a later backward.
+
+    Attributes:
+        flat: The sum so far, a flat tensor of gradients and flags. None if there is no sum.
+    """
 
     def __init__(self) -> None:
         self.flat: Tensor | None = None
@@ -98,7 +105,7 @@ class PartialSum:
 
     @property
     def waits(self) -> bool:
-        """Return whether there is a sum."""
+        """Return whether there is a sum that has not been all-reduced."""
         return self.flat is not None
 
     def add(
@@ -107,13 +114,17 @@ class PartialSum:
         """Add ``flat`` to the accumulated sum.
 
         Args:
-            flat: Reduced row of this rank. It is updated in place and kept.
+            flat: Output of the reduce-scatter on this rank. It is updated in place and kept.
             names: Names of the parameters. They must be the same until the all-reduce.
-            used: Whether this rank has a gradient, per parameter.
+            used: One bool per parameter: whether this rank has a gradient.
             scale: How ``flat`` was divided. It must be the same until the all-reduce.
 
         Returns:
-            The sum, and per parameter whether this rank had a gradient in any of its terms.
+            The sum; and one bool per parameter: whether this rank had a gradient in any term of the
+            sum.
+
+        Raises:
+            StateError: ``names`` or ``scale`` differ from those of the earlier terms.
         """
         if self.flat is not None:
             if names != self._names:
@@ -133,32 +144,35 @@ class PartialSum:
         return flat, used
 
     def drop(self) -> None:
-        """Set this rank's sum to zero. Other replicas still all-reduce their sums with it."""
+        """Set this rank's sum to zero.
+
+        The sum is kept as zeros, because the other replicas may still all-reduce theirs.
+        """
         if self.flat is not None:
             self.flat.zero_()
             self._used, self._scale = [False] * len(self._used), None
 
     def clear(self) -> None:
-        """Forget the sum."""
+        """Remove the sum, so that the next `add` starts from zero."""
         self.flat, self._names, self._used = None, (), []
 
 
-# Up to this many elements, copying the packed gradients once more to append the flags costs less
-# than a second tensor in the reduce-scatter.
+# If the packed gradients have at most this many elements, copying them once more to append the
+# flags costs less than sending the flags as a second tensor.
 COPIED_NUMEL = 2**16
 
 
 class ReductionPlan:
-    """State that all reductions of the same parameters of a group share.
+    """Data that all reductions of the same parameters of a group share.
 
     Attributes:
         comm: Starts and counts the collectives of the unit.
         tag: Tag of the unit, sent with every reduction.
-        offloaded: Whether shards are on the CPU and computed on another device.
+        offloaded: Whether the shards are on the CPU and the computation on another device.
         rows: Layout of the packed gradients.
         shard: The flat shard. Gradients get its dtype and device.
-        has_flags: Whether `pack` writes the flags into the rows. Otherwise they are a second
-            tensor, `flags`, that is reduced in the same call.
+        has_flags: Whether `pack` writes the flags into the packed gradients. If False, `flags`
+            returns them as a second tensor, which is reduced in the same call.
     """
 
     def __init__(
@@ -190,7 +204,7 @@ class ReductionPlan:
         self.has_flags = not rows.flags_apart or self.numel <= COPIED_NUMEL
         self._ranks = self.numel // rows.flags if rows.flags_apart else rows.degree
         self._flags_shape = self._ranks, rows.flag_count
-        self._gaps = rows.gaps[::-1]  # backwards, so that insertions shift no later gap
+        self._gaps = rows.gaps[::-1]  # last gap first, so that an insertion shifts no other gap
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.columns) if e.spec.dim]
         self._has_empty = any(not each.spec.numel for each in rows.columns)
         self._known: dict[tuple[object, torch.dtype], Tensor] = {}
@@ -222,11 +236,12 @@ class ReductionPlan:
         return known[3], known[4]
 
     def pack(self, gradients: list[Tensor], used: Sequence[bool]) -> Tensor:
-        """Return the packed rows, flat.
+        """Return the packed gradients as a flat tensor, the input of the reduce-scatter.
 
         Args:
-            gradients: One contiguous gradient per parameter; zeros if it is not ``used``.
-            used: Whether this rank has a gradient, per parameter.
+            gradients: One contiguous gradient per parameter; zeros if this rank has none. The list
+                is changed.
+            used: One bool per parameter: whether this rank has a gradient.
         """
         rows, pieces = self.rows, gradients
         for i, spec in self._rearranged:
@@ -247,14 +262,18 @@ class ReductionPlan:
         return flat
 
     def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return ``[ranks, flags]``: in each row 1 or 0 per parameter, then the tag's flags."""
+        """Return the flags as a tensor ``[ranks, flags]`` with equal rows.
+
+        Each row has one flag per parameter, 1 if it is ``used`` and else 0, then the flags of the
+        tag.
+        """
         return self._made("flags", self._flags_shape, 0, used, dtype)
 
     def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return the values of the columns ``[start, end)``, which hold no gradient.
+        """Return the columns ``[start, end)`` of the packed gradients, which hold no gradient.
 
-        The values are zeros, of shape ``[degree, end - start]``. If the flags are stored in these
-        columns, the flags are filled in from ``used``.
+        The result has shape ``[degree, end - start]``. It is zero, except for the flags if they are
+        stored in these columns.
         """
         shape, flags = (self.rows.degree, end - start), self.rows.flags
         if self.rows.flags_apart or not start <= flags < end:
@@ -269,10 +288,10 @@ class ReductionPlan:
         used: Sequence[bool],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return a tensor of zeros, with the flags from column ``first`` on if ``used`` is given.
+        """Return a tensor of zeros, with flags from column ``first`` on if ``used`` is not empty.
 
-        The flags are 1 or 0 for each parameter, then the flags of the tag. The tensor is cached if
-        all parameters are used.
+        The flags are 1 or 0 for each parameter, then the flags of the tag. A small tensor is cached
+        under the key ``what`` if all parameters are used.
         """
         known = self._known.get((what, dtype)) if all(used) else None
         if known is not None:
@@ -290,7 +309,15 @@ class ReductionPlan:
         return made
 
     def report(self, error: Exception, doing: str, axis: Axis) -> None:
-        """Raise `DisagreementError` if ``error`` means that ranks were in different collectives."""
+        """Raise `DisagreementError` if ``error`` means that ranks ran different collectives.
+
+        Otherwise returns.
+
+        Args:
+            error: Exception that waiting for a collective raised.
+            doing: Purpose of the collective, for example "reduce the gradients of {}".
+            axis: Axis of the collective.
+        """
         self.tag.report(error, f"{doing} ({len(self.parameters)} parameters)", axis)
 
     @property
@@ -300,24 +327,25 @@ class ReductionPlan:
 
 
 class Reduction:
-    """A reduction in flight: a reduce-scatter, followed by an all-reduce of its result for HSDP.
+    """A reduction in flight: a reduce-scatter, and with replicas an all-reduce of its result.
 
     Args:
         plan: The parameters and their layout.
-        gradients: One contiguous gradient per parameter, if ``rows`` is None. The list is cleared
-            when they are packed.
-        rows: Gradients that are packed already.
-        used: Whether this rank has a gradient, per parameter. A parameter without one counts as
-            zeros, and gets a gradient only if another rank has one.
-        axes: Axes to reduce over.
-        collectives: Start the collectives.
-        options: Divide factor, hook, and whether to all-reduce. Later changes have no effect.
+        gradients: One contiguous gradient per parameter, zeros if this rank has none. Empty if
+            ``rows`` is given. The list is cleared when the gradients are packed.
+        rows: The packed gradients, if they are packed already. Otherwise None.
+        used: One bool per parameter: whether this rank has a gradient. A parameter gets a reduced
+            gradient if any rank has one.
+        axes: Mesh axes to reduce over.
+        collectives: Starts the collectives.
+        options: Divide factor, hook, and whether to all-reduce.
 
     Attributes:
-        scattering: The reduce-scatter. The packed gradients are alive until it is None.
+        scattering: The reduce-scatter in flight; None after it has ended. The packed gradients stay
+            allocated until then.
     """
 
-    _reads_tags_early = True  # when a collective has ended, not at the end of backward
+    _reads_tags_early = True  # after each collective, instead of at the end of backward
 
     def __init__(
         self,
@@ -344,9 +372,9 @@ class Reduction:
         self._summing: Waitable | None = None
         self._gradients = gradients
         self._used = used
-        self._flat: Tensor | None = None  # this rank's reduced row, flags included
+        self._flat: Tensor | None = None  # output of the reduce-scatter, flags included
         self._rows: Tensor | None = None
-        # Rows that are packed already have flags if the layout has columns for them.
+        # Packed gradients from a bucket contain the flags if the layout has columns for them.
         self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
@@ -359,8 +387,8 @@ class Reduction:
         if rows is None:
             pack = partial(plan.pack, self._gradients, self._used)
             rows = in_range("pack_gradients", plan.comm.path, pack)
-            self._gradients.clear()  # frees them before the result is allocated
-        if before and self._has_flags:  # do not divide the flags, which could become zero
+            self._gradients.clear()  # frees the gradients before the result is allocated
+        if before and self._has_flags:  # without the flags, which could become zero
             layout = plan.rows
             width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
             rows.view(-1, width)[:, : layout.flags].div_(before)
@@ -398,19 +426,23 @@ class Reduction:
 
     @property
     def ends_early(self) -> bool:
-        """Return whether to finish during backward, because parameters have post-gradient hooks.
+        """Return whether to call `finish` during backward instead of at its end.
 
-        Only some ranks may have such hooks. So this is False if `finish` would start another
-        collective, because all ranks must start collectives in the same order.
+        This is so if parameters have post-gradient hooks. But if `finish` would start another
+        collective, the result is False: only some ranks may have such hooks, and all ranks must
+        start collectives in the same order.
         """
         return self._hooked and (self.scattering is not None or not self._sums)
 
     def finish_scatter(self) -> None:
-        """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
+        """Wait for the reduce-scatter and release its input. Start the all-reduce of HSDP.
+
+        A no-op after the first call.
+        """
         if self.scattering is not None:
             try:
                 in_range("wait_reduce_scatter", self._plan.comm.path, self.scattering.wait)
-            except Exception as error:  # after an interrupt the collective would still run
+            except Exception as error:  # not KeyboardInterrupt: the collective would still run
                 self.scattering, self._ready = None, False
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
                 raise
@@ -425,7 +457,7 @@ class Reduction:
         self._rows = None
 
     def wait(self) -> None:
-        """Wait for all collectives of this reduction."""
+        """Wait for all collectives of this reduction, and start those that are left."""
         if self.scattering is not None:
             self.finish_scatter()
         while self._summing is not None:
@@ -440,7 +472,7 @@ class Reduction:
                 self._check_tags()
 
     def drop(self) -> None:
-        """Wait for the collectives in flight and discard the result. Starts no other collective."""
+        """Wait for the collectives in flight, and discard the result. Starts no collective."""
         if self._summing is not None:
             self._summing.wait()
             self._summing = None
@@ -450,13 +482,16 @@ class Reduction:
             self._release_packed()
 
     def finish(self) -> None:
-        """Wait, divide, and set the gradients of the sharded parameters."""
+        """Wait, divide the result, and set the gradients of the sharded parameters.
+
+        If the all-reduce is postponed to a later backward, sets no gradients.
+        """
         self.wait()
         if self._ready:
             self._put_gradients()
 
     def _check_tags(self) -> None:
-        """Raise `DisagreementError` if other ranks reduced other units."""
+        """Raise `DisagreementError` if other ranks reduced the gradients of other units."""
         flat, plan = self._flat, self._plan
         if flat is None or not plan.is_exact:
             return
@@ -477,16 +512,19 @@ class Reduction:
                 parameter.add_gradient(local)
 
     def _used_by_any(self) -> list[bool]:
-        """Return whether any rank used the parameter, per parameter. Reads the reduced flags."""
+        """Return one bool per parameter: whether any rank has a gradient.
+
+        Reads the reduced flags, so the host waits for them.
+        """
         if self._flat is None:
             return self._used
         first = self._plan.rows.flags
         return self._flat[first : first + len(self._used)].ne(0).tolist()
 
     def _results(self) -> list[Tensor]:
-        """Return this rank's part of each gradient, with the dtype and device of the shards.
+        """Return this rank's shard of each reduced gradient, in the shards' dtype and device.
 
-        The parts are views of one new flat tensor, which lives as long as one of them.
+        The gradients are views of one flat tensor, unless there was nothing to communicate.
         """
         plan, flat = self._plan, self._flat
         if flat is None:
@@ -494,7 +532,7 @@ class Reduction:
         return plan.rows.views(self._final(flat[: plan.rows.flags]).to(plan.shard))
 
     def _final(self, values: Tensor) -> Tensor:
-        """Call the user's hook with the reduced values, then divide them."""
+        """Call the user's hook with the reduced gradients, then divide them."""
         if self._options.hook is not None:
             self._options.hook(values)
         return values if self._after is None else values.div_(self._after)
@@ -504,12 +542,13 @@ class Reduction:
 
 
 class StreamedReduction(Reduction):
-    """A reduction on side streams. All of its steps are enqueued when it is created.
+    """A reduction on side streams, which overlaps with the computation.
 
-    The all-reduce over replicas, the user's hook, the division and the copy to the CPU follow the
-    reduce-scatter on side streams, while the computation continues. `finish_scatter` lets the
-    current stream wait for the reduce-scatter only, `wait` for everything. The host waits only in
-    `wait`, and only for copies to the CPU.
+    The constructor enqueues all steps: the reduce-scatter, the all-reduce over replicas, the user's
+    hook, the division, and with CPU offload the copy to the CPU.
+
+    - `finish_scatter` makes the current stream wait for the reduce-scatter.
+    - `wait` makes the current stream wait for all steps. With CPU offload, the host waits too.
     """
 
     _reads_tags_early = False
@@ -528,20 +567,20 @@ class StreamedReduction(Reduction):
         self._streams = streams
         self._made: list[Tensor] | None = None
         self._ended: Begun | None = None
-        self._held: list[Tensor] = []  # used by a side stream until `_ended` was waited for
+        self._held: list[Tensor] = []  # kept alive until the current stream waited for `_ended`
         super().__init__(plan, gradients, rows, used, axes, collectives, options)
         self._go_on()
 
     def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
-        # The result is memory of this stream. The packed rows are memory of the current stream, so
-        # they are kept until it has waited.
+        # The output is allocated on the reduce stream. The packed gradients are allocated on the
+        # current stream, so they are kept until that stream has waited for the reduce stream.
         with self._streams.reduce.after_current():
             work = super()._scatter(axis, start, rows)
-            work.wait()  # lets this stream wait, and with gloo the host
+            work.wait()  # makes the reduce stream wait, and with gloo the host
         return self._streams.reduce.begun()
 
     def _begin_sum(self, flat: Tensor) -> None:
-        self._flat = flat  # `_go_on` has begun it, or will
+        self._flat = flat  # `_go_on` starts the all-reduce
 
     def _go_on(self) -> None:
         """Enqueue all steps after the reduce-scatter."""
@@ -550,14 +589,15 @@ class StreamedReduction(Reduction):
             if self._plan.offloaded:
                 with streams.offload.after_current("copy_gradients"):
                     self._made = [self._on_cpu(self._divided(each)) for each in self._gradients]
-                # The gradients are kept until `finish_scatter`.
+                # `finish_scatter` waits for the copy, and then frees the gradients on the device.
                 self._ended = self.scattering = streams.offload.begun()
             return
         side = streams.all_reduce if self._sums else streams.reduce
         with side.after_current():
             if self.scattering is not None:
                 self.scattering.wait()
-            # Keep the memory of the last sum and of a result that is cast: this stream reads it.
+            # Keep the previous partial sum and the output of the reduce-scatter alive, because this
+            # side stream reads them.
             self._held = [x for x in (self._flat, self._plan.partial.flat) if x is not None]
             super()._begin_sum(self._flat)
             while self._summing is not None:
@@ -571,12 +611,12 @@ class StreamedReduction(Reduction):
                 self._ended = side.begun()
 
     def _copy_to_cpu(self, side: SideStream) -> None:
-        """Copy the reduced row, flags included, and release its memory on the device."""
+        """Copy the reduced gradients and flags to the CPU, and release their device memory."""
         flat, out = cast(Tensor, self._flat), self._streams.offload
         self._final(flat[: self._plan.rows.flags])
         with out.after_current("copy_gradients"):
             row = self._on_cpu(flat)
-        for each in self._held:  # the reduced row and the partial sum
+        for each in self._held:  # the output of the reduce-scatter and the partial sum
             side.uses(each)
         out.uses(flat)
         self._flat, self._held = row, []
@@ -595,7 +635,7 @@ class StreamedReduction(Reduction):
         super()._release_packed()
 
     def wait(self) -> None:
-        """Wait for all steps. If gradients are copied to the CPU, the host waits for the copy."""
+        """Make the current stream wait for all steps. With CPU offload, the host waits too."""
         self.finish_scatter()
         if self._ended is not None:
             with named_range("wait_reduction", self._plan.comm.path):
@@ -611,7 +651,7 @@ class StreamedReduction(Reduction):
         super().finish()
 
     def drop(self) -> None:
-        """Wait for all steps, which were enqueued at once, and discard the result."""
+        """Wait for all steps, and discard the result."""
         self.wait()
 
     def _results(self) -> list[Tensor]:

@@ -1,15 +1,19 @@
 """States of the parameters and gradients of a unit, and the table of legal transitions.
 
-The parameters of a group change from SHARDED to GATHERING, UNSHARDED and back to SHARDED. Between
-forward and backward they may be POST_FORWARD: sharded over fewer ranks, until they are gathered for
-backward.
+The parameters of a group change from SHARDED to GATHERING, to UNSHARDED and back to SHARDED:
 
-The gradients of a unit change from EMPTY to EXPECTED, WRITING and back to EMPTY:
+- SHARDED: the sharded parameters are registered with the modules.
+- GATHERING: an all-gather is in flight.
+- UNSHARDED: the unsharded parameters are registered with the modules.
+- POST_FORWARD: the parameters are sharded over fewer ranks. This state is between UNSHARDED and the
+  all-gather for backward, if ``reshard_after_forward`` is an integer.
 
-- EXPECTED: a forward ran with gradients enabled.
-- WRITING: backward of the unit has begun.
+The gradients of a unit change from EMPTY to EXPECTED, to WRITING and back to EMPTY:
+
 - EMPTY: no backward is expected. The gradients of the last backward were passed to a reduction, or
   are accumulated. A reduction in flight is a separate object.
+- EXPECTED: a forward ran with gradients enabled.
+- WRITING: backward of the unit has started.
 """
 
 from enum import Enum, auto
@@ -19,7 +23,7 @@ from ._errors import StateError
 
 
 class ParameterState(Enum):
-    """State of the parameters of a group."""
+    """State of the parameters of a group; see the module's docstring."""
 
     __hash__ = object.__hash__  # `Enum.__hash__` is slow: it runs in Python
 
@@ -30,7 +34,7 @@ class ParameterState(Enum):
 
 
 class GradientState(Enum):
-    """State of the gradients of a unit: no backward expected, backward expected or begun."""
+    """State of the gradients of a unit: backward not expected, expected, or started."""
 
     __hash__ = object.__hash__
 
@@ -77,7 +81,7 @@ TRANSITIONS: dict[tuple[Enum, Event], Enum] = {
 class _Following(dict[Enum, Any]):
     """Maps each state to the next state after one event.
 
-    Raises `StateError` if the event is not legal in a state.
+    Raises `StateError` for states in which the event is not legal.
     """
 
     def __init__(self, event: Event) -> None:
@@ -92,5 +96,5 @@ class _Following(dict[Enum, Any]):
         )
 
 
-# `AFTER[event][state]` is the next state. It is a dict because a function call takes longer.
+# `AFTER[event][state]` is the next state. These are dicts because function calls take longer.
 AFTER = {event: _Following(event) for event in Event}

@@ -19,15 +19,15 @@ CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveStats:
-    """Counts one kind of collective of one unit on this rank; part of a `CommStats`.
+    """Counts of one kind of collective of one unit on this rank; one row of a `CommStats`.
 
     Args:
         unit: Path of the sharded module, as in `GroupReport`.
         collective: ``"all_gather"`` (of forward and backward), ``"reduce_scatter"`` or
             ``"all_reduce"``.
         count: Number of collectives started.
-        bytes: Bytes that this rank receives in them from other ranks, computed from the sizes of
-            the tensors.
+        bytes: Total bytes that this rank receives from other ranks in these collectives, computed
+            from the sizes of the tensors.
         seconds: Sum of the durations of the timed collectives; see `FSDPModule.set_comm_timing`.
             None if no collective was timed.
 
@@ -50,10 +50,10 @@ class CollectiveStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommStats:
-    """Counts the collectives of a sharded module on this rank. ``print(stats)`` prints a table.
+    """Counts of the collectives of a sharded module on this rank. ``str(stats)`` is a table.
 
     Args:
-        rows: One row for each unit and kind of collective, if at least one was started.
+        rows: One row for each unit and kind of collective of which at least one was started.
 
     Examples:
         On 4 ranks:
@@ -94,7 +94,7 @@ class _Counter:
     def __init__(self) -> None:
         self.count = self.bytes = 0
         self.seconds: float | None = None
-        # Events before and after collectives on an accelerator that `_read_first` has not read.
+        # Events before and after each collective on an accelerator, until `_read_first` reads them.
         self._events: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def add_seconds(self, seconds: float) -> None:
@@ -102,12 +102,13 @@ class _Counter:
 
     def add_events(self, before: torch.Event, after: torch.Event) -> None:
         self._events.append((before, after))
-        # Reading finished events here bounds their number. The host does not wait.
+        # The queue stays short, because events that have finished are read and removed here.
+        # `query` does not make the host wait.
         while self._events and self._events[0][1].query():
             self._read_first()
 
     def read_events(self) -> None:
-        """Add the durations of all collectives. The host waits for them."""
+        """Add the durations of all collectives to ``seconds``. The host waits for them."""
         while self._events:
             self._events[0][1].synchronize()
             self._read_first()
@@ -118,7 +119,7 @@ class _Counter:
 
 
 class _TimedWork:
-    """A collective in flight. The first `wait` that returns ends its duration."""
+    """A timed collective in flight. Its duration ends when `wait` has returned once."""
 
     def __init__(self, work: Waitable, counter: _Counter, before: "float | torch.Event") -> None:
         self._work = work
@@ -126,7 +127,7 @@ class _TimedWork:
         self._before: float | torch.Event | None = before
 
     def wait(self) -> None:
-        """Wait as the collective does."""
+        """Wait for the collective, and add its duration to the counter."""
         self._work.wait()
         before, self._before = self._before, None
         if isinstance(before, float):
@@ -141,8 +142,8 @@ class UnitComm:
     """Starts the collectives of one unit: counts them, times them, and names them in profiles.
 
     Attributes:
-        path: Path of the unit from the root of the step. Empty for the root.
-        timing: Whether to time the collectives that start from now on.
+        path: Path of the unit from the root unit; "" for the root.
+        timing: Whether to time collectives that are started from now on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -162,13 +163,14 @@ class UnitComm:
 
         Args:
             name: Kind of the collective.
-            axis: Axis that it runs over.
-            size: Bytes of the whole tensor: the output of an all-gather, the input of a
-                reduce-scatter or an all-reduce.
-            function: Starts the collective. Returns None if nothing is communicated.
+            axis: Mesh axis of the collective.
+            size: Bytes of the output of an all-gather, or of the input of a reduce-scatter or an
+                all-reduce.
+            function: Function that starts the collective. It returns None if nothing is
+                communicated.
 
         Returns:
-            The collective in flight.
+            The collective in flight, or None if ``function`` returned None.
         """
         received = _PASSES[name] * size * (axis.size - 1) // axis.size
         if received:
@@ -182,12 +184,15 @@ class UnitComm:
         return _TimedWork(work, counter, before)
 
     def count(self, name: CollectiveName, axis: Axis, size: int) -> None:
-        """Count a collective whose size was not known when it started. It is not timed."""
+        """Count a collective whose size was unknown when it was started. It is not timed."""
         self._counters[name].count += 1
         self._counters[name].bytes += _PASSES[name] * size * (axis.size - 1) // axis.size
 
     def stats(self, unit: str) -> list[CollectiveStats]:
-        """Return the totals since the last `reset`, under the name ``unit``."""
+        """Return the totals since the last `reset`, one for each kind of collective that ran.
+
+        ``unit`` is the path of the unit in the result.
+        """
         for counter in self._counters.values():
             counter.read_events()
         return [
@@ -199,7 +204,7 @@ class UnitComm:
         ]
 
     def reset(self) -> None:
-        """Set all totals to zero. Collectives in flight add their durations to no total."""
+        """Set all totals to zero. Durations of collectives in flight are discarded."""
         self._counters = {name: _Counter() for name in _PASSES}
 
     def _now(self) -> "float | torch.Event":

@@ -4,12 +4,13 @@ Work on a side stream starts after all work that was enqueued on the current str
 current stream waits for a result before it reads the result. The caching allocator has one memory
 pool per stream. Three rules ensure that no stream writes to memory that another stream still uses:
 
-- A tensor of the current stream's pool that a side stream uses is kept alive until the current
-  stream has waited for the side stream.
-- A tensor of a side stream's pool may be freed when its last use is enqueued on the current stream.
-  The pool reuses its memory only for later work of the side stream, which starts after that use.
-- A tensor that is passed from one side stream to another is kept alive until the current stream has
-  waited for the second side stream, or its use is recorded with `SideStream.uses`.
+- If a side stream uses a tensor of the current stream's pool, the tensor is kept alive until the
+  current stream has waited for the side stream.
+- If the current stream uses a tensor of a side stream's pool, the tensor may be freed when its last
+  use is enqueued. The pool reuses the memory only for later work of the side stream, which starts
+  after that use.
+- If a tensor is passed from one side stream to another, it is kept alive until the current stream
+  has waited for the second side stream, or its use is recorded with `SideStream.uses`.
 
 Forward, backward and optimizer have to run on one stream, or on streams that the caller
 synchronizes.
@@ -41,7 +42,7 @@ class SideStream:
     Args:
         stream: The stream on which the work runs.
         current: Function that returns the current stream of the same device.
-        path: Path of the module. It is shown in profiles.
+        path: Path of the module, a label in profiles.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SideStream:
         block can be freed.
 
         Args:
-            what: Name of the block in profiles.
+            what: Name of the block in profiles. If empty, the block has no entry there.
         """
         before = self._current()
         self._stream.wait_stream(before)
@@ -75,7 +76,7 @@ class SideStream:
             raise
 
     def begun(self, work: Waitable | None = None) -> "Begun":
-        """Return a handle to wait for all work enqueued on this stream, and for ``work``."""
+        """Return a handle for all work enqueued on this stream so far, and for ``work``."""
         return Begun(self._stream.record_event(), self._current, work)
 
     def join(self) -> None:
@@ -92,7 +93,7 @@ class SideStream:
 
 
 class Begun:
-    """Handle of work on a side stream."""
+    """Handle for work that is enqueued on a side stream."""
 
     def __init__(
         self, event: torch.Event, current: Callable[[], torch.Stream], work: Waitable | None
@@ -102,13 +103,13 @@ class Begun:
         self._work = work
 
     def wait(self) -> None:
-        """Make the current stream wait for the work, and for its collective if there is one."""
+        """Make the current stream wait for the work, and for the collective if one was given."""
         self._current().wait_event(self._event)
         if self._work is not None:
             self._work.wait()
 
     def synchronize(self) -> None:
-        """Block the host until the device has finished this work."""
+        """Block the host until the device has finished the work on the side stream."""
         self._event.synchronize()
 
 
@@ -118,9 +119,9 @@ class Streams:
 
     Attributes:
         gather: Casts shards, copies shards from the CPU, and starts all-gathers.
-        reduce: Runs reduce-scatters and, without replicas, divides their results.
-        all_reduce: Runs all-reduces over replicas. It is a separate stream, so that they do not
-            delay the next reduce-scatter.
+        reduce: Runs reduce-scatters. If there are no replicas, it also divides their results.
+        all_reduce: Runs all-reduces over replicas. They have a stream of their own, so that they do
+            not delay the next reduce-scatter.
         offload: Copies gradients and tags to the CPU.
     """
 
@@ -135,7 +136,8 @@ class Streams:
         if device.type == "cpu":
             return None
         current = partial(torch.accelerator.current_stream, device)
-        # Small kernels before and after communication have priority, so that it starts earlier.
+        # Small kernels before and after a collective have priority, so that the collective starts
+        # earlier.
         soon, later = -1, 0
         return Streams(
             *(
