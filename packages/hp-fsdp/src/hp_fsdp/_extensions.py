@@ -25,7 +25,8 @@ from ._streams import Streams, Waitable
 from ._torch import POST_ALL_GATHER, PRE_ALL_GATHER, is_extended, preserved_versions
 from .layout import FlatBuffer, FlatPlan, GatherPlan, ShardSpec, plan_exact, plan_uneven
 
-Kinds = list[tuple[torch.dtype, torch.Size]]  # dtypes and shapes of the inputs of one parameter
+# Dtype and shape of each tensor that ``fsdp_pre_all_gather`` returns for one parameter.
+Kinds = list[tuple[torch.dtype, torch.Size]]
 
 
 class Extension:
@@ -38,9 +39,9 @@ class Extension:
         mesh: Mesh of the sharded parameter. Its last axis shards the parameter.
 
     Raises:
-        InvalidParameterError: One of the two methods is missing, or ``fsdp_pre_all_gather`` has
-            another signature than the two of torch.
-        MeshError: ``mesh`` has two axes without names.
+        InvalidParameterError: The parameter has only one of the two methods, or
+            ``fsdp_pre_all_gather`` has a signature that torch does not support.
+        MeshError: ``mesh`` has two or more axes without names.
     """
 
     def __init__(self, original: Tensor, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -69,7 +70,11 @@ class Extension:
         self._metadata: Any = None
 
     def inputs(self, local: Tensor, policy: MixedPrecisionPolicy) -> list[Tensor]:
-        """Return the tensors that ``fsdp_pre_all_gather`` of this rank's part sends."""
+        """Return the tensors to all-gather, by calling ``fsdp_pre_all_gather``.
+
+        ``local`` is this rank's shard of the parameter. The metadata that the call returns is
+        stored for ``fsdp_post_all_gather``.
+        """
         given: tuple[Any, ...] = (self._mesh,)
         if self._takes_all:
             given = (*given, self.shape, self.stride, self._module, policy)
@@ -84,10 +89,19 @@ class Extension:
     def make(
         self, local: Tensor, outputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the unsharded tensor of ``fsdp_post_all_gather``, and its inner tensors."""
+        """Call ``fsdp_post_all_gather`` for the first time.
+
+        Args:
+            local: This rank's shard of the parameter.
+            outputs: The all-gathered tensors.
+            dtype: Dtype of the computation.
+
+        Returns:
+            The unsharded tensor, without padding, and its inner tensors.
+        """
         whole, inner = cast(Any, local).fsdp_post_all_gather(outputs, self._metadata, dtype)
         if whole.shape != self.shape and whole.shape[1:] == self.shape[1:]:
-            whole = whole[: self.shape[0]]  # it ends in padding
+            whole = whole[: self.shape[0]]  # the last rows are padding
         elif whole.shape != self.shape:
             whole = whole.reshape(-1)[: self.shape.numel()].view(self.shape)
         return whole, tuple(inner)
@@ -95,9 +109,10 @@ class Extension:
     def write(
         self, local: Tensor, outputs: tuple[Tensor, ...], dtype: torch.dtype, unsharded: Tensor
     ) -> None:
-        """Write the result of ``fsdp_post_all_gather`` to the unsharded parameter.
+        """Call ``fsdp_post_all_gather`` with ``out=unsharded``, the unsharded parameter.
 
-        Autograd may have saved it, and must not take the write for a change.
+        The version counter of ``unsharded`` is preserved, because autograd may have saved the
+        parameter and would consider it as modified.
         """
         with preserved_versions(unsharded):
             cast(Any, local).fsdp_post_all_gather(outputs, self._metadata, dtype, out=unsharded)
@@ -106,30 +121,32 @@ class Extension:
 class ExtendedFlatBuffer(FlatBuffer):
     """The shards of parameters with all-gather extensions, and the all-gather of their inputs.
 
-    Each shard is a separate tensor, and ``shard`` is empty. The inputs of an all-gather are the
-    tensors that ``fsdp_pre_all_gather`` returns. They are copied to one buffer of bytes, which is
-    gathered into another one. The first all-gather plans the offsets in these buffers. ``plan`` has
-    the offsets of the gradients.
+    Each shard is a separate tensor, and ``shard`` is empty. ``fsdp_pre_all_gather`` returns the
+    inputs of the all-gather. The inputs of all parameters are copied to one buffer of bytes, which
+    is all-gathered into another buffer of bytes. The first all-gather plans the offsets in both
+    buffers. ``plan`` has the offsets of the gradients.
 
-    Before the first all-gather, ``unsharded`` tensors are on the meta device. Then `finish_gather`
-    replaces them by the results of ``fsdp_post_all_gather``, and the group creates the unsharded
-    parameters over them. Later all-gathers write to the unsharded parameters, because autograd may
-    have saved them.
+    - Before the first all-gather, the ``unsharded`` tensors are on the meta device.
+    - At the end of the first all-gather, `finish_gather` replaces them by the results of
+      ``fsdp_post_all_gather``. The group then creates the unsharded parameters from these results.
+    - Later all-gathers write to the same unsharded parameters, because autograd may have saved
+      them.
 
     Args:
         extensions: One for each parameter.
-        parts: This rank's part of each parameter. They are copied.
-        plan: Offsets of the parameters, as if they had no extensions.
-        axis: Axis that shards the parameters.
+        parts: This rank's shard of each parameter. The shards are copied.
+        plan: Plan of the parameters as if they had no extensions.
+        axis: Mesh axis that shards the parameters.
         dtype: Dtype of the computation.
         config: Device, mixed precision and ``direct_bytes``.
-        collectives: Exchanges the sizes of the inputs before the first all-gather.
+        collectives: Exchanges the sizes of the inputs between ranks, in the first all-gather.
 
     Raises:
-        ParameterError: A part has lost the class with the extension.
+        ParameterError: A shard is not an instance of the class with the extension.
 
     Attributes:
-        parameters: The unsharded parameters over ``unsharded``. None until they exist.
+        parameters: The unsharded parameters that the group created from ``unsharded``. None until
+            the group has set them.
     """
 
     parameters: Sequence[Tensor] | None = None
@@ -147,7 +164,7 @@ class ExtendedFlatBuffer(FlatBuffer):
     ) -> None:
         self.plan, self._rank = plan, axis.index
         self.shard_ranges = plan.shard_ranges(axis.index)
-        # Only operations that torch's fully_shard needs from such classes, too.
+        # This uses only operations that torch's fully_shard needs from such classes, too.
         self.shards = [part.new_zeros(part.shape).copy_(part) for part in parts]
         for extension, part in zip(extensions, self.shards, strict=True):
             if not is_extended(part):
@@ -170,7 +187,11 @@ class ExtendedFlatBuffer(FlatBuffer):
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
     ) -> Waitable | None:
-        """Call ``fsdp_pre_all_gather`` of each parameter, and start one all-gather for all."""
+        """Call ``fsdp_pre_all_gather`` of each parameter, and start one all-gather of all results.
+
+        Returns:
+            The all-gather in flight, an argument of `wait`. None if there is nothing to wait for.
+        """
         pairs = zip(self._extensions, self.shards, strict=True)
         inputs = [each.inputs(shard, self._config.precision) for each, shard in pairs]
         self._check_inputs(inputs)
@@ -178,11 +199,14 @@ class ExtendedFlatBuffer(FlatBuffer):
         return super().gather(axis, collectives, streams)
 
     def _check_inputs(self, inputs: Sequence[Sequence[Tensor]]) -> None:
-        """Plan the first all-gather; later ones must have the same dtypes and shapes."""
+        """Plan the all-gather at the first call.
+
+        At later calls, raise `StateError` if the inputs have other dtypes or shapes than at first.
+        """
         kinds = [[(tensor.dtype, tensor.shape) for tensor in each] for each in inputs]
         if not self._kinds:
             self._plan_bytes(inputs)
-            self._kinds = kinds  # last: after an exception, the next all-gather plans again
+            self._kinds = kinds  # set last, so that the next all-gather plans after an exception
         for extension, before, now in zip(self._extensions, self._kinds, kinds, strict=True):
             if before != now:
                 raise StateError(
@@ -210,9 +234,20 @@ class ExtendedFlatBuffer(FlatBuffer):
     def _exchange(
         self, names: Sequence[str], own: Sequence[int], unit: str, even: bool
     ) -> list[tuple[int, ...]]:
-        """Return the numbers of all ranks for each name. ``own`` is the list of this rank.
+        """Exchange one number per name between the ranks.
 
-        Raises `DisagreementError` on all ranks if ``even`` and the numbers for one name differ.
+        Args:
+            names: Names of parameters, for error messages.
+            own: This rank's number for each name.
+            unit: What the numbers count, for error messages, such as "bytes".
+            even: Whether all ranks must have the same number for a name.
+
+        Returns:
+            For each name, the numbers of all ranks.
+
+        Raises:
+            DisagreementError: ``even`` is True and ranks have different numbers for a name. Raised
+                on all ranks.
         """
         axis = self._axis
         if axis.size == 1 or not own:
@@ -236,14 +271,14 @@ class ExtendedFlatBuffer(FlatBuffer):
 
     def _view_output(self, memory: Tensor) -> None:
         self._received = self._gather_plan.unsharded(memory)
-        # The parameters and inner tensors may be views of the last memory.
+        # The parameters and inner tensors may be views of the previous memory.
         self.parameters, self._inner = None, []
         self._memory = memory
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish_gather(self, work: Waitable | None) -> None:
-        """Call ``fsdp_post_all_gather`` of each parameter, after `wait`."""
+        """Call ``fsdp_post_all_gather`` of each parameter. Call this method after `wait`."""
         super().finish_gather(work)
         self._sent = []
         received, degree = iter(self._received), self.plan.degree
@@ -259,13 +294,13 @@ class ExtendedFlatBuffer(FlatBuffer):
             self.unsharded = [unsharded for unsharded, _ in made]
             return
         for storage, size in self._inner:
-            if storage.nbytes() != size:  # some are views of the gathered bytes
+            if storage.nbytes() != size:  # not so if the tensor is a view of the gathered bytes
                 storage.resize_(size)
         for (ext, shard, given), parameter in zip(each, self.parameters, strict=True):
             ext.write(shard, given, self._dtype, parameter)
 
     def free(self) -> None:
-        """Free the gathered bytes and the inner tensors, unless a collective may use them."""
+        """Free the gathered bytes and the inner tensors, unless a collective may still use them."""
         super().free()
         self._sent = []
         if self._output is not None and not self._output.in_use:
@@ -274,7 +309,14 @@ class ExtendedFlatBuffer(FlatBuffer):
 
 
 def _stacked(flat: Tensor, dtype: torch.dtype, shape: torch.Size, degree: int) -> Tensor:
-    """Return gathered bytes as the inputs of all ranks, concatenated along the first dimension."""
+    """Return the inputs of all ranks, concatenated along dim 0, as a view of gathered bytes.
+
+    Args:
+        flat: The gathered bytes, uint8.
+        dtype: Dtype of the inputs.
+        shape: Shape of this rank's input.
+        degree: Number of ranks.
+    """
     row = math.prod(shape[1:]) * dtype.itemsize
     rows = len(flat) // row if row else degree * shape[0]
     return flat.view(dtype).view(rows, *shape[1:])

@@ -1,8 +1,9 @@
-"""Flat buffers of parameter groups, and the layouts that say where each parameter is in them.
+"""Flat buffers of parameter groups, and plans of the offsets in these buffers.
 
-A group keeps its rank's part of all parameters in one flat shard and all-gathers the shard into one
-flat output. The plan of a layout (`FlatPlan`) has all offsets; `FlatBuffer` holds the memory and
-runs the all-gather.
+A group stores this rank's shards of all parameters in one tensor, the flat shard. It all-gathers
+the flat shard into another tensor, the flat output. A `FlatBuffer` owns both tensors and runs the
+all-gather. A `FlatPlan` has the offsets of each parameter in both tensors. Each layout, "exact" and
+"ragged", has its own kind of plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ from ._uneven import plan_uneven as plan_uneven
 
 LayoutName = Literal["exact", "ragged"]
 
-# The function that plans each layout. Its arguments are the parameters, the number of ranks, the
-# bytes per element, and ``direct_bytes``. The plan also decides which part of each parameter a rank
-# holds, and the placement of the sharded parameter.
+# The function that creates the plan of each layout. Its arguments are the parameters, the number of
+# ranks, the bytes per element, and ``direct_bytes``. The plan also decides which elements of each
+# parameter a rank holds, and the placement of the sharded parameter.
 PLANNERS: dict[LayoutName, Callable[[Sequence[ShardSpec], int, int, float], FlatPlan]] = {
     "exact": plan_exact,
     "ragged": plan_ragged,

@@ -19,35 +19,35 @@ class FlatBuffer:
     """The flat shard of one group, and the flat output of its all-gather.
 
     A collective uses the output from the start of an all-gather until `wait` returns. `free` may be
-    called at any time. If the start of the all-gather or `wait` raised an exception, the collective
-    may still use the memory. Then `free` does not free it, and the next all-gather allocates new
-    memory and creates new ``unsharded`` views.
+    called at any time. If starting the all-gather or `wait` raised an exception, the collective may
+    still use the memory. Then `free` does not free this memory, and the next all-gather allocates
+    other memory and creates other ``unsharded`` views.
 
     The constructor allocates the output, because the unsharded parameters are views of it. With one
     rank, the output shares the memory of the flat shard if ``dtype`` and ``device`` are those of
     ``parts``.
 
     Args:
-        parts: This rank's part of each parameter. They are copied to a new flat shard with their
+        parts: This rank's shard of each parameter. The flat shard is a copy of them, with the same
             dtype and device.
         plan: Offsets of the parameters.
-        axis: Axis that shards the parameters.
+        axis: Mesh axis that shards the parameters.
         dtype: Dtype of the unsharded parameters.
         device: Device of the unsharded parameters.
         pinned: Whether to pin the memory of the flat shard.
 
     Attributes:
         plan: Offsets of the parameters.
-        shard_ranges: Elements ``[start, end)`` of the flat shard for each parameter.
-        shard: The flat shard: this rank's part of all parameters.
-        shards: This rank's part of each parameter, a view of ``shard``. Always readable.
+        shard_ranges: For each parameter, its elements ``(start, end)`` of the flat shard.
+        shard: The flat shard: this rank's shards of all parameters.
+        shards: This rank's shard of each parameter, a view of ``shard``. Always readable.
         unsharded: The unsharded parameters. Readable from `finish_gather` until `free`.
-        tags: The unit number that each rank sent, to detect ranks that gather different units; see
-            `_tags`. A view of the output of shape ``[ranks]``, or ``[ranks, digits]`` if a number
-            needs several elements. None if the all-gather has no tags.
+        tags: The tag that each rank sent, which encodes the number of its unit; see `_tags`. A view
+            of the output of shape ``[ranks]``, or ``[ranks, digits]`` if a tag needs several
+            elements. None if the all-gather sends no tags.
         expected_tags: Value of ``tags`` if all ranks gather this unit.
-        is_exact: Whether the all-gather copies every element unchanged.
-        gathered_bytes: Bytes that all ranks together send in an all-gather.
+        is_exact: Whether the collectives of the last all-gather copy every element unchanged.
+        gathered_bytes: Bytes that one all-gather writes to the output.
     """
 
     plan: FlatPlan
@@ -94,15 +94,15 @@ class FlatBuffer:
     def _connect(
         self, plan: GatherPlan, dtype: torch.dtype, device: torch.device, output: bool, copied: bool
     ) -> None:
-        """Allocate the buffers of the all-gather, and create its views of them.
+        """Allocate the input and output buffers of the all-gather, and create views of them.
 
         Args:
             plan: Offsets in the buffers.
             dtype: Dtype of the buffers.
             device: Device of the buffers.
-            output: Whether the output has memory of its own. If False, it is the flat shard.
-            copied: Whether `_copy_in` fills an input buffer before each all-gather. If False, the
-                all-gather reads the flat shard.
+            output: Whether to allocate an output buffer. If False, the output is the flat shard.
+            copied: Whether `_copy_in` copies the flat shard to an input buffer before each
+                all-gather. If False, the all-gather reads the flat shard itself.
         """
         self._gather_plan = plan
         if output:
@@ -117,12 +117,13 @@ class FlatBuffer:
             self._input.free()
 
     def _copy_in(self, target: Tensor) -> None:
-        """Copy this rank's part to ``target``, which has the offsets of the flat shard."""
+        """Copy the flat shard to ``target``, a flat tensor of the same size."""
         target.copy_(self.shard, non_blocking=True)
 
     def _view_output(self, memory: Tensor) -> None:
         self.unsharded = self._gather_plan.unsharded(memory)
-        self._memory = memory  # last: after an interrupt, the next all-gather starts here again
+        # Set last: if an interrupt stops this method, the next all-gather creates the views again.
+        self._memory = memory
 
     def _view_input(self, memory: Tensor) -> None:
         slices = self._gather_plan.slices
@@ -143,7 +144,10 @@ class FlatBuffer:
         self._started_by: Collectives | None = None  # the collectives that `_start` uses
 
     def write_tag(self, number: int) -> None:
-        """Write the number of the unit to the end of the flat shard that this rank sends."""
+        """Write the tag of unit ``number`` to the end of the flat shard.
+
+        A no-op if the all-gather sends no tags or the flat shard is on the meta device.
+        """
         if self.tags is not None and not self.shard.is_meta:
             count, itemsize = self.plan.tag_numel, self.plan.itemsize
             start, numel = self.plan.slices[-1]
@@ -157,11 +161,11 @@ class FlatBuffer:
     ) -> Waitable | None:
         """Start the all-gather over ``axis``.
 
-        If dtype or device of the flat shard and the output differ, the flat shard is copied first:
-        to the input of the all-gather, or, with one rank, to the output.
+        If the flat shard differs from the output in dtype or device, the flat shard is copied first
+        to the input buffer of the all-gather. With one rank, it is copied to the output instead.
 
         Returns:
-            The all-gather in flight, for `wait`. None if there is nothing to wait for.
+            The all-gather in flight, an argument of `wait`. None if there is nothing to wait for.
         """
         output, source = self._output, self._input
         if output is None or not self._inputs:
@@ -188,8 +192,8 @@ class FlatBuffer:
         target = (output if source is None else source).writable
         if streams is not None:
             output.in_use = True
-            # The copy and the all-gather overlap with computation, which waits for both by the
-            # returned work. The collective may finish on the stream on which it was started.
+            # The copy and the all-gather overlap with the computation. The returned work waits for
+            # both, because the collective may finish on the stream on which it was started.
             with streams.gather.after_current("copy_shard"):
                 self._copy_in(target)
                 work = start()
@@ -199,15 +203,16 @@ class FlatBuffer:
         return start()
 
     def _renew_views(self, output: ResizableBuffer) -> None:
-        """Create views of new memory, because a collective may still use the last memory."""
+        """Create the views again after ``output`` has allocated other memory."""
         with torch.inference_mode(False):
             self._view_arrivals(output.writable)
             self._view_output(output.tensor)
 
     def save_block(self, size: int) -> None:
-        """Copy the part that this rank keeps for backward, if it reshards to fewer ranks.
+        """Copy this rank's share of the output, to reshard to ``size`` ranks after forward.
 
-        The ranks of the axis form blocks of ``size`` neighbours. Each block keeps all parameters.
+        The ranks of the axis form blocks of ``size`` consecutive ranks. The ranks of each block
+        together keep the whole output. `gather_block` restores it for backward.
         """
         position = self._rank % size
         self._block = [
@@ -216,7 +221,11 @@ class FlatBuffer:
         ]
 
     def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
-        """Start the all-gather of the copies of `save_block`, over the axis of the block."""
+        """Start the all-gather of the copies of `save_block`, over the axis of the block.
+
+        Returns:
+            The all-gather in flight, an argument of `wait`. None if there are no copies.
+        """
         output = self._output
         if output is None or not self._block:
             return None
@@ -231,7 +240,7 @@ class FlatBuffer:
         self._block = ()
 
     def wait(self, work: Waitable) -> None:
-        """Wait for the all-gather. The collective does not use the buffers any more."""
+        """Wait for the all-gather ``work``, and free its input buffer."""
         work.wait()
         if self._output is not None:
             self._output.in_use = False
@@ -240,7 +249,10 @@ class FlatBuffer:
             self._input.free()
 
     def finish_gather(self, work: Waitable | None) -> None:
-        """Copy packed parameters to their places in the output. Call it after `wait`."""
+        """Copy packed parameters to their offsets in the output. Call this after `wait`.
+
+        A no-op if ``work`` is None.
+        """
         if work is not None and self._copy_out is not None:
             self._copy_out()
 
@@ -258,9 +270,10 @@ def _nothing() -> None:
 def _prepared(
     collectives: Collectives, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], Waitable]:
-    """Return a function that starts the same all-gather in every step.
+    """Return a function that starts an all-gather of ``inputs`` to ``outputs``.
 
-    With torch's collectives, it looks up the operation once, which saves host time.
+    With torch's collectives and one input, the operation is looked up only once, here. This saves
+    host time in each step.
     """
     if type(collectives) is TorchCollectives and len(inputs) == 1 < axis.size:
         return collectives.prepare_all_gather(axis, inputs[0], outputs[0])

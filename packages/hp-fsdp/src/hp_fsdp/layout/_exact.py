@@ -13,9 +13,10 @@ from ._memory import as_bytes
 from ._offsets import DIRECT_BYTES, GradientRows, ShardSpec, aligned_numel, round_up, rows_by_rank
 from ._plan import FlatPlan
 
-# Up to this number of packed elements, one indexed copy is faster than a copy for each parameter.
+# With at most this number of packed elements, one indexed copy is faster than one copy for each
+# parameter.
 INDEXED_NUMEL = 2**14
-# From this number of equal parameters per series, one strided copy is faster than a split.
+# With at least this number of parameters per series, strided copies are faster than a split.
 SERIES_LENGTH = 4
 
 
@@ -23,14 +24,17 @@ SERIES_LENGTH = 4
 class ExactPlan(FlatPlan):
     """Offsets of the parameters of one group, each sharded along one dim.
 
-    A direct parameter has a slice of its own, which arrives in one piece. All other parameters are
-    packed into the last slice, and `copy_out` copies them from there.
+    - A direct parameter has its own slice of the all-gather. Its elements are contiguous in the
+      output.
+    - All other parameters are packed: they share the last slice, and `copy_out` copies each of them
+      to a contiguous part of the output.
 
     Attributes:
-        shard_starts: Offset of each shard in the flat shard. Every shard is padded to the size of
-            the largest one.
-        packed_start: Start of the last slice, if there are packed parameters or a tag.
-        packed_numel: Length of the last slice; 0 if there is neither.
+        shard_starts: Offset of each parameter in the flat shard. The shards of a parameter are
+            padded to the same size on all ranks.
+        packed_start: Offset of the packed slice in the flat shard. The slice has the packed
+            parameters, then the tag.
+        packed_numel: Number of elements of the packed slice; 0 if there is no such slice.
     """
 
     kind: ClassVar[str] = "exact"
@@ -45,7 +49,7 @@ class ExactPlan(FlatPlan):
         return sorted(chosen, key=self.shard_starts.__getitem__)
 
     def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the elements ``[start, end)`` of the flat shard for each parameter, padded."""
+        """Return the elements ``(start, end)`` of each parameter in the flat shard, padded."""
         pairs = zip(self.shard_starts, self.specs, strict=True)
         return [(start, start + spec.shard_numel) for start, spec in pairs]
 
@@ -54,7 +58,7 @@ class ExactPlan(FlatPlan):
         return self.specs[position].part(unsharded, rank)
 
     def rows_per_rank(self, position: int) -> int:
-        """Return the largest number of rows of a parameter on any rank."""
+        """Return the size of the largest shard of a parameter along its sharded dim."""
         return self.specs[position].rows
 
     def gradient_rows(self, chosen: Sequence[int], rank: int, itemsize: int) -> GradientRows:
@@ -66,10 +70,13 @@ class ExactPlan(FlatPlan):
         return plan_exact(self.specs, self.degree, itemsize, direct_bytes)
 
     def copy_out(self, output: Tensor) -> Callable[[], object] | None:
-        """Return a function that copies the packed parameters; None if there are none."""
+        """Return a function that copies the packed parameters to their offsets in ``output``.
+
+        None if there are no packed parameters.
+        """
         if self.packed_numel == self.tag_numel:
             return None
-        # The packed slices of all ranks, then the packed parameters.
+        # `tail` has the packed slices of all ranks, then the unsharded packed parameters.
         tail = output[self.degree * self.packed_start :]
         target = tail[self.degree * (self.shard_numel - self.packed_start) :]
         if len(target) > INDEXED_NUMEL:
@@ -85,9 +92,12 @@ class ExactPlan(FlatPlan):
     def _copy_each(self, tail: Tensor) -> Callable[[], None]:
         """Return a function that copies the packed parameters within ``tail``.
 
-        ``tail`` is the output from the packed slices on. Parameters along dim 0 are copied by one
-        split, or by one strided copy for each series of equal parameters. Other parameters are
-        copied one by one.
+        ``tail`` is the output from the packed slices on.
+
+        - Parameters that are sharded along dim 0 are copied with one
+          ``torch.split_with_sizes_copy``. If there are long series of parameters with equal sizes,
+          each series is copied with one strided copy instead.
+        - Other parameters are copied one by one.
         """
         degree, numel, specs = self.degree, self.packed_numel, self.specs
         gathered = tail[: degree * numel].view(degree, numel)
@@ -134,13 +144,16 @@ def plan_exact(
 ) -> ExactPlan:
     """Plan the flat buffers of parameters that are sharded over ``degree`` ranks.
 
-    A parameter is direct if it is sharded along dim 0 and its shard has at least ``direct_bytes``
-    and a multiple of 16 bytes. With one rank all parameters are direct, so the flat shard and the
-    output have the same offsets. Unsharded parameters start at multiples of 16 bytes.
+    A parameter is direct if it is sharded along dim 0, its shard has at least ``direct_bytes``, and
+    the number of bytes is a multiple of 16. With one rank, all parameters are direct, so the flat
+    shard and the output have the same offsets. Unsharded parameters start at multiples of 16 bytes.
 
-    If there is a packed slice, the tag of the unit is appended to it. If several slices are direct
-    and none is packed, the tag is a slice of its own. A single direct slice has no tag, because one
-    all-gather would become two. If ``tagged`` is False, there is no tag.
+    The position of the unit's tag depends on the slices:
+
+    - If there are packed parameters, the tag is at the end of the packed slice.
+    - If there are two or more direct slices only, the tag has its own slice.
+    - If there is one direct slice only, there is no tag, because it would need a second slice.
+    - With one rank, or if ``tagged`` is False, there is no tag.
     """
     unit = aligned_numel(itemsize)
     direct = tuple(
@@ -191,15 +204,17 @@ def plan_exact(
 def series_of(
     starts: Sequence[tuple[int, int]], widths: Sequence[int]
 ) -> list[tuple[int, int, tuple[int, int]]]:
-    """Find series of pieces with equal widths and equal distances.
+    """Find series of tensors that can be copied with one strided copy each.
+
+    The tensors of a series have equal sizes, and equal distances in the source and in the target.
 
     Args:
-        starts: Offset of each piece in the source and in the target.
-        widths: Number of elements of each piece.
+        starts: For each tensor, its offset in the source and in the target.
+        widths: Number of elements of each tensor.
 
     Returns:
-        For each series: the index of its first piece, the number of pieces, and the distances in
-        the source and in the target.
+        One ``(first, count, (source_step, target_step))`` for each series: the index of its first
+        tensor, the number of tensors, and their distances. ``count`` is 1 for a single tensor.
     """
     found: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
     for position, (start, width) in enumerate(zip(starts, widths, strict=True)):

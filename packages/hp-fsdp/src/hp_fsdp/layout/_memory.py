@@ -1,4 +1,4 @@
-"""Flat memory that is freed and allocated again under the same views."""
+"""Flat tensors whose memory can be freed and allocated again while views of them stay valid."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from torch import Tensor
 class ResizableBuffer:
     """A flat tensor whose memory can be freed and allocated again, while views of it stay valid.
 
-    The buffer begins allocated, because torch creates views of allocated memory only.
+    The constructor allocates the memory, because torch creates views of allocated memory only.
 
     A collective that uses the memory sets ``in_use`` before it starts, and clears it after its
-    ``wait`` has returned. While ``in_use`` is set, the memory is neither freed nor reused: `free`
-    does nothing, and `allocate` creates new memory with a new ``tensor`` and ``writable``. The old
-    memory is freed when the collective drops its references.
+    ``wait`` has returned. While ``in_use`` is set, `free` is a no-op, and `allocate` replaces
+    ``tensor`` and ``writable`` by tensors with other memory. The previous memory is freed when the
+    collective drops its references.
 
     Attributes:
         tensor: The flat tensor ``[numel]``.
-        writable: The same memory with its own version counter, so that autograd does not take a
-            repeated all-gather of the same values for a change of saved tensors.
-        in_use: Whether a collective may use the memory.
+        writable: A tensor over the same memory with its own version counter. All-gathers write to
+            it, so that autograd does not consider saved views of ``tensor`` as modified.
+        in_use: Whether a collective may still use the memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -34,7 +34,10 @@ class ResizableBuffer:
         self.in_use = False
 
     def allocate(self) -> None:
-        """Allocate memory with arbitrary contents, at a new address if a collective may use it."""
+        """Allocate the memory, uninitialized.
+
+        If a collective may still use the current memory, other memory is allocated instead.
+        """
         if self.in_use:
             with torch.inference_mode(False):
                 self._new_memory()
@@ -42,10 +45,10 @@ class ResizableBuffer:
             self._storage.resize_(self._bytes)
 
     def free(self) -> None:
-        """Free the memory, unless a collective may use it. Views become unreadable."""
-        # The memory returns to the allocator pool of its stream. That is the current stream, or a
-        # side stream that waits for the current one before each use. So reads that were enqueued
-        # before finish before the memory is written again.
+        """Free the memory, so that views become unreadable. A no-op if ``in_use`` is True."""
+        # The memory returns to the allocator pool of its stream. That stream is the current stream,
+        # or a side stream that waits for the current one before each use. So reads that are already
+        # enqueued finish before the memory is written again.
         if not self.in_use:
             self._storage.resize_(0)
 
@@ -55,14 +58,14 @@ _UNSUPPORTED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
 def as_sent(flat: Tensor) -> Tensor:
-    """Return a view to all-gather: as bytes if a backend may not support the dtype."""
+    """Return a view of ``flat`` for collectives: as uint8 if backends may not support its dtype."""
     return flat.view(torch.uint8) if flat.dtype in _UNSUPPORTED else as_bytes(flat)
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return a view to copy or send: as bytes if an element has one byte.
+    """Return a view of ``flat`` as uint8 if its elements have one byte, otherwise ``flat``.
 
-    Neither gloo nor all copy kernels support float8.
+    gloo and some copy kernels do not support float8.
     """
     return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
 
@@ -70,9 +73,12 @@ def as_bytes(flat: Tensor) -> Tensor:
 def in_own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the memory of a contiguous view, with a storage of exactly these bytes.
 
-    The result has its own version counter and keeps the buffer alive. ``torch.save`` would write
-    the whole storage of a plain view. A DTensor also copies the storage offset of its local tensor,
-    and ``torch.save`` and ``deepcopy`` fail because a DTensor itself has no memory at this offset.
+    The result has its own version counter, and keeps the buffer alive. A plain view has two
+    disadvantages:
+
+    - ``torch.save`` would write the whole storage of the buffer.
+    - A DTensor copies the storage offset of its local tensor. If the offset is not 0,
+      ``torch.save`` and ``deepcopy`` fail, because the DTensor has no memory at this offset.
     """
     if view.is_meta:
         return view

@@ -24,12 +24,12 @@ DIRECT_BYTES_OF = {"nccl": 256 * 1024}
 class ShardSpec:
     """A tensor of ``shape`` that is sharded along ``dim`` over ``degree`` ranks.
 
-    Dim 0 is split as by ``torch.chunk``. Other dims are divisible by ``degree``. In flat buffers
-    every shard is padded to the size of the largest one.
+    If ``dim`` is 0, the tensor is split as by ``torch.chunk``. Otherwise its size along ``dim`` is
+    divisible by ``degree``. In flat buffers, every shard is padded to the size of the largest one.
 
     Attributes:
-        atom: Number of consecutive elements that one rank must hold. Used by the ragged layout,
-            which does not split along a dim.
+        atom: Only for the ragged layout, which does not split along a dim. The flattened tensor
+            consists of atoms: blocks of ``atom`` elements that are never split between ranks.
     """
 
     shape: tuple[int, ...]
@@ -63,12 +63,12 @@ class ShardSpec:
         return unsharded.narrow(self.dim, start, self.local_shape(rank)[self.dim])
 
     def by_rank(self, unsharded: Tensor) -> Tensor:
-        """Return a view of the unsharded tensor in which the shards follow each other by rank.
+        """Return a view of the unsharded tensor with the shards in the order of their ranks.
 
-        For dim 0, this is the tensor itself. Otherwise the view has shape ``[degree, before,
-        rest]``, and index r of the first dimension is the shard of rank r. ``before`` is the
-        product of the sizes of the dims before ``dim``. ``rest`` is the product of the shard's
-        other sizes.
+        If ``dim`` is 0, this is the tensor itself. Otherwise the view has the shape
+        ``[degree, before, rest]``, and ``view[r]`` has the elements of the shard of rank r.
+        ``before`` is the product of the sizes before ``dim``. ``rest`` is the product of the
+        shard's other sizes.
         """
         if self.dim == 0:
             return unsharded
@@ -78,10 +78,10 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientColumns:
-    """The columns ``[start, end)`` of the packed gradients that hold one gradient.
+    """Columns of one gradient in the packed gradients, a tensor ``[degree, width]``.
 
-    Row r has the shard of rank r, then padding. Only gradients that are sharded along dim 0 have
-    padding.
+    The gradient is in the columns from ``start`` to `end`. In these columns, row r has the shard of
+    rank r, then padding. Only gradients that are sharded along dim 0 have padding.
     """
 
     spec: ShardSpec
@@ -89,12 +89,12 @@ class GradientColumns:
 
     @property
     def end(self) -> int:
-        """Return the column after the last one of this gradient, padding included."""
+        """Return the column after the last column of this gradient and its padding."""
         return self.start + self.spec.shard_numel
 
     @property
     def full(self) -> int:
-        """Return the number of leading rows without padding."""
+        """Return the number of rows without padding. These are the first rows."""
         spec = self.spec
         if spec.dim:
             return spec.degree
@@ -102,19 +102,23 @@ class GradientColumns:
 
     @property
     def left(self) -> int:
-        """Return the size along dim 0 of the shard in row ``full``. Further rows have no shard."""
+        """Return the size along dim 0 of the shard in row `full`, which has padding.
+
+        0 if there is no such row. Later rows have padding only.
+        """
         return 0 if self.spec.dim else self.spec.shape[0] - self.full * self.spec.rows
 
     @property
     def padding_start(self) -> int:
-        """Return the first padded column of row ``full``."""
+        """Return the column at which the padding of row `full` starts."""
         return self.start + self.left * math.prod(self.spec.shape[1:])
 
     def full_rows(self, packed: Tensor) -> Tensor:
-        """Return the rows without padding of ``packed``, ``[rows, width]``, as a view.
+        """Return a view of this gradient in ``packed``: the rows that have no padding.
 
-        Its shape is ``[full, rows, ...]`` for dim 0, and ``[degree, before, rest]`` otherwise. So a
-        gradient can be viewed in this shape, whatever its strides.
+        ``packed`` are the packed gradients, ``[degree, width]``. If the gradient is sharded along
+        dim 0, the view has the shape ``[full, spec.rows, ...]``. Otherwise it has the shape of
+        `ShardSpec.by_rank`.
         """
         spec = self.spec
         shape: tuple[int, ...] = (spec.rows, *spec.shape[1:])
@@ -124,27 +128,33 @@ class GradientColumns:
         return packed[: self.full, self.start : self.end].view(self.full, *shape)
 
     def last_row(self, packed: Tensor) -> Tensor:
-        """Return the shard in row ``full`` of ``packed``, ``[rows, width]``, as a view."""
+        """Return a view of this gradient in ``packed``: the shard in row `full`, without padding.
+
+        ``packed`` are the packed gradients, ``[degree, width]``.
+        """
         shard = packed[self.full, self.start : self.padding_start]
         return shard.view(self.left, *self.spec.shape[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRows:
-    """Offsets of packed gradients, a tensor ``[degree, width]``. Row r is reduced to rank r.
+    """Offsets in the packed gradients, a tensor ``[degree, width]``.
 
-    In the ragged layout there is one row, and each rank receives a part of it.
+    The reduce-scatter sums this tensor over all ranks, and rank r receives row r. In the ragged
+    layout there is one row, and each rank receives an equal share of it.
 
     Attributes:
         degree: Number of rows.
         width: Number of columns.
         columns: Columns of each gradient.
-        gaps: Columns without a gradient, as ``(i, start, end)``: they precede gradient i.
-        shards: Offset and shape of each shard in the row that this rank receives.
-        flags: Offset of the flags in that row. There is one flag for each parameter, nonzero if a
-            rank has a gradient of it, followed by the flags of the unit's tag.
-        flags_apart: Whether the flags are a second tensor that is reduced in the same call, instead
-            of columns of the rows.
+        gaps: Columns ``[start, end)`` without a gradient, as ``(i, start, end)``. Gradient ``i``
+            follows the gap.
+        shards: Offset and shape of each gradient's shard in the tensor that this rank receives.
+        flags: Offset of the flags in the tensor that this rank receives. There is one flag for each
+            parameter, nonzero if any rank has a gradient of it. Then follow the flags of the unit's
+            tag.
+        flags_apart: Whether the flags are a second tensor that is reduced in the same call. If
+            False, the flags are columns of the packed gradients.
     """
 
     degree: int
@@ -165,7 +175,10 @@ class GradientRows:
         flags: int,
         flags_apart: bool = False,
     ) -> "GradientRows":
-        """Return the rows with the gradients of ``specs`` at the columns ``starts``, ascending."""
+        """Return the rows with the gradients of ``specs`` at the columns ``starts``.
+
+        ``starts`` must be ascending. The gaps are computed from the columns.
+        """
         pairs = zip(specs, starts, strict=True)
         columns = tuple(GradientColumns(spec=spec, start=start) for spec, start in pairs)
         between = zip((0, *(each.end for each in columns)), (*starts, width), strict=True)
@@ -181,17 +194,17 @@ class GradientRows:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of all rows."""
+        """Return the number of elements of the packed gradients."""
         return self.degree * self.width
 
     @property
     def reduced_numel(self) -> int:
-        """Return the number of elements that a rank has after the reduction, flags included."""
+        """Return the number of elements that each rank receives, flags included."""
         return self.flags + self.flag_count if self.flags_apart else self.width
 
     @property
     def tag_start(self) -> int:
-        """Return the offset of the tag's flags in the reduced row."""
+        """Return the offset of the tag's flags in the tensor that this rank receives."""
         return self.flags + len(self.columns)
 
     @property
@@ -202,9 +215,9 @@ class GradientRows:
     def views(self, reduced: Tensor) -> list[Tensor]:
         """Return this rank's shard of each gradient, as views of ``reduced``.
 
-        ``reduced`` is the flat row that this rank has after the reduction of the packed gradients.
+        ``reduced`` is the flat tensor that this rank receives from the reduce-scatter.
         """
-        # Only `map` calls functions in C without a step of the interpreter for each parameter.
+        # `map` calls these functions in C, without an interpreter step for each parameter.
         starts, shapes = [start for start, _ in self.shards], [shape for _, shape in self.shards]
         rows, dims = itertools.repeat(reduced), itertools.repeat(0)
         flats = map(Tensor.narrow, rows, dims, starts, map(math.prod, shapes))
@@ -212,9 +225,10 @@ class GradientRows:
 
 
 def rows_by_rank(specs: Sequence[ShardSpec], rank: int, itemsize: int) -> GradientRows:
-    """Return packed gradients with one row for each rank: the padded shards, then the flags.
+    """Return the offsets of packed gradients for the exact layout.
 
-    Each row starts at a multiple of 16 bytes.
+    There is one row for each rank: the padded shards of all gradients, then the flags. Each row
+    starts at a multiple of 16 bytes.
     """
     ends = list(itertools.accumulate((spec.shard_numel for spec in specs), initial=0))
     width = round_up(ends[-1] + len(specs) + TAG_FLAGS, aligned_numel(itemsize))
@@ -224,12 +238,12 @@ def rows_by_rank(specs: Sequence[ShardSpec], rank: int, itemsize: int) -> Gradie
 
 
 def direct_bytes_of(backend: str) -> int:
-    """Return the default of ``direct_bytes`` for a backend."""
+    """Return the default of ``direct_bytes`` for a backend such as "nccl"."""
     return DIRECT_BYTES_OF.get(backend, DIRECT_BYTES)
 
 
 def aligned_numel(itemsize: int) -> int:
-    """Return the number of elements of ``itemsize`` bytes in 16 bytes, at least one."""
+    """Return how many elements of ``itemsize`` bytes 16 bytes have; at least 1."""
     return max(1, ALIGNMENT // itemsize)
 
 

@@ -1,4 +1,7 @@
-"""The interface between the plan of a layout and the code that uses it."""
+"""Interfaces of plans: the offsets in the buffers of an all-gather, and in a group's flat buffers.
+
+`GatherPlan` is enough for one all-gather. `FlatPlan` also has the parameters and gradients.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,14 +19,14 @@ from ._offsets import GradientRows, ShardSpec
 class GatherPlan(Protocol):
     """Offsets of tensors in the flat input and the flat output of one all-gather.
 
-    Every rank has a flat shard with its part of each tensor. It sends slices of the flat shard. The
-    slice ``(start, numel)`` of all ranks arrives, rank by rank, at the elements
-    ``[degree * start, degree * (start + numel))`` of the flat output. Then `copy_out` copies the
-    tensors that did not arrive in one piece to another offset of the output.
+    Every rank has a flat shard with its shard of each tensor, and sends slices of this flat shard.
+    For a slice ``(start, numel)``, the elements ``[degree * start, degree * (start + numel))`` of
+    the flat output receive the slices of all ranks, in the order of the ranks. If a tensor is not
+    contiguous there, `copy_out` then copies it to another offset of the output.
 
     Attributes:
         degree: Number of ranks.
-        specs: Shape of each unsharded tensor, and how it is sharded.
+        specs: Shape and sharding of each tensor.
         output_starts: Offset of each unsharded tensor in the output, after `copy_out`.
         shard_numel: Number of elements of the flat shard, padding included.
         output_numel: Number of elements of the output.
@@ -41,7 +44,7 @@ class GatherPlan(Protocol):
 
     @abstractmethod
     def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the elements ``[start, end)`` of the flat shard of ``rank`` for each tensor."""
+        """Return the elements ``(start, end)`` of each tensor in the flat shard of ``rank``."""
 
     def unsharded(self, output: Tensor) -> list[Tensor]:
         """Return the unsharded tensors as views of ``output``. Valid after `copy_out`."""
@@ -49,23 +52,24 @@ class GatherPlan(Protocol):
         return [output[start : start + spec.numel].view(spec.shape) for start, spec in pairs]
 
     def copy_out(self, output: Tensor) -> Callable[[], object] | None:
-        """Return a function that completes ``output`` after each all-gather.
+        """Return a function that makes all tensors in ``output`` contiguous after an all-gather.
 
-        None if every tensor arrives in one piece.
+        None if every tensor is contiguous already.
         """
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatPlan(GatherPlan, Protocol):
-    """Offsets of the parameters and gradients of one group: what a layout decides.
+    """Offsets of the parameters and gradients of one group.
 
-    Equal on all ranks. Ranks compare ``str(plan)`` if their collectives do not match.
+    The plan is equal on all ranks. If the collectives of ranks do not match, the ranks compare
+    ``str(plan)``.
 
     Attributes:
         kind: Name of the layout.
         itemsize: Bytes per element for which the offsets are aligned.
-        direct: Whether each parameter arrives in one piece, without `copy_out`.
+        direct: One bool per parameter: whether it is contiguous in the output without `copy_out`.
     """
 
     kind: ClassVar[str]
@@ -85,11 +89,11 @@ class FlatPlan(GatherPlan, Protocol):
 
     @abstractmethod
     def part(self, position: int, unsharded: Tensor, rank: int) -> Tensor:
-        """Return the part of an unsharded parameter that ``rank`` holds, as a view."""
+        """Return the shard of ``rank`` of an unsharded parameter, as a view."""
 
     @abstractmethod
     def rows_per_rank(self, position: int) -> int:
-        """Return the largest number of rows of a parameter on any rank."""
+        """Return the size of the largest shard of a parameter along its sharded dim."""
 
     @abstractmethod
     def gradient_rows(self, chosen: Sequence[int], rank: int, itemsize: int) -> GradientRows:
@@ -102,9 +106,12 @@ class FlatPlan(GatherPlan, Protocol):
     def with_itemsize(self, itemsize: int, direct_bytes: float) -> Self:
         """Return the plan of the same parameters for elements of ``itemsize`` bytes.
 
-        Every rank keeps its part of each parameter.
+        Every rank keeps the same shard of each parameter.
         """
 
     def ragged_shard(self, position: int) -> RaggedShard | None:
-        """Return the placement of a `RaggedTensor`. None if the sharded parameter is a DTensor."""
+        """Return the placement of a sharded parameter that is a `RaggedTensor`.
+
+        None if the sharded parameter is a DTensor.
+        """
         return None

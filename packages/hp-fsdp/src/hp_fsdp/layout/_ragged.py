@@ -1,4 +1,4 @@
-"""The ragged layout: all parameters of a group in one buffer, split evenly over the ranks."""
+"""The ragged layout: one buffer with all parameters of a group, split evenly over the ranks."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from .._tags import TAG_FLAGS
 from ._offsets import GradientRows, ShardSpec, aligned_numel, round_up
 from ._plan import FlatPlan
 
-TRIES = 64  # shard sizes that are tried for each step size
+TRIES = 64  # number of shard sizes to try for each step size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class RaggedPlan(FlatPlan):
     """Offsets of the parameters of one group in an output of ``degree * shard_numel`` elements.
 
     Rank r holds the elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the output. Every
-    parameter arrives in one piece. There is no tag, because a parameter may continue in the shard
-    of the next rank.
+    parameter is contiguous in the output, so `copy_out` is not needed. The all-gather sends no tag,
+    because a parameter may continue in the flat shard of the next rank.
     """
 
     kind: ClassVar[str] = "ragged"
 
     def elements(self, position: int, rank: int) -> tuple[int, int]:
-        """Return the elements ``[first, end)`` of a parameter that ``rank`` holds."""
+        """Return the elements ``(first, end)`` of a flattened parameter that ``rank`` holds."""
         start, numel = self.output_starts[position], self.specs[position].numel
         first = min(max(rank * self.shard_numel - start, 0), numel)
         end = min(max((rank + 1) * self.shard_numel - start, 0), numel)
@@ -38,7 +38,8 @@ class RaggedPlan(FlatPlan):
     def leading(self, position: int) -> int:
         """Return the number of leading dims that the `RaggedShard` of a parameter flattens.
 
-        This is the smallest number for which an atom is a multiple of the remaining dims.
+        This is the smallest number for which the atom is a multiple of the product of the other
+        sizes. For example, the result is 1 for the shape ``(8, 4)`` and an atom of 4 elements.
         """
         shape, atom = self.specs[position].shape, self.specs[position].atom
         for count in range(1, len(shape)):
@@ -48,9 +49,9 @@ class RaggedPlan(FlatPlan):
         return len(shape)
 
     def rows(self, position: int) -> tuple[int, ...]:
-        """Return the number of rows of a parameter for each rank.
+        """Return the number of rows of a parameter that each rank holds.
 
-        A row is an index into the flattened leading dims.
+        The rows are those of the parameter after its `leading` dims are flattened to one.
         """
         numel = math.prod(self.specs[position].shape[self.leading(position) :]) or 1
         ranges = [self.elements(position, rank) for rank in range(self.degree)]
@@ -68,17 +69,17 @@ class RaggedPlan(FlatPlan):
         return min(max(start, 0), self.shard_numel), shape
 
     def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the elements ``[start, end)`` of the flat shard of ``rank`` for each parameter."""
+        """Return the elements ``(start, end)`` of each parameter in the flat shard of ``rank``."""
         shards = [self.shard(position, rank) for position in range(len(self.specs))]
         return [(start, start + math.prod(shape)) for start, shape in shards]
 
     def part(self, position: int, unsharded: Tensor, rank: int) -> Tensor:
-        """Return the part of an unsharded parameter that ``rank`` holds, as a view."""
+        """Return the shard of ``rank`` of an unsharded parameter, as a view."""
         first, end = self.elements(position, rank)
         return unsharded.flatten()[first:end].view(self.shard(position, rank)[1])
 
     def rows_per_rank(self, position: int) -> int:
-        """Return the largest number of rows of a parameter on any rank."""
+        """Return the largest number of `rows` of a parameter that a rank holds."""
         return max(self.rows(position))
 
     def with_itemsize(self, itemsize: int, direct_bytes: float) -> "RaggedPlan":
@@ -88,8 +89,9 @@ class RaggedPlan(FlatPlan):
     def gradient_rows(self, chosen: Sequence[int], rank: int, itemsize: int) -> GradientRows:
         """Return the offsets of the packed gradients of the parameters at ``chosen``.
 
-        They are in one row, at the offsets of the parameters in the output. With several ranks the
-        flags are a separate tensor, because a parameter may continue in the next rank's part.
+        The gradients are in one row, at the offsets of the parameters in the output. With two or
+        more ranks, the flags are a separate tensor, because a gradient may continue in the share of
+        the next rank.
         """
         specs = [replace(self.specs[i], degree=1) for i in chosen]
         apart = self.degree > 1
@@ -108,17 +110,18 @@ class RaggedPlan(FlatPlan):
 def plan_ragged(
     specs: Sequence[ShardSpec], degree: int, itemsize: int, direct_bytes: float = 0
 ) -> RaggedPlan:
-    """Plan the smallest flat shard, of the sizes tried, that splits no atom between ranks.
+    """Plan the offsets of parameters that are split over ``degree`` ranks in the ragged layout.
 
-    The atom of a parameter is the number of consecutive elements that one rank must hold; see
-    `ShardSpec`. It is reduced to the size of the parameter if it is larger.
+    An atom is a block of consecutive elements of a parameter that is not split between ranks; see
+    `ShardSpec.atom`. The search tries several sizes of the flat shard and takes the smallest one
+    that splits no atom:
 
-    - The size of the flat shard is a multiple of 16 bytes.
+    - The size is a multiple of 16 bytes.
     - If a parameter spans three or more flat shards, the size is also a multiple of its atom.
     - Parameters keep their order. If a shard boundary would split an atom, the parameter starts at
       a later offset.
 
-    ``direct_bytes`` is ignored, because every parameter arrives in one piece.
+    ``direct_bytes`` is ignored, because every parameter is contiguous in the output.
     """
     numels = [spec.numel for spec in specs]
     atoms = [min(spec.atom, max(spec.numel, 1)) for spec in specs]
@@ -148,7 +151,10 @@ def plan_ragged(
 
 
 def _steps(unit: int, atoms: Sequence[int]) -> list[int]:
-    """Return step sizes for the search: multiples of no, one, two or all atoms."""
+    """Return the step sizes of the search for a flat shard size, ascending.
+
+    Each one is the least common multiple of ``unit`` and none, one, two or all of the atoms.
+    """
     pairs = itertools.combinations(atoms, 2)
     chosen = [(), *((atom,) for atom in atoms), *pairs, tuple(atoms)]
     return sorted({math.lcm(unit, *each) for each in chosen})
@@ -157,7 +163,7 @@ def _steps(unit: int, atoms: Sequence[int]) -> list[int]:
 def _starts(
     numels: Sequence[int], atoms: Sequence[int], size: int, degree: int
 ) -> list[int] | None:
-    """Return the offset of each parameter; None if they do not fit flat shards of ``size``."""
+    """Return the offset of each parameter; None if flat shards of ``size`` are too small."""
     starts = []
     cursor = 0
     for numel, atom in zip(numels, atoms, strict=True):

@@ -1,4 +1,4 @@
-"""An all-gather in which ranks send parts of different sizes, for all-gather extensions."""
+"""Plan of an all-gather in which ranks send different sizes, for all-gather extensions."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,24 +12,24 @@ from ._plan import GatherPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPlan(GatherPlan):
-    """Offsets of 1-D tensors of which each rank sends a part of another size.
+    """Offsets of 1-D tensors whose shards have different sizes on different ranks.
 
-    Each rank sends one slice: its parts of all tensors, then padding. `copy_out` joins the parts of
-    each tensor in the order of the ranks.
+    Each rank sends one slice: its shards of all tensors, then padding. `copy_out` concatenates the
+    shards of each tensor in the order of the ranks.
 
     Attributes:
-        sizes: Number of elements: ``sizes[i][rank]`` of tensor ``i``.
+        sizes: ``sizes[i][r]`` is the number of elements of tensor i that rank r sends.
     """
 
     sizes: tuple[tuple[int, ...], ...]
 
     def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the elements ``[start, end)`` of the flat shard of ``rank`` for each tensor."""
+        """Return the elements ``(start, end)`` of each tensor in the flat shard of ``rank``."""
         ends = itertools.accumulate((each[rank] for each in self.sizes), initial=0)
         return list(itertools.pairwise(ends))
 
     def copy_out(self, output: Tensor) -> Callable[[], None]:
-        """Return a function that joins the gathered parts of each tensor."""
+        """Return a function that concatenates the gathered shards of each tensor."""
         gathered = output[: self.degree * self.shard_numel].view(self.degree, self.shard_numel)
         tensors = zip(self.unsharded(output), self.sizes, strict=True)
         targets = [tensor.split(sizes) for tensor, sizes in tensors]
@@ -48,7 +48,10 @@ class UnevenPlan(GatherPlan):
 
 
 def plan_uneven(sizes: Sequence[tuple[int, ...]]) -> UnevenPlan:
-    """Plan the all-gather of 1-D tensors of bytes; rank r sends ``sizes[i][r]`` of tensor i."""
+    """Plan the all-gather of 1-D tensors of bytes.
+
+    ``sizes[i][r]`` is the number of bytes of tensor i that rank r sends.
+    """
     degree = len(sizes[0])
     shard_numel = max(map(sum, zip(*sizes, strict=True)))
     totals = list(map(sum, sizes))
