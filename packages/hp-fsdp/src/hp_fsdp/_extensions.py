@@ -145,8 +145,8 @@ class ExtendedFlatBuffer(FlatBuffer):
         ParameterError: A shard is not an instance of the class with the extension.
 
     Attributes:
-        parameters: The unsharded parameters that the group created from ``unsharded``. None until
-            the group has set them.
+        parameters: The unsharded parameters that the group created from ``unsharded``, or None
+            before the group has set them.
     """
 
     parameters: Sequence[Tensor] | None = None
@@ -190,7 +190,7 @@ class ExtendedFlatBuffer(FlatBuffer):
         """Call ``fsdp_pre_all_gather`` of each parameter, and start one all-gather of all results.
 
         Returns:
-            The all-gather in flight, an argument of `wait`. None if there is nothing to wait for.
+            The all-gather in flight, to pass to `wait`, or None if there is nothing to wait for.
         """
         pairs = zip(self._extensions, self.shards, strict=True)
         inputs = [each.inputs(shard, self._config.precision) for each, shard in pairs]
@@ -239,7 +239,7 @@ class ExtendedFlatBuffer(FlatBuffer):
         Args:
             names: Names of parameters, for error messages.
             own: This rank's number for each name.
-            unit: What the numbers count, for error messages, such as "bytes".
+            unit: Unit of the numbers, for error messages, such as "bytes".
             even: Whether all ranks must have the same number for a name.
 
         Returns:

@@ -90,9 +90,10 @@ def _write(target: Tensor, source: Tensor, first: bool) -> None:
 class BucketHooks:
     """Hooks that move each large gradient of a parameter group to a `GradientBucket`.
 
-    Two kinds of gradients have no hooks and are packed at the end of the unit's backward: small
-    ones, because they need little memory, and those of DTensors, because they may need a
-    redistribution.
+    Two kinds of gradients have no hooks and are packed at the end of the unit's backward:
+
+    - small gradients, because they need little memory;
+    - gradients of DTensors, because they may need a redistribution.
 
     Args:
         parameters: The parameters of the group.

@@ -163,7 +163,7 @@ class ParameterGroup:
     def gather_signature(self) -> tuple[object, ...] | None:
         """Return the sizes and the dtype size of the all-gather.
 
-        None if the group has all-gather extensions, because they choose the sizes.
+        Returns None if the group has all-gather extensions, because they choose the sizes.
         """
         if not self.flat:
             return None
@@ -540,7 +540,7 @@ class ParameterGroup:
             chosen: Positions of the parameters, a result of `reduced`.
 
         Returns:
-            The reduction in flight. None if ``chosen`` is empty.
+            The reduction in flight, or None if ``chosen`` is empty.
         """
         plan = self._plan
         if len(chosen) < len(self.parameters):

@@ -99,9 +99,9 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
         If one of them cannot be used, none is copied.
 
         Args:
-            final: What to do if a parameter cannot be used. If True, register the previous sharded
-                parameters again, except in place of removed ones, and raise. If False, return; the
-                next all-gather checks again.
+            final: Whether to raise if a parameter cannot be used. If True, the previous sharded
+                parameters are registered again first, except in place of removed ones. If False,
+                this method returns, and the next all-gather checks again.
 
         Returns:
             Whether unsharded parameters were created again.

@@ -101,8 +101,8 @@ def end_in_hook(unit: Unit, module: nn.Module) -> None:
 def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Unshard the parameters, and return the inputs of the forward.
 
-    The inputs are cast as the mixed precision policy says. Inputs that require grad also get a
-    hook that detects the end of the unit's backward; see `_mark_inputs`.
+    The inputs are cast if the mixed precision policy requires it. Inputs that require grad also get
+    a hook that detects the end of the unit's backward; see `_mark_inputs`.
     """
     schedule = unit.schedule
     if schedule is None:
@@ -120,7 +120,8 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
         return args, kwargs
     if schedule.in_backward:
         schedule.check_no_backward()
-    # If a module did not end its last forward, or calls itself, another forward call starts.
+    # A forward call of the unit starts if the module has ended its last forward. It also starts if
+    # the module is still running: its last forward did not end, or it calls itself.
     first = module not in unit.pending_modules or module in unit.running_modules
     if first:
         unit.running_modules.clear()

@@ -1,4 +1,4 @@
-"""Pack and reduce the gradients of a parameter group, and set those of its sharded parameters."""
+"""Reductions: pack and reduce the gradients of a group, and set them on its sharded parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ class Division:
     """How a reduction divides gradients, and over which axes it all-reduces them.
 
     Attributes:
-        before: Divisor before the reduction. None if gradients are not divided there.
-        after: Divisor after the reduction, a 0-dim CPU tensor. None if gradients are not divided
-            there.
+        before: Divisor before the reduction, or None if there is no division before it.
+        after: Divisor after the reduction, a 0-dim CPU tensor, or None if there is no division
+            after it.
         op: "avg" if the collectives divide, else "sum".
         sums: The replicate axes that have two or more ranks.
     """
@@ -94,7 +94,7 @@ class PartialSum:
     Used if ``set_requires_all_reduce(False)`` postpones the all-reduce to a later backward.
 
     Attributes:
-        flat: The sum so far, a flat tensor of gradients and flags. None if there is no sum.
+        flat: The sum so far, a flat tensor of gradients and flags, or None if there is no sum.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class PartialSum:
             sum.
 
         Raises:
-            StateError: ``names`` or ``scale`` differ from those of the earlier terms.
+            StateError: ``names`` or ``scale`` differ from earlier calls.
         """
         if self.flat is not None:
             if names != self._names:
@@ -341,8 +341,8 @@ class Reduction:
         options: Divide factor, hook, and whether to all-reduce.
 
     Attributes:
-        scattering: The reduce-scatter in flight; None after it has ended. The packed gradients stay
-            allocated until then.
+        scattering: The reduce-scatter in flight, or None after it has ended. The packed gradients
+            stay allocated until it has ended.
     """
 
     _reads_tags_early = True  # after each collective, instead of at the end of backward

@@ -121,7 +121,7 @@ class Schedule:
                 group.reads_tags = self._tag_log is not None
 
     def _new_tag_log(self, streams: Streams | None) -> TagLog | None:
-        """Return a `TagLog` for tags that are read later. None on a CPU.
+        """Return a `TagLog` for tags that are read later, or None on a CPU.
 
         The log includes the unread tags of the schedules that this schedule replaces.
         """
@@ -137,8 +137,8 @@ class Schedule:
     def check_tags(self) -> None:
         """Raise `DisagreementError` if ranks used different units in one collective.
 
-        On an accelerator, the host waits until the tags of earlier collectives are on the CPU. A
-        no-op on a CPU, where tags are read directly after each collective.
+        On an accelerator, the host waits until the tags of earlier collectives are on the CPU. On a
+        CPU this is a no-op, because tags are read directly after each collective.
         """
         if self._tag_log is not None:
             self._tag_log.send("in the last step: ")
@@ -679,5 +679,5 @@ def drop_gradients(units: Sequence[Unit]) -> None:
 
 
 def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:
-    """Return the last position of ``unit`` in ``order`` before ``end``; None if there is none."""
+    """Return the last position of ``unit`` in ``order`` before ``end``, or None."""
     return next((i for i in reversed(range(end)) if order[i] is unit), None)

@@ -55,5 +55,5 @@ def tag_flags(number: int) -> tuple[bool, ...]:
 
 
 def flags_agree(values: list[float]) -> bool:
-    """Return whether ``values``, the reduced flags, came from one unit number on all ranks."""
+    """Return whether all ranks had the same unit number. ``values`` are the reduced flags."""
     return values.count(0.0) == FLAG_BITS

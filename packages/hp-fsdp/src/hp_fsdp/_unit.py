@@ -121,8 +121,8 @@ class ForwardCall:
     def needs_view(self, tensor: Tensor) -> bool:
         """Return whether an output must be replaced by a view before it gets a hook.
 
-        This is so for a leaf, because its hook would never be freed. It is also so for `input`,
-        because it already has the hook of the previous call.
+        - A leaf needs a view, because a hook on a leaf would never be freed.
+        - The tensor `input` needs a view, because it already has the hook of the previous call.
         """
         return tensor.is_leaf or (self.input is not None and self.input() is tensor)
 
@@ -139,19 +139,21 @@ class Unit:
         checked_in_pass: Number of the pass or backward in which the unit was last checked for
             replaced parameters; see `Schedule`.
         unreduced: Whether gradients of earlier backwards wait for a reduction.
-        pending_modules: Modules whose forward has not ended in this forward call.
-        running_modules: Modules of ``pending_modules`` whose forward has begun.
-        hook_ended: Modules whose `post_forward` runs in a forward hook, not in `run_forward`.
+        pending_modules: Modules that have not ended their forward in this forward call.
+        running_modules: Modules of ``pending_modules`` that have started their forward.
+        hook_ended: Modules that run `post_forward` in a forward hook, not in `run_forward`.
         unhooked: Whether a forward since the last backward returned no tensor to hook. If True,
             ``gradient_hooks`` detect backward.
         gradient_hooks: Handles of the hooks on the gradients of the parameters.
         forward_call: The current forward call, or the last one.
         expects_backward: Whether a backward may follow ``forward_call``.
         parameters_version: Increases whenever the unsharded parameters are created again.
-        forward_prefetch: Units to prefetch in forward. None: the next unit in the learned order.
-        backward_prefetch: Units to prefetch in backward. None: the next unit in reverse order.
-        create_graph_calls: Forward calls whose backward ran with ``create_graph=True``. None if
-            there was none.
+        forward_prefetch: Units to prefetch in forward. If None, the next unit of the recorded order
+            is prefetched.
+        backward_prefetch: Units to prefetch in backward. If None, the next unit in reverse order is
+            prefetched.
+        create_graph_calls: Forward calls that had a backward with ``create_graph=True``, or None
+            if there was no such call.
         creation_number: Position in the order of all `fully_shard` calls.
     """
 
@@ -427,7 +429,7 @@ class Unit:
         return kept and not self.options.reshard_after_backward
 
     def note_create_graph(self, call: ForwardCall) -> None:
-        """Record a forward call whose backward ran with ``create_graph=True``.
+        """Record a forward call that has a backward with ``create_graph=True``.
 
         The reference is weak, so that this does not keep the call's autograd graph alive.
         """
@@ -513,7 +515,10 @@ class Unit:
                 )
 
     def _plan_reduction(self, chosen: list[list[int]], options: Options) -> None:
-        """Set ``_reduction`` to the `Collective` that reduces ``chosen``; None if it is empty."""
+        """Set ``_reduction`` to the `Collective` that reduces ``chosen``.
+
+        Sets None if ``chosen`` has no parameters.
+        """
         key = (tuple(map(tuple, chosen)), options.all_reduce)
         if key not in self._reductions:
             pairs = list(zip(self.groups, chosen, strict=True))
@@ -688,6 +693,6 @@ def units_in(*roots: nn.Module) -> list[Unit]:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit of ``module``; None if it was not passed to `fully_shard`."""
+    """Return the unit of ``module``, or None if ``module`` was not passed to `fully_shard`."""
     unit = module.__dict__.get(UNIT_ATTRIBUTE)
     return unit if isinstance(unit, Unit) else None

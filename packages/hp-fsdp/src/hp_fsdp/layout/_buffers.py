@@ -24,8 +24,8 @@ class FlatBuffer:
     other memory and creates other ``unsharded`` views.
 
     The constructor allocates the output, because the unsharded parameters are views of it. With one
-    rank, the output shares the memory of the flat shard if ``dtype`` and ``device`` are those of
-    ``parts``.
+    rank, the output shares the memory of the flat shard if ``parts`` have the same ``dtype`` and
+    ``device``.
 
     Args:
         parts: This rank's shard of each parameter. The flat shard is a copy of them, with the same
@@ -44,7 +44,7 @@ class FlatBuffer:
         unsharded: The unsharded parameters. Readable from `finish_gather` until `free`.
         tags: The tag that each rank sent, which encodes the number of its unit; see `_tags`. A view
             of the output of shape ``[ranks]``, or ``[ranks, digits]`` if a tag needs several
-            elements. None if the all-gather sends no tags.
+            elements. It is None if the all-gather sends no tags.
         expected_tags: Value of ``tags`` if all ranks gather this unit.
         is_exact: Whether the collectives of the last all-gather copy every element unchanged.
         gathered_bytes: Bytes that one all-gather writes to the output.
@@ -165,7 +165,7 @@ class FlatBuffer:
         to the input buffer of the all-gather. With one rank, it is copied to the output instead.
 
         Returns:
-            The all-gather in flight, an argument of `wait`. None if there is nothing to wait for.
+            The all-gather in flight, to pass to `wait`, or None if there is nothing to wait for.
         """
         output, source = self._output, self._input
         if output is None or not self._inputs:
@@ -224,7 +224,7 @@ class FlatBuffer:
         """Start the all-gather of the copies of `save_block`, over the axis of the block.
 
         Returns:
-            The all-gather in flight, an argument of `wait`. None if there are no copies.
+            The all-gather in flight, to pass to `wait`, or None if there are no copies.
         """
         output = self._output
         if output is None or not self._block:

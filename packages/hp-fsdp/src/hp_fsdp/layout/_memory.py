@@ -1,11 +1,11 @@
-"""Flat tensors whose memory can be freed and allocated again while views of them stay valid."""
+"""Flat tensors with memory that can be freed and allocated again while views stay valid."""
 
 import torch
 from torch import Tensor
 
 
 class ResizableBuffer:
-    """A flat tensor whose memory can be freed and allocated again, while views of it stay valid.
+    """A flat tensor with memory that can be freed and allocated again, while views stay valid.
 
     The constructor allocates the memory, because torch creates views of allocated memory only.
 

@@ -51,7 +51,7 @@ class RaggedPlan(FlatPlan):
     def rows(self, position: int) -> tuple[int, ...]:
         """Return the number of rows of a parameter that each rank holds.
 
-        The rows are those of the parameter after its `leading` dims are flattened to one.
+        Rows are counted after the `leading` dims of the parameter are flattened to one dim.
         """
         numel = math.prod(self.specs[position].shape[self.leading(position) :]) or 1
         ranges = [self.elements(position, rank) for rank in range(self.degree)]
@@ -163,7 +163,7 @@ def _steps(unit: int, atoms: Sequence[int]) -> list[int]:
 def _starts(
     numels: Sequence[int], atoms: Sequence[int], size: int, degree: int
 ) -> list[int] | None:
-    """Return the offset of each parameter; None if flat shards of ``size`` are too small."""
+    """Return the offset of each parameter, or None if flat shards of ``size`` are too small."""
     starts = []
     cursor = 0
     for numel, atom in zip(numels, atoms, strict=True):

@@ -12,7 +12,7 @@ from ._plan import GatherPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPlan(GatherPlan):
-    """Offsets of 1-D tensors whose shards have different sizes on different ranks.
+    """Offsets of 1-D tensors that have shards of different sizes on different ranks.
 
     Each rank sends one slice: its shards of all tensors, then padding. `copy_out` concatenates the
     shards of each tensor in the order of the ranks.
