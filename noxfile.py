@@ -326,7 +326,7 @@ def long(session: nox.Session) -> None:
     torch's tests sweep over, models of Hugging Face on four processes, and what the planner reads
     of every family of models.
     Of hp-fsdp: what torch's library does with the tests of both; an exception at every third call
-    of steps in each mode (at every 29th); parameters that no rank used on other meshes in each mode
+    of steps in each mode (at every 19th); parameters that no rank used on other meshes in each mode
     (on one or two); steps on simulated streams on meshes of one axis in each mode (on two axes);
     gradient accumulation on simulated streams in each mode, each way to accumulate and on each mesh
     (five cases);

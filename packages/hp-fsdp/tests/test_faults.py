@@ -516,7 +516,7 @@ EVERYWHERE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 EXTENDED: dict[str, type[Wrapped]] = {"Whole": Whole, "Halved": Halved, "Blocks": Blocks}
 # From one call that fails to the next; repeated runs fill in those between.
-STRIDES = [29, pytest.param(3, marks=pytest.mark.long)]
+STRIDES = [19, pytest.param(3, marks=pytest.mark.long)]
 
 
 def run_step(model: Any, rank: int, mode: str) -> None:

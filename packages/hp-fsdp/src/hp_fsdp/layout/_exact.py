@@ -83,7 +83,8 @@ class ExactPlan(FlatPlan):
             return self._copy_each(tail)
         gathered = self.degree * self.packed_numel
         numbers = torch.zeros(len(tail), dtype=torch.int32, device="cpu")
-        torch.arange(gathered, out=numbers[:gathered])
+        # With ``out=``, torch would raise inside ``with torch.device("meta")``.
+        numbers[:gathered] = torch.arange(gathered, dtype=torch.int32, device="cpu")
         self._copy_each(numbers)()
         index = numbers[-len(target) :].to(output.device)
         source = as_bytes(tail[:gathered])
