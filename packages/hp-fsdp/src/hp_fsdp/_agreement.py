@@ -306,10 +306,11 @@ class History:
         return len(self._cycle) if self.turn is None else self.turn.place
 
     def repeats(self, collective: Collective) -> bool:
-        """Return whether ``collective`` is expected. If it is, move `turn` to the next position.
+        """Return whether ``collective`` is the next one of the cycle. If so, advance `turn`.
 
-        At the end of a cycle, the first collective of the cycle is expected. Callers first compare
-        ``collective`` with ``turn.collective`` themselves, because that is faster than a call.
+        At the end of the cycle, the next collective is the first one of the cycle. For speed,
+        callers compare ``collective`` with ``turn.collective`` first. They call this method only if
+        the two differ or `turn` is None.
         """
         if self.turn is None and self._cycle:
             self._keep()

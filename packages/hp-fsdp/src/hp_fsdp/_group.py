@@ -704,7 +704,11 @@ class ParameterGroup:
 
     @property
     def _converted(self) -> bool:
-        """Return whether parameters differ from the flat shard in dtype, device or memory."""
+        """Return whether user code converted or moved parameters.
+
+        True if a parameter's dtype or device is not that of the flat shard, or if the address of a
+        shard has changed.
+        """
         shard = self.layout.shard
         kinds = {(x.dtype, x.device) for x in (each.local() for each in self.parameters)}
         return kinds != {(shard.dtype, shard.device)} or self.table.moved()

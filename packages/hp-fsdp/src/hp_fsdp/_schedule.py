@@ -232,10 +232,12 @@ class Schedule:
         self._check_together(self._begin_order, backward=False)
 
     def _check_together(self, units: Iterable[Unit], backward: bool) -> None:
-        """Check with few calls that no parameter of ``units`` was replaced or moved.
+        """Check all parameters of ``units`` at once: whether user code replaced or moved one.
 
-        If this finds no such parameter, the units are not checked again in this pass. Otherwise
-        each unit is checked before its all-gather. In backward, only replacements are looked for.
+        One check of all units costs less host time than a check of each unit. If no parameter was
+        replaced or moved, the units are not checked again in this pass. Otherwise each unit is
+        checked before its all-gather. If ``backward`` is True, this method does not check whether
+        parameters were moved.
         """
         self._pass_number += 1
         chosen = list(dict.fromkeys(units))
@@ -450,9 +452,11 @@ class Schedule:
             self._reached = position
 
     def _end_traversal(self) -> None:
-        """End the traversal of a pass, after gathering and reducing the units that were skipped.
+        """End the traversal of a pass: stop visiting its forward calls in reverse order.
 
-        In the last backward of a step, the events of the pass are dropped.
+        In the last backward of a step, this method first gathers and reduces the remaining units
+        that backward skipped. Then it clears `ForwardCall.events`, the list of starts and ends of
+        the pass's forward calls.
         """
         self._handle_skipped(0)
         if self._traversed is not None and self._last:

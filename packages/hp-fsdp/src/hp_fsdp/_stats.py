@@ -184,7 +184,10 @@ class UnitComm:
         return _TimedWork(work, counter, before)
 
     def count(self, name: CollectiveName, axis: Axis, size: int) -> None:
-        """Count a collective after it was started, when its size is known. It is not timed."""
+        """Count a collective whose size was not known yet when `start` was called.
+
+        Its duration is not measured. The arguments are those of `start`.
+        """
         self._counters[name].count += 1
         self._counters[name].bytes += _PASSES[name] * size * (axis.size - 1) // axis.size
 

@@ -100,9 +100,12 @@ class FlatBuffer:
             plan: Offsets in the buffers.
             dtype: Dtype of the buffers.
             device: Device of the buffers.
-            output: Whether to allocate an output buffer. If False, the output is the flat shard.
+            output: Whether to allocate an output buffer. False if there is one rank and the flat
+                shard already has ``dtype`` and ``device``. The unsharded parameters are then views
+                of the flat shard, and no all-gather runs.
             copied: Whether `_copy_in` copies the flat shard to an input buffer before each
-                all-gather. If False, the all-gather reads the flat shard itself.
+                all-gather. With one rank, it copies to the output buffer instead. If False, the
+                all-gather reads the flat shard itself.
         """
         self._gather_plan = plan
         if output:
@@ -221,10 +224,14 @@ class FlatBuffer:
         ]
 
     def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
-        """Start the all-gather of the copies of `save_block`, over the axis of the block.
+        """Start the all-gather that restores the output from the shares that `save_block` copied.
+
+        Args:
+            axis: Mesh axis over the ranks of this rank's block; see `save_block`.
+            collectives: Collectives that run the all-gather.
 
         Returns:
-            The all-gather in flight, to pass to `wait`, or None if there are no copies.
+            The all-gather in flight, to pass to `wait`, or None if `save_block` copied nothing.
         """
         output = self._output
         if output is None or not self._block:

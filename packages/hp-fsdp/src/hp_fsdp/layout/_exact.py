@@ -145,15 +145,23 @@ def plan_exact(
 ) -> ExactPlan:
     """Plan the flat buffers of parameters that are sharded over ``degree`` ranks.
 
-    A parameter is direct if it is sharded along dim 0, its shard has at least ``direct_bytes``, and
-    the number of bytes is a multiple of 16. With one rank, all parameters are direct, so the flat
-    shard and the output have the same offsets. Unsharded parameters start at multiples of 16 bytes.
+    The all-gather sends one slice of the flat shard for each direct parameter, and one slice for
+    all packed parameters together; see `ExactPlan`. A parameter is direct in these cases:
 
-    The position of the unit's tag depends on the slices:
+    - It is sharded along dim 0, its shard has at least ``direct_bytes``, and the number of bytes of
+      the shard is a multiple of 16.
+    - There is only one rank. Then the flat shard and the output have the same offsets.
 
-    - If there are packed parameters, the tag is at the end of the packed slice.
-    - If there are two or more direct slices only, the tag has its own slice.
-    - If there is one direct slice only, there is no tag, because it would need a second slice.
+    All other parameters are packed. In the output, each unsharded parameter starts at a multiple of
+    16 bytes.
+
+    The tag is the number of the unit, encoded in a few elements that each rank sends; see `_tags`.
+    Its position depends on the slices:
+
+    - If there are packed parameters, the tag is at the end of their slice.
+    - If there are two or more direct parameters and no packed ones, the tag has its own slice.
+    - If there is one direct parameter and no packed one, there is no tag, because it would need a
+      second slice.
     - With one rank, or if ``tagged`` is False, there is no tag.
     """
     unit = aligned_numel(itemsize)

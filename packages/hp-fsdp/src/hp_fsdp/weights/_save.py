@@ -214,10 +214,12 @@ class Saved(NamedTuple):
 
 
 def _merged(parts: Mapping[int, Part]) -> Saved:
-    """Merge the descriptions of all ranks. ``parts`` is the result of `distinct_objects`.
+    """Merge the `Part` objects of all ranks into one `Saved`.
 
-    Raises `CheckpointError` if ranks use one name for different tensors, or if stored elements are
-    missing or given twice.
+    ``parts`` is the result of `distinct_objects`: the different `Part` objects, by first rank.
+
+    Raises `CheckpointError` if ranks have different ``max_file_bytes``, if they use one name for
+    different tensors, or unless exactly one parameter provides each element of the files.
     """
     tensors: dict[str, TensorInfo] = {}
     parameters: dict[str, Source] = {}
