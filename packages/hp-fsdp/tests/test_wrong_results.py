@@ -582,7 +582,7 @@ def test_a_loss_of_a_kept_intermediate_finds_freed_parameters(ranks: Ranks) -> N
 
 
 def kept_in_a_second_backward(rank: int) -> list[tuple[Tensor | None, Tensor | None]]:
-    plain = Keeps()
+    plain: Any = Keeps()
     model: Any = copy.deepcopy(plain)
     fully_shard(model, mesh_of((2,), ("fsdp",)), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
