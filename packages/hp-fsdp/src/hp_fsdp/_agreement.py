@@ -102,11 +102,11 @@ class TagLog:
     def check(self, wait: bool = False) -> None:
         """Raise `DisagreementError` if the copied tags of ranks belong to different units.
 
-        Reads every copy that `send` started, except the latest copy, which may be in flight. If
-        ``wait`` is True, waits for the latest copy and reads it, too. All ranks read the same
-        copies, so they raise in the same pass.
+        Waits for every copy that `send` started, except the latest one, and reads it. The latest
+        copy is read if it has arrived, or if ``wait`` is True. So one rank can raise one pass
+        later than another rank, but not more.
         """
-        while self._sent and (wait or len(self._sent) > 1):
+        while self._sent and (wait or len(self._sent) > 1 or self._sent[0][3].done):
             when, pieces, host, copied = self._sent.pop(0)
             copied.synchronize()
             values = iter(host.tolist())

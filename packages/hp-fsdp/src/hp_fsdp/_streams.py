@@ -108,6 +108,11 @@ class Begun:
         if self._work is not None:
             self._work.wait()
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished the work on the side stream."""
+        return self._event.query()
+
     def synchronize(self) -> None:
         """Block the host until the device has finished the work on the side stream."""
         self._event.synchronize()
