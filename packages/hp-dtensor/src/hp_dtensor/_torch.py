@@ -257,14 +257,19 @@ def disabled_torch_function() -> Any:
     return torch._C._disabled_torch_function_impl
 
 
+# Arguments: class, shape, dtype, device, layout. `wrapper_tensor` takes one more call.
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
+
+
 def wrapper_tensor(cls: type[T], shape: Sequence[int], like: Tensor) -> T:
     """Return a tensor of class ``cls`` without memory, with the global shape ``shape``.
 
-    The dtype, device and ``torch.layout`` are those of ``like``.
+    It has the dtype, device and ``torch.layout`` of ``like``.
     """
-    return Tensor._make_wrapper_subclass(
+    made: T = make_wrapper(
         cls, tuple(shape), dtype=like.dtype, device=like.device, layout=like.layout
     )
+    return made
 
 
 def operator_name(op: Any) -> tuple[str, str]:

@@ -706,7 +706,7 @@ class ParameterGroup:
     def _converted(self) -> bool:
         """Return whether user code converted or moved parameters.
 
-        True if a parameter's dtype or device is not that of the flat shard, or if the address of a
+        True if a parameter and the flat shard differ in dtype or device, or if the address of a
         shard has changed.
         """
         shard = self.layout.shard

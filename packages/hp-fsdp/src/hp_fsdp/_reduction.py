@@ -9,7 +9,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, TorchCollectives
+from hp_dtensor import Axis, Collectives, RaggedTensor, TorchCollectives
 
 from ._agreement import Tag, is_exact
 from ._errors import StateError
@@ -192,6 +192,8 @@ class ReductionPlan:
         self.offloaded = offloaded
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
+        # The same tensors in the ragged layout, whose gradients are created in one call.
+        self.ragged = [each for each in self.sharded if isinstance(each, RaggedTensor)]
         self.unsharded = [parameter.unsharded for parameter in parameters]
         self.rows = rows
         self.dtype = dtype
@@ -505,7 +507,14 @@ class Reduction:
 
     def _put_gradients(self) -> None:
         plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
-        for parameter, local, is_used in zip(plan.parameters, self._results(), used, strict=True):
+        results = self._results()
+        kept = [each for each in plan.ragged if each.grad is not None]
+        if plan.ragged and all(used) and not kept and not self._hooked:
+            made = RaggedTensor.like_each(plan.ragged, results)
+            for sharded, gradient in zip(plan.ragged, made, strict=True):
+                sharded.grad = gradient
+            return
+        for parameter, local, is_used in zip(plan.parameters, results, used, strict=True):
             if is_used and not self._hooked and parameter.sharded.grad is None:
                 parameter.sharded.grad = parameter.wrap(local)
             elif is_used:

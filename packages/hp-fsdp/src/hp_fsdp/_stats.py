@@ -186,7 +186,7 @@ class UnitComm:
     def count(self, name: CollectiveName, axis: Axis, size: int) -> None:
         """Count a collective whose size was not known yet when `start` was called.
 
-        Its duration is not measured. The arguments are those of `start`.
+        Its duration is not measured. It takes the same arguments as `start`.
         """
         self._counters[name].count += 1
         self._counters[name].bytes += _PASSES[name] * size * (axis.size - 1) // axis.size

@@ -19,7 +19,7 @@ from .._groups import group_for, spanned_axes
 from .._layout import Layout
 from .._placements import RaggedShard, Replicate
 from .._planner import make_plan
-from .._torch import disabled_torch_function, local_part, wrapper_tensor
+from .._torch import disabled_torch_function, local_part, make_wrapper, wrapper_tensor
 from ..collectives._c10d import checked_collectives
 from ..collectives._interface import Collectives
 from ._checkpoint import checkpointed
@@ -161,6 +161,47 @@ class RaggedTensor(Tensor):
             LayoutError: ``local`` has a wrong shape. Raised on this rank only.
         """
         return _from_local(local, self._spec, self._local.shape)
+
+    @staticmethod
+    def like_each(
+        tensors: "Sequence[RaggedTensor]", locals_: Sequence[Tensor]
+    ) -> "list[RaggedTensor]":
+        """Create one ragged tensor for each pair, as `like` does. Communicates nothing.
+
+        One call for many tensors takes less host time than many calls of `like`.
+
+        Args:
+            tensors: Ragged tensors with the meshes, layouts and shapes of the results.
+            locals_: Local tensors of the results, one for each of ``tensors``.
+
+        Returns:
+            The ragged tensors. They share memory with ``locals_``.
+
+        Raises:
+            LayoutError: A local tensor has a wrong shape. Raised on this rank only.
+
+        Examples:
+            On 2 ranks:
+
+            >>> mesh = init_device_mesh("cpu", (2,))
+            >>> x = distribute_tensor(torch.ones(8, 4), mesh, [RaggedShard((0,), (3, 5))])
+            >>> (y,) = RaggedTensor.like_each([x], [x.local * 2])
+            >>> y.sum()
+            tensor(64.)
+        """
+        pairs = list(zip(tensors, locals_, strict=True))
+        for tensor, local in pairs:
+            if local.requires_grad or local.shape != tensor._local.shape:
+                return [each.like(own) for each, own in pairs]
+        made = [
+            make_wrapper(
+                RaggedTensor, x._spec.shape, dtype=y.dtype, device=y.device, layout=y.layout
+            )
+            for x, y in pairs
+        ]
+        for result, (tensor, local) in zip(made, pairs, strict=True):
+            result._local, result._spec = local, tensor._spec
+        return made
 
     @property
     def device_mesh(self) -> DeviceMesh:
