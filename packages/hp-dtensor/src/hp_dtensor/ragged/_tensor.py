@@ -194,9 +194,7 @@ class RaggedTensor(Tensor):
             if local.requires_grad or local.shape != tensor._local.shape:
                 return [each.like(own) for each, own in pairs]
         made = [
-            make_wrapper(
-                RaggedTensor, x._spec.shape, dtype=y.dtype, device=y.device, layout=y.layout
-            )
+            make_wrapper(RaggedTensor, x.shape, dtype=y.dtype, device=y.device, layout=y.layout)
             for x, y in pairs
         ]
         for result, (tensor, local) in zip(made, pairs, strict=True):
