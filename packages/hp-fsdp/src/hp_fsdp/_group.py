@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import repeat
 from operator import is_, or_
 from typing import Any, cast
 
@@ -41,7 +42,14 @@ from ._reduction import PartialSum, Reduction, ReductionPlan, StreamedReduction
 from ._states import AFTER, Event, ParameterState
 from ._stats import UnitComm
 from ._streams import Streams, Waitable
-from ._torch import gradient_of, graph_task, in_range, local_of, training, uncompiled
+from ._torch import (
+    graph_task,
+    in_range,
+    local_of,
+    take_gradients,
+    training,
+    uncompiled,
+)
 from .layout import PLANNERS, FlatBuffer, FlatPlan, GradientRows, ShardSpec
 
 # The states in which an all-gather can start.
@@ -577,17 +585,14 @@ class ParameterGroup:
         if not self._plain or self._held:
             found = [each.take_gradient(self.collectives) for each in plan.parameters]
         else:
-            found = list(map(gradient_of, plan.unsharded))
-            for each in plan.unsharded:
-                each.grad = None
-        if not any(map(is_, found, plan.nothing)):
-            used, gradients = plan.all_used, cast("list[Tensor]", found)
-        else:
+            found = take_gradients(plan.unsharded)
+        used = plan.all_used
+        if any(map(is_, found, repeat(None))):
             used = [gradient is not None for gradient in found]
-            gradients = [
-                parameter.no_gradient() if gradient is None else gradient
-                for parameter, gradient in zip(plan.parameters, found, strict=True)
-            ]
+        gradients = [
+            parameter.no_gradient() if gradient is None else gradient
+            for parameter, gradient in zip(plan.parameters, found, strict=True)
+        ]
         if not all(map(Tensor.is_contiguous, gradients)):
             gradients = [gradient.contiguous() for gradient in gradients]
         return gradients, used

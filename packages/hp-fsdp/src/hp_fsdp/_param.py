@@ -6,7 +6,6 @@
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +38,7 @@ from ._torch import (
     is_extended,
     local_of,
     parameters_of,
+    run,
     set_local,
     storage_references,
     wrapper_like,
@@ -77,14 +77,12 @@ class ShardedParameter:
             between ranks; see the argument ``granularity`` of `fully_shard`.
         part: Function that returns the local tensor of ``sharded``, or of a tensor with the same
             placements, such as its gradient.
-        wrap: Function from a local tensor to a tensor with the placements of ``sharded``.
         local_view: The local tensor of ``sharded``.
     """
 
     part: Callable[[Any], Tensor]
     sharded: nn.Parameter
     unsharded: nn.Parameter
-    wrap: Callable[[Tensor], Tensor]
     local_view: Tensor
 
     def __init__(
@@ -174,7 +172,7 @@ class ShardedParameter:
             shape=self.shape,
             stride=self.stride,
         )
-        return wrapper_like(like)(local)
+        return wrapper_like([like])([local])[0]
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
@@ -228,11 +226,14 @@ class ShardedParameter:
         """Replace the local tensor of the sharded parameter by ``view``, without a copy."""
         if self._ragged is None:
             set_local(cast(DTensor, self.sharded), view)
-            self.wrap = wrapper_like(cast(DTensor, self.sharded))
         else:
             self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
-            self.wrap = cast(RaggedTensor, self.sharded).like
         self.local_view = self.part(self.sharded)
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Return a tensor with the placements of ``sharded`` over ``local``."""
+        (wrapped,) = wrapper_of([self])([local])
+        return wrapped
 
     def fits(self, found: object) -> bool:
         """Return whether ``found`` has the class, mesh and placements of the sharded parameter."""
@@ -411,6 +412,19 @@ class ShardedParameter:
                 hook(sharded)
 
 
+def wrapper_of(
+    parameters: Sequence[ShardedParameter],
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """Return a function from one local tensor per parameter to tensors with their placements.
+
+    ``parameters``: sharded parameters of one group.
+    """
+    sharded = [cast(Any, parameter.sharded) for parameter in parameters]
+    if parameters[0].layout == "exact":
+        return wrapper_like(sharded)
+    return partial(RaggedTensor.like_each, sharded)
+
+
 class _Identity(torch.autograd.Function):
     """Autograd function that `gradient_accumulator` uses to find the node of a leaf.
 
@@ -480,8 +494,6 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
     )
 
 
-# Consumes an iterator for its side effects, without a Python call for each item.
-_run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 _each = chain.from_iterable
 _EXTENSION = frozenset({PRE_ALL_GATHER, POST_ALL_GATHER})
 
@@ -527,12 +539,12 @@ class ParameterTable:
 
     def show_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
-        _run(map(setitem, self.registries, self.names, self._sharded_at))
+        run(map(setitem, self.registries, self.names, self._sharded_at))
         self.shown = self._sharded_at
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters with their modules."""
-        _run(map(setitem, self.registries, self.names, self._unsharded_at))
+        run(map(setitem, self.registries, self.names, self._unsharded_at))
         self.shown = self._unsharded_at
 
     def has_parts(self) -> bool:

@@ -9,17 +9,24 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, RaggedTensor, TorchCollectives
+from hp_dtensor import Axis, Collectives, TorchCollectives
 
 from ._agreement import Tag, is_exact
 from ._errors import StateError
 from ._mesh import DataAxes
 from ._options import Options
-from ._param import ShardedParameter
+from ._param import ShardedParameter, wrapper_of
 from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
-from ._torch import any_hooks_after_gradient, averages, in_range, named_range, pack_rank_major
+from ._torch import (
+    any_hooks_after_gradient,
+    averages,
+    in_range,
+    named_range,
+    pack_rank_major,
+    set_gradients,
+)
 from .layout import GradientRows
 
 _dtype_of = attrgetter("dtype")
@@ -192,8 +199,7 @@ class ReductionPlan:
         self.offloaded = offloaded
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
-        # The same tensors in the ragged layout, whose gradients are created in one call.
-        self.ragged = [each for each in self.sharded if isinstance(each, RaggedTensor)]
+        self.wrap = wrapper_of(parameters)
         self.unsharded = [parameter.unsharded for parameter in parameters]
         self.rows = rows
         self.dtype = dtype
@@ -213,7 +219,6 @@ class ReductionPlan:
         with torch.inference_mode(False):
             self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
         self.is_exact = False  # whether the collectives send every element unchanged
-        self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.all_used = [True] * len(self.parameters)
         self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
 
@@ -295,7 +300,7 @@ class ReductionPlan:
         The flags are 1 or 0 for each parameter, then the flags of the tag. A small tensor is cached
         under the key ``what`` if all parameters are used.
         """
-        known = self._known.get((what, dtype)) if all(used) else None
+        known = self._known.get((what, dtype)) if used is self.all_used or all(used) else None
         if known is not None:
             return known
         with torch.inference_mode(False), torch.no_grad():
@@ -506,18 +511,15 @@ class Reduction:
             raise error
 
     def _put_gradients(self) -> None:
-        plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
+        plan, used = self._plan, self._used
+        if used is not plan.all_used:
+            used = self._used_by_any()
         results = self._results()
-        kept = [each for each in plan.ragged if each.grad is not None]
-        if plan.ragged and all(used) and not kept and not self._hooked:
-            made = RaggedTensor.like_each(plan.ragged, results)
-            for sharded, gradient in zip(plan.ragged, made, strict=True):
-                sharded.grad = gradient
+        fresh = not self._hooked and False not in used
+        if fresh and set_gradients(plan.sharded, plan.wrap(results)):
             return
         for parameter, local, is_used in zip(plan.parameters, results, used, strict=True):
-            if is_used and not self._hooked and parameter.sharded.grad is None:
-                parameter.sharded.grad = parameter.wrap(local)
-            elif is_used:
+            if is_used:
                 parameter.add_gradient(local)
 
     def _used_by_any(self) -> list[bool]:
@@ -525,7 +527,7 @@ class Reduction:
 
         Reads the reduced flags, so the host waits for them.
         """
-        if self._flat is None:
+        if self._flat is None or all(self._used):
             return self._used
         first = self._plan.rows.flags
         return self._flat[first : first + len(self._used)].ne(0).tolist()

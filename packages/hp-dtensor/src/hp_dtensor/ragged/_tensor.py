@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, TypeGuard, cast
@@ -48,6 +49,11 @@ def _pieces(x: "RaggedTensor") -> Iterable[tuple[Box, Tensor]]:
         return [(tuple((0, length) for length in x.shape), x._local.new_empty(x.shape))]
     spec = x._spec
     return box_views(spec.layout, spec.shape, spec.coordinate, x._local)
+
+
+_kind_of = attrgetter("dtype", "device", "layout", "requires_grad")
+_shape_of = attrgetter("shape")
+_local_shape_of = attrgetter("_local.shape")
 
 
 @checkpointed(_pieces)
@@ -189,14 +195,16 @@ class RaggedTensor(Tensor):
             >>> y.sum()
             tensor(64.)
         """
+        if not tensors:
+            return []
         pairs = list(zip(tensors, locals_, strict=True))
-        for tensor, local in pairs:
-            if local.requires_grad or local.shape != tensor._local.shape:
-                return [each.like(own) for each, own in pairs]
-        made = [
-            make_wrapper(RaggedTensor, x.shape, dtype=y.dtype, device=y.device, layout=y.layout)
-            for x, y in pairs
-        ]
+        # `map` and the comparison of lists run in C, without a Python call for each tensor.
+        (dtype, device, layout, requires_grad), *others = set(map(_kind_of, locals_))
+        same = list(map(_local_shape_of, tensors)) == list(map(_shape_of, locals_))
+        if not same or requires_grad or others:
+            return [each.like(own) for each, own in pairs]
+        make = partial(make_wrapper, RaggedTensor, dtype=dtype, device=device, layout=layout)
+        made: list[RaggedTensor] = list(map(make, map(_shape_of, tensors)))
         for result, (tensor, local) in zip(made, pairs, strict=True):
             result._local, result._spec = local, tensor._spec
         return made

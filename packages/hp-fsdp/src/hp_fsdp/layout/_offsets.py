@@ -5,9 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .._tags import TAG_FLAGS
+from .._torch import split_like
 
 ALIGNMENT = 16  # bytes; vectorized kernels and network transports need aligned starts
 # Shards of at least this size are all-gathered without a copy afterwards. Smaller ones are packed
@@ -149,7 +151,12 @@ class GradientRows:
         columns: Columns of each gradient.
         gaps: Columns ``[start, end)`` without a gradient, as ``(i, start, end)``. Gradient ``i``
             follows the gap.
-        shards: Offset and shape of each gradient's shard in the tensor that this rank receives.
+        shards: Offset and shape of each gradient's shard in the tensor that this rank receives. The
+            offsets are ascending.
+        pieces: Meta tensors with the shapes of consecutive pieces of the tensor that this rank
+            receives: the shards and the padding between them.
+        positions: For each gradient, the position of its shard in ``pieces``. None if there is no
+            padding, so that each piece is a shard.
         flags: Offset of the flags in the tensor that this rank receives. There is one flag for each
             parameter, nonzero if any rank has a gradient of it. Then follow the flags of the unit's
             tag.
@@ -162,6 +169,8 @@ class GradientRows:
     columns: tuple[GradientColumns, ...]
     gaps: tuple[tuple[int, int, int], ...]
     shards: tuple[tuple[int, tuple[int, ...]], ...]
+    pieces: tuple[Tensor, ...]
+    positions: tuple[int, ...] | None
     flags: int
     flags_apart: bool = False
 
@@ -177,8 +186,18 @@ class GradientRows:
     ) -> "GradientRows":
         """Return the rows with the gradients of ``specs`` at the columns ``starts``.
 
-        ``starts`` must be ascending. The gaps are computed from the columns.
+        ``starts`` must be ascending. The gaps are computed from the columns, and the pieces from
+        the shards.
         """
+        shapes: list[tuple[int, ...]] = []
+        positions = []
+        end = 0
+        for start, shape in shards:
+            if start > end:
+                shapes.append((start - end,))
+            positions.append(len(shapes))
+            shapes.append(shape)
+            end = start + math.prod(shape)
         pairs = zip(specs, starts, strict=True)
         columns = tuple(GradientColumns(spec=spec, start=start) for spec, start in pairs)
         between = zip((0, *(each.end for each in columns)), (*starts, width), strict=True)
@@ -188,6 +207,8 @@ class GradientRows:
             columns=columns,
             gaps=tuple((i, end, start) for i, (end, start) in enumerate(between) if start > end),
             shards=tuple(shards),
+            pieces=tuple(torch.empty(shape, device="meta") for shape in shapes),
+            positions=tuple(positions) if len(positions) < len(shapes) else None,
             flags=flags,
             flags_apart=flags_apart,
         )
@@ -217,11 +238,8 @@ class GradientRows:
 
         ``reduced`` is the flat tensor that this rank receives from the reduce-scatter.
         """
-        # `map` calls these functions in C, without an interpreter step for each parameter.
-        starts, shapes = [start for start, _ in self.shards], [shape for _, shape in self.shards]
-        rows, dims = itertools.repeat(reduced), itertools.repeat(0)
-        flats = map(Tensor.narrow, rows, dims, starts, map(math.prod, shapes))
-        return list(map(Tensor.view, flats, shapes))
+        parts = split_like(reduced, self.pieces)
+        return parts if self.positions is None else [parts[i] for i in self.positions]
 
 
 def rows_by_rank(specs: Sequence[ShardSpec], rank: int, itemsize: int) -> GradientRows:
