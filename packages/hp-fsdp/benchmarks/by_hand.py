@@ -75,7 +75,7 @@ class Block:
             parameter.grad = None
         self.hide()
         with torch.no_grad():
-            pack_rank_major(gradients, self._degree, self._packed)
+            pack_rank_major(gradients, dim=0, num_chunks=self._degree, out=self._packed)
             self._scatter(self._reduced, self._rows).wait()
             self._reduced.div_(self._degree)
         for parameter, gradient in zip(self.sharded, self._gradients, strict=True):

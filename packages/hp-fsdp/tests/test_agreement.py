@@ -50,8 +50,29 @@ def test_a_history_forgets_collectives_that_no_unit_repeats() -> None:
     history = History()
     for _ in range(5 * KEPT):
         history.add(Collective(("all_gather", 1)), None)
-    assert len(history._places) <= 2 * KEPT + 1
-    assert len(history) == 5 * KEPT
+    assert len(history._after_context) <= KEPT
+    assert history.count == 5 * KEPT
+
+
+def test_a_history_expects_what_followed_the_same_collectives() -> None:
+    history, calls = History(), [Collective(("all_gather", i)) for i in range(3)]
+    order = [calls[i] for i in (0, 1, 1, 1, 2, 0, 2)]  # one call of each kind has two successors
+    unexpected = []
+    for _ in range(5):
+        unexpected.append(0)
+        for call in order:
+            unexpected[-1] += history.expected is not call
+            history.add(call)
+    assert unexpected[0] > 0
+    assert unexpected[2:] == [0] * 3
+    other = [calls[2], calls[1], calls[0]]
+    missed = []
+    for _ in range(3):  # another order and back, as an evaluation between training steps
+        missed.append(0)
+        for call in [*other, *order, *order]:
+            missed[-1] += history.expected is not call
+            history.add(call)
+    assert missed[1:] == [0] * 2
 
 
 def disagree(rank: int, case: str, shape: tuple[int, ...], options: dict[str, Any]) -> Any:

@@ -54,7 +54,8 @@ def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
     flat = torch.full((rows.numel,), torch.nan, dtype=torch.float64)
     pieces = [piece for piece in pieces if piece.numel()]
     if pieces:
-        pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
+        packed = flat.view(rows.degree, rows.width)
+        pack_rank_major(pieces, dim=0, num_chunks=rows.degree, out=packed)
     return flat
 
 

@@ -20,13 +20,12 @@ import hashlib
 import json
 import re
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -49,10 +48,9 @@ from ._tags import FLAG_BITS, TAG_BITS, flags_agree, number_of, tag_flags, tag_w
 # Seconds to wait for the reports of other ranks after a timeout, and after a lost connection.
 REPORT_SECONDS = 10.0
 LOST_SECONDS = 2.0
-# A history keeps at least this many of its latest collectives.
+# A history knows what followed each sequence of CONTEXT collectives, for at most KEPT sequences.
+CONTEXT = 8
 KEPT = 2**12
-# To predict a cycle, a history searches at most this many earlier positions of a collective.
-PLACES = 64
 # First number of the units that communicate over two or more process groups.
 REPLICATED = 2 ** (FLAG_BITS - 1)
 RULE = "all ranks must run the same units in the same order"
@@ -228,14 +226,12 @@ class Collective:
             collectives with equal signatures, the backend runs them as one collective.
         tagged: Whether the result has tags, which show if ranks communicated for different units.
         compared: Whether ranks have compared this collective; see `compare`.
-        owner: Identity of the schedule that last ran this collective.
     """
 
-    __slots__ = ("compared", "owner", "signature", "tagged")
+    __slots__ = ("compared", "signature", "tagged")
 
     def __init__(self, signature: tuple[object, ...] | None = None, tagged: bool = False) -> None:
         self.signature, self.tagged, self.compared = signature, tagged, False
-        self.owner: object = None
 
     def is_like(self, other: "Collective | None") -> bool:
         """Return whether tags would show that some ranks run ``other`` and some this collective.
@@ -247,26 +243,19 @@ class Collective:
         return self.tagged and other.tagged and self.compared
 
 
-class Turn:
-    """One position in a cycle: the sequence of collectives that a program repeats in each step."""
-
-    __slots__ = ("collective", "following", "place")
-
-    def __init__(self, collective: Collective, place: int) -> None:
-        self.collective, self.place = collective, place
-        self.following: Turn | None = None  # None at the end of the cycle
-
-
 class History:
     """All-gathers or reductions over one process group, in the order in which they ran.
 
-    A training program repeats a sequence of collectives, usually one training step. This sequence
-    is called a cycle. The history expects the collectives of the last cycle to run again. In a
-    correct program, all ranks have equal histories and expect the same collective.
+    A training program repeats a sequence of collectives, usually one training step. So the history
+    expects the collective that followed the same `CONTEXT` collectives the last time. If these have
+    not run in this order before, it expects the collective that followed the last one the last
+    time, or else the first collective of all. In a correct program, all ranks have equal histories
+    and expect the same collective.
 
     Attributes:
-        turn: Position of the expected collective in the cycle. It is None at the end of a cycle,
-            and if no collective is expected.
+        count: Number of collectives so far.
+        expected: The collective that is expected next. None before the first collective, and while
+            `unsettled`.
         unsettled: Weak reference to the unit of the last collective if this collective was
             unexpected and ranks did not compare it; usually None. The histories of ranks may then
             differ, so no collective is expected until the tags of this unit are read.
@@ -277,19 +266,15 @@ class History:
 
     def reset(self) -> None:
         """Forget all collectives."""
-        self.turn: Turn | None = None
+        self.count = 0
+        self.expected: Collective | None = None
         # Weak, because a history lives as long as its process group.
         self.unsettled: weakref.ref[NumberedUnit] | None = None
-        self._past: list[Collective] = []
-        # Latest positions of each collective. They cover the first `_indexed` collectives.
-        self._places: dict[Collective, deque[int]] = {}
-        self._indexed = 0
-        self._dropped = 0
-        self._cycle: list[Turn] = []
-        self._first: Collective | None = None  # first of the latest schedule
-
-    def __len__(self) -> int:
-        return self._dropped + len(self._past) + self._done
+        self._first: Collective | None = None
+        self._last: Collective | None = None
+        self._context: tuple[Collective | None, ...] = (None,) * CONTEXT
+        self._after_context: dict[tuple[Collective | None, ...], Collective] = {}
+        self._after: dict[Collective | None, Collective] = {}
 
     @property
     def awaits_tags(self) -> bool:
@@ -300,109 +285,42 @@ class History:
         unit = None if self.unsettled is None else self.unsettled()
         return unit is not None and unit.gathering
 
-    @property
-    def _done(self) -> int:
-        """Return how many collectives of the current cycle have run."""
-        return len(self._cycle) if self.turn is None else self.turn.place
+    def needs_comparison(self, collective: Collective) -> bool:
+        """Return whether ranks must compare a collective before they start it.
 
-    def repeats(self, collective: Collective) -> bool:
-        """Return whether ``collective`` is the next one of the cycle. If so, advance `turn`.
-
-        At the end of the cycle, the next collective is the first one of the cycle. For speed,
-        callers compare ``collective`` with ``turn.collective`` first. They call this method only if
-        the two differ or `turn` is None.
-        """
-        if self.turn is None and self._cycle:
-            self._keep()
-            self.turn = self._cycle[0]
-        if self.turn is None or self.turn.collective is not collective:
-            return False
-        self.turn = self.turn.following
-        return True
-
-    def judge(self, collective: Collective) -> Literal["expected", "like", "other"]:
-        """Return whether ranks must compare a collective. Called after `repeats` returned False.
-
-        - "expected": no comparison is needed. No cycle is known, ``collective`` is the first one
-          of the latest schedule, and ranks have compared it before.
-        - "like": no comparison is needed. If other ranks start the expected collective instead,
-          tags show it; see `Collective.is_like`.
-        - "other": ranks must compare ``collective`` before they start it.
+        No comparison is needed if the collective is expected, or if tags show that other ranks
+        start the expected collective; see `Collective.is_like`.
         """
         if self.unsettled is not None:
-            return "other"
-        expected = self._first if self.turn is None else self.turn.collective
-        if expected is collective and collective.compared:
-            return "expected"
-        return "like" if collective.is_like(expected) else "other"
+            return True
+        return collective is not self.expected and not collective.is_like(self.expected)
 
     def add(
-        self,
-        collective: Collective,
-        owner: object,
-        unsettled: "weakref.ref[NumberedUnit] | None" = None,
+        self, collective: Collective, unsettled: "weakref.ref[NumberedUnit] | None" = None
     ) -> None:
-        """Record a collective. Called after `repeats` returned False.
+        """Record a collective.
 
         Args:
             collective: The collective that starts now.
-            owner: Identity of the schedule that runs ``collective``.
-            unsettled: Weak reference to the unit of ``collective`` if ranks did not compare the
-                collective, else None; see the attribute `unsettled`.
+            unsettled: Weak reference to the unit of ``collective`` if the collective is unexpected
+                and ranks did not compare it, else None; see the attribute `unsettled`.
         """
-        if collective.owner is not owner:
-            collective.owner = owner
-            if self._first is None or self._first.owner is not owner:
-                self._first = collective
-        self._keep()
-        self._past.append(collective)
-        self.turn, self._cycle, self.unsettled = None, [], unsettled
-        if unsettled is None:
-            self._align()
+        if len(self._after_context) >= KEPT:  # units that are gone must not stay in memory
+            self._after_context, self._after, self._first = {}, {}, None
+        self._after_context[self._context] = self._after[self._last] = collective
+        self._context = (*self._context[1:], collective)
+        self._last, self._first = collective, self._first or collective
+        self.count += 1
+        self.unsettled = unsettled
+        self.expected = None if unsettled is not None else self._following()
+
+    def _following(self) -> Collective | None:
+        known = self._after_context.get(self._context) or self._after.get(self._last)
+        return known or self._first
 
     def settle(self) -> None:
-        """Set `unsettled` to None and predict the next cycle.
-
-        Called after the tags of the unit in `unsettled` were read.
-        """
-        self.unsettled = None
-        self._align()
-
-    def _keep(self) -> None:
-        """Append to `_past` the collectives of the current cycle that have run.
-
-        Drops the oldest collectives if `_past` has more than ``2 * KEPT``.
-        """
-        self._past += [turn.collective for turn in self._cycle[: self._done]]
-        if len(self._past) > 2 * KEPT:
-            self._dropped += len(self._past) - KEPT
-            del self._past[:-KEPT]
-            kept = {each: at for each, at in self._places.items() if at[-1] >= self._dropped}
-            self._places = kept  # units that are gone must not stay in memory
-
-    def _align(self) -> None:
-        """Predict the next cycle from past collectives.
-
-        Searches the history for the longest earlier sequence that equals the end of the history.
-        The collectives after this sequence are expected to run again.
-        """
-        past = self._past
-        end, best, lag = len(past) - 1, 0, 0
-        for place in range(max(0, self._indexed - self._dropped), len(past)):
-            self._places.setdefault(past[place], deque(maxlen=PLACES)).append(self._dropped + place)
-        self._indexed = self._dropped + len(past)
-        for known in [*self._places[past[end]]][-2::-1]:  # latest first, without `end`
-            place, length = known - self._dropped, 1
-            while length <= place and past[place - length] is past[end - length]:
-                length += 1
-            if place >= 0 and length > best:
-                best, lag = length, end - place
-            if length >= KEPT // 8:
-                break
-        self._cycle = [Turn(past[end + 1 - lag + place], place) for place in range(lag)]
-        for turn, following in pairwise(self._cycle):
-            turn.following = following
-        self.turn = self._cycle[0] if self._cycle else None
+        """Set `unsettled` to None. Called after the tags of the unit in `unsettled` were read."""
+        self.unsettled, self.expected = None, self._following()
 
 
 class NumberedUnit(Protocol):
@@ -533,7 +451,7 @@ class CollectiveOrder:
         if text := self._concluded():
             raise DisagreementError(text) from error
         seconds = REPORT_SECONDS if timed_out else LOST_SECONDS
-        begun = f"{len(self.gathers)} gathers and {len(self.reductions)} reductions"
+        begun = f"{self.gathers.count} gathers and {self.reductions.count} reductions"
         # A rank with more resets than the other ranks has left the common order.
         begun += f" and {self.resets} reset()" if self.resets else ""
         found = self.exchange("lost", rank, f"waited to {doing} after {begun}", seconds)

@@ -44,8 +44,9 @@ from ._stats import UnitComm
 from ._streams import Streams, Waitable
 from ._torch import (
     graph_task,
-    in_range,
     local_of,
+    named_range,
+    profiled,
     take_gradients,
     training,
     uncompiled,
@@ -291,10 +292,7 @@ class ParameterGroup:
                 gather = partial(layout.gather, axis, self.gathers, self.streams)
             else:
                 gather = partial(layout.gather_block, block, self.gathers)
-            size = layout.gathered_bytes
-            self._work = self.comm.start("all_gather", axis, size, gather)
-            if size != layout.gathered_bytes:  # extensions choose it in the first all-gather
-                self.comm.count("all_gather", axis, layout.gathered_bytes)
+            self._work = self.comm.start("all_gather", axis, layout, gather)
             if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]
@@ -337,7 +335,7 @@ class ParameterGroup:
 
     def _writes(self) -> int:
         # A write to a DTensor increments only its version, a write to its local tensor only that.
-        parts = sum(writes_into(p.sharded, p.part(p.sharded)) for p in self.parameters)
+        parts = sum([writes_into(p.sharded, p.part(p.sharded)) for p in self.parameters])
         return writes_into(self.layout.shard) + parts
 
     def unshard(self) -> None:
@@ -352,8 +350,12 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            in_range("wait_all_gather", self.comm.path, self._wait)
-            in_range("show_unsharded", self.comm.path, self._show_unsharded)
+            self._wait()
+            if profiled():
+                with named_range("show_unsharded", self.comm.path):
+                    self._show_unsharded()
+            else:
+                self._show_unsharded()
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
             if self.post_forward_axis is not None:
@@ -586,13 +588,13 @@ class ParameterGroup:
             found = [each.take_gradient(self.collectives) for each in plan.parameters]
         else:
             found = take_gradients(plan.unsharded)
-        used = plan.all_used
+        used, gradients = plan.all_used, cast("list[Tensor]", found)
         if any(map(is_, found, repeat(None))):
             used = [gradient is not None for gradient in found]
-        gradients = [
-            parameter.no_gradient() if gradient is None else gradient
-            for parameter, gradient in zip(plan.parameters, found, strict=True)
-        ]
+            gradients = [
+                parameter.no_gradient() if gradient is None else gradient
+                for parameter, gradient in zip(plan.parameters, found, strict=True)
+            ]
         if not all(map(Tensor.is_contiguous, gradients)):
             gradients = [gradient.contiguous() for gradient in gradients]
         return gradients, used

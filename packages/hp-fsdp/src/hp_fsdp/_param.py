@@ -495,6 +495,9 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
 
 
 _each = chain.from_iterable
+_registries_of, _names_of = attrgetter("registries"), attrgetter("names")
+_shown_of, _attributes_of = attrgetter("shown"), attrgetter("attributes")
+_storages_of, _references_of = attrgetter("storages"), attrgetter("references")
 _EXTENSION = frozenset({PRE_ALL_GATHER, POST_ALL_GATHER})
 
 
@@ -570,12 +573,10 @@ def are_shown(tables: Sequence[ParameterTable]) -> bool:
 
     Also returns False if user code has added an all-gather extension to a parameter.
     """
-    registries = _each([table.registries for table in tables])
-    names = _each([table.names for table in tables])
-    attributes = _each([table.attributes for table in tables])
+    attributes = _each(map(_attributes_of, tables))
     try:
-        found = map(getitem, registries, names)
-        unchanged = all(map(is_, found, _each([table.shown for table in tables])))
+        found = map(getitem, _each(map(_registries_of, tables)), _each(map(_names_of, tables)))
+        unchanged = all(map(is_, found, _each(map(_shown_of, tables))))
     except KeyError:
         return False  # a parameter was removed from its module
     return unchanged and all(map(_EXTENSION.isdisjoint, attributes))
@@ -585,8 +586,8 @@ def are_in_place(tables: Sequence[ParameterTable]) -> bool:
     """Return whether all sharded parameters still have their local tensors at the same address."""
     if not all([table.has_parts() for table in tables]):
         return False
-    references = storage_references(_each([table.storages for table in tables]))
-    if references == list(_each([table.references for table in tables])):
+    references = storage_references(_each(map(_storages_of, tables)))
+    if references == list(_each(map(_references_of, tables))):
         return True
     return not any([table.moved() for table in tables])
 

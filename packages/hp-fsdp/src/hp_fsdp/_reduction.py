@@ -16,15 +16,15 @@ from ._errors import StateError
 from ._mesh import DataAxes
 from ._options import Options
 from ._param import ShardedParameter, wrapper_of
-from ._stats import UnitComm
+from ._stats import CollectiveName, UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
 from ._torch import (
     any_hooks_after_gradient,
     averages,
-    in_range,
     named_range,
     pack_rank_major,
+    profiled,
     set_gradients,
 )
 from .layout import GradientRows
@@ -211,11 +211,10 @@ class ReductionPlan:
         self.tag_columns = slice(rows.tag_start, rows.tag_start + TAG_FLAGS)
         self.has_flags = not rows.flags_apart or self.numel <= COPIED_NUMEL
         self._ranks = self.numel // rows.flags if rows.flags_apart else rows.degree
-        self._flags_shape = self._ranks, rows.flag_count
-        self._gaps = rows.gaps[::-1]  # last gap first, so that an insertion shifts no other gap
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.columns) if e.spec.dim]
         self._has_empty = any(not each.spec.numel for each in rows.columns)
-        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
+        self._gaps: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        self._flags: dict[torch.dtype, Tensor] = {}
         with torch.inference_mode(False):
             self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
         self.is_exact = False  # whether the collectives send every element unchanged
@@ -255,14 +254,14 @@ class ReductionPlan:
             pieces[i] = spec.by_rank(pieces[i]).contiguous()
         if len(set(map(_dtype_of, pieces))) > 1:
             pieces = [piece.to(self.dtype) for piece in pieces]
-        dtype = pieces[0].dtype
-        for i, start, end in self._gaps:
-            pieces.insert(i, self._gap(start, end, used, dtype))
+        for i, gap in self._gap_tensors(used, pieces[0].dtype):
+            pieces.insert(i, gap)
         if self._has_empty:
             pieces = [piece for piece in pieces if piece.numel()]
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         if pieces:
-            pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
+            packed = flat.view(rows.degree, rows.width)
+            pack_rank_major(pieces, dim=0, num_chunks=rows.degree, out=packed)
         if rows.flags_apart and self.has_flags:
             shares = flat.view(self._ranks, rows.flags)
             flat = torch.cat((shares, self.flags(used, self.dtype)), 1).view(-1)
@@ -272,48 +271,49 @@ class ReductionPlan:
         """Return the flags as a tensor ``[ranks, flags]`` with equal rows.
 
         Each row has one flag per parameter, 1 if it is ``used`` and else 0, then the flags of the
-        tag.
+        tag. The result is cached if all parameters are used.
         """
-        return self._made("flags", self._flags_shape, 0, used, dtype)
+        known = self._flags.get(dtype) if used is self.all_used else None
+        if known is None:
+            known = self._zeros(self._ranks, self.rows.flag_count, dtype)
+            self._write_flags(known, used)
+            if used is self.all_used:
+                self._flags[dtype] = known
+        return known
 
-    def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return the columns ``[start, end)`` of the packed gradients, which hold no gradient.
+    def _gap_tensors(
+        self, used: Sequence[bool], dtype: torch.dtype
+    ) -> Sequence[tuple[int, Tensor]]:
+        """Return the columns of the packed gradients that hold no gradient.
 
-        The result has shape ``[degree, end - start]``. It is zero, except for the flags if they are
-        stored in these columns.
+        Each of them has shape ``[degree, columns]`` and is zero, except for the flags if they are
+        stored in these columns. The number before it is the position of the gradient that follows.
+        The last gap is first, so that an insertion shifts no other gap. The result is cached if all
+        parameters are used and it is small.
         """
-        shape, flags = (self.rows.degree, end - start), self.rows.flags
-        if self.rows.flags_apart or not start <= flags < end:
-            return self._made(start, shape, 0, (), dtype)
-        return self._made(start, shape, flags - start, used, dtype)
+        known = self._gaps.get(dtype) if used is self.all_used else None
+        if known is None:
+            rows, known = self.rows, []
+            for i, start, end in reversed(rows.gaps):
+                gap = self._zeros(rows.degree, end - start, dtype)
+                if not rows.flags_apart and start <= rows.flags < end:
+                    self._write_flags(gap[:, rows.flags - start :], used)
+                known.append((i, gap))
+            if used is self.all_used and sum([gap.numel() for _, gap in known]) <= COPIED_NUMEL:
+                self._gaps[dtype] = known
+        return known
 
-    def _made(
-        self,
-        what: object,
-        shape: tuple[int, int],
-        first: int,
-        used: Sequence[bool],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Return a tensor of zeros, with flags from column ``first`` on if ``used`` is not empty.
+    def _zeros(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # later steps use it again
+            return torch.zeros((count, width), dtype=dtype, device=self.device)
 
-        The flags are 1 or 0 for each parameter, then the flags of the tag. A small tensor is cached
-        under the key ``what`` if all parameters are used.
-        """
-        known = self._known.get((what, dtype)) if used is self.all_used or all(used) else None
-        if known is not None:
-            return known
-        with torch.inference_mode(False), torch.no_grad():
-            made = torch.zeros(shape, dtype=dtype, device=self.device)
-            if used:
-                end = first + len(used)
-                made[:, first:end] = 1
-                made[:, end : end + TAG_FLAGS] = self.tag_flags
-            for i in (i for i, is_used in enumerate(used) if not is_used):
-                made[:, first + i] = 0
-        if all(used) and made.numel() <= COPIED_NUMEL:
-            self._known[what, dtype] = made
-        return made
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _write_flags(self, columns: Tensor, used: Sequence[bool]) -> None:
+        columns[:, : len(used)] = 1
+        for i in (i for i, is_used in enumerate(used) if not is_used):
+            columns[:, i] = 0
+        columns[:, len(used) : len(used) + TAG_FLAGS] = self.tag_flags
 
     def report(self, error: Exception, doing: str, axis: Axis) -> None:
         """Raise `DisagreementError` if ``error`` means that ranks ran different collectives.
@@ -350,6 +350,10 @@ class Reduction:
     Attributes:
         scattering: The reduce-scatter in flight, or None after it has ended. The packed gradients
             stay allocated until it has ended.
+        ends_early: Whether to call `finish` during backward instead of at its end. This is so if
+            parameters have post-gradient hooks. But if `finish` would start another collective, it
+            is False: only some ranks may have such hooks, and all ranks must start collectives in
+            the same order.
     """
 
     _reads_tags_early = True  # after each collective, instead of at the end of backward
@@ -388,12 +392,16 @@ class Reduction:
             self.scattering = self._scatter(axes.shard, start, rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows, division.before))
+        self.ends_early = self._hooked and (self.scattering is not None or not self._sums)
 
     def _pack(self, rows: Tensor | None, before: float | None) -> Tensor:
         plan = self._plan
         if rows is None:
-            pack = partial(plan.pack, self._gradients, self._used)
-            rows = in_range("pack_gradients", plan.comm.path, pack)
+            if profiled():
+                with named_range("pack_gradients", plan.comm.path):
+                    rows = plan.pack(self._gradients, self._used)
+            else:
+                rows = plan.pack(self._gradients, self._used)
             self._gradients.clear()  # frees the gradients before the result is allocated
         if before and self._has_flags:  # without the flags, which could become zero
             layout = plan.rows
@@ -411,7 +419,12 @@ class Reduction:
             inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
             scatter = self._collectives.reduce_scatter
             function = partial(scatter, axis, inputs, outputs, op=self._op)
-        return self._plan.comm.start("reduce_scatter", axis, axis.size * flat.nbytes, function)
+        return self._start("reduce_scatter", axis, flat, function)
+
+    def _start(
+        self, name: CollectiveName, axis: Axis, output: Tensor, function: Callable[[], Waitable]
+    ) -> Waitable:
+        return cast(Waitable, self._plan.comm.start(name, axis, output, function))
 
     def _begin_sum(self, flat: Tensor) -> None:
         self._flat = flat
@@ -425,21 +438,9 @@ class Reduction:
             self._summing = self._sum(self._sums.pop(0))
 
     def _sum(self, axis: Axis) -> Waitable:
-        self._sum_axis = axis
-        flats = [] if self._flat is None else [self._flat]
-        size = sum([flat.nbytes for flat in flats])
-        function = partial(self._collectives.all_reduce, axis, flats, op=self._op)
-        return self._plan.comm.start("all_reduce", axis, size, function)
-
-    @property
-    def ends_early(self) -> bool:
-        """Return whether to call `finish` during backward instead of at its end.
-
-        This is so if parameters have post-gradient hooks. But if `finish` would start another
-        collective, the result is False: only some ranks may have such hooks, and all ranks must
-        start collectives in the same order.
-        """
-        return self._hooked and (self.scattering is not None or not self._sums)
+        self._sum_axis, flat = axis, cast(Tensor, self._flat)
+        function = partial(self._collectives.all_reduce, axis, [flat], op=self._op)
+        return self._start("all_reduce", axis, flat, function)
 
     def finish_scatter(self) -> None:
         """Wait for the reduce-scatter and release its input. Start the all-reduce of HSDP.
@@ -448,20 +449,16 @@ class Reduction:
         """
         if self.scattering is not None:
             try:
-                in_range("wait_reduce_scatter", self._plan.comm.path, self.scattering.wait)
+                self.scattering.wait()
             except Exception as error:  # not KeyboardInterrupt: the collective would still run
                 self.scattering, self._ready = None, False
                 self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
                 raise
-            self.scattering = None
-            self._release_packed()
+            self.scattering = self._rows = None
             if self._reads_tags_early:
                 self._check_tags()
             if self._sums and self._flat is not None:
                 self._begin_sum(self._flat)
-
-    def _release_packed(self) -> None:
-        self._rows = None
 
     def wait(self) -> None:
         """Wait for all collectives of this reduction, and start those that are left."""
@@ -469,7 +466,7 @@ class Reduction:
             self.finish_scatter()
         while self._summing is not None:
             try:
-                in_range("wait_all_reduce", self._plan.comm.path, self._summing.wait)
+                self._summing.wait()
             except Exception as error:
                 self._summing, self._ready = None, False
                 self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
@@ -485,8 +482,7 @@ class Reduction:
             self._summing = None
         if self.scattering is not None:
             self.scattering.wait()
-            self.scattering = None
-            self._release_packed()
+            self.scattering = self._rows = None
 
     def finish(self) -> None:
         """Wait, divide the result, and set the gradients of the sharded parameters.
@@ -539,7 +535,7 @@ class Reduction:
         """
         plan, flat = self._plan, self._flat
         if flat is None:
-            return [self._divided(gradient).to(plan.shard) for gradient in self._gradients]
+            return [self._final(gradient).to(plan.shard) for gradient in self._gradients]
         return plan.rows.views(self._final(flat[: plan.rows.flags]).to(plan.shard))
 
     def _final(self, values: Tensor) -> Tensor:
@@ -547,9 +543,6 @@ class Reduction:
         if self._options.hook is not None:
             self._options.hook(values)
         return values if self._after is None else values.div_(self._after)
-
-    def _divided(self, reduced: Tensor) -> Tensor:
-        return reduced if self._after is None else reduced.div_(self._after)
 
 
 class StreamedReduction(Reduction):
@@ -581,6 +574,7 @@ class StreamedReduction(Reduction):
         self._held: list[Tensor] = []  # kept alive until the current stream waited for `_ended`
         super().__init__(plan, gradients, rows, used, axes, collectives, options)
         self._go_on()
+        self.ends_early = self._hooked
 
     def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
         # The output is allocated on the reduce stream. The packed gradients are allocated on the
@@ -599,7 +593,7 @@ class StreamedReduction(Reduction):
         if self._flat is None:
             if self._plan.offloaded:
                 with streams.offload.after_current("copy_gradients"):
-                    self._made = [self._on_cpu(self._divided(each)) for each in self._gradients]
+                    self._made = [self._on_cpu(self._final(each)) for each in self._gradients]
                 # `finish_scatter` waits for the copy, and then frees the gradients on the device.
                 self._ended = self.scattering = streams.offload.begun()
             return
@@ -631,7 +625,7 @@ class StreamedReduction(Reduction):
             side.uses(each)
         out.uses(flat)
         self._flat, self._held = row, []
-        self._made = self._plan.rows.views(row)
+        self._made = self._plan.rows.views(row[: self._plan.rows.flags])
         self._ended = out.begun()
 
     def _on_cpu(self, tensor: Tensor) -> Tensor:
@@ -640,10 +634,11 @@ class StreamedReduction(Reduction):
         made = torch.empty(tensor.shape, dtype=shard.dtype, device="cpu", pin_memory=pinned)
         return made.copy_(tensor, non_blocking=True)
 
-    def _release_packed(self) -> None:
+    def finish_scatter(self) -> None:
+        """Make the current stream wait for the reduce-scatter, and release its input."""
+        super().finish_scatter()
         if self._made is not None:
             self._gradients = []
-        super()._release_packed()
 
     def wait(self) -> None:
         """Make the current stream wait for all steps. With CPU offload, the host waits too."""

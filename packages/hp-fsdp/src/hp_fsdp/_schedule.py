@@ -74,6 +74,7 @@ class Schedule:
         self._scattering: list[Reduction] = []  # in flight, with packed gradients allocated
         self._hooked: list[Reduction] = []  # in flight, to be finished during backward
         self._in_flight = 1  # largest number of packed gradients at once
+        self._is_last = True  # whether this backward is the last one of the step
         self._pass_number = 0  # number of passes and backwards that have begun
         self._dual = False  # whether this backward started inside forward-mode differentiation
         self._deferred: Unit | None = None  # to prefetch at the end of the current unit's backward
@@ -89,10 +90,9 @@ class Schedule:
         self._name_groups()
         made = sorted(self.units, key=lambda unit: unit.creation_number)
         places = {unit: place for place, unit in enumerate(made)}
-        owner = object()  # represents this schedule in histories, which must not keep it alive
         for number, unit in enumerate(self.units):
             unit.schedule, unit.checked_in_pass = self, 0
-            unit.join(owner, number, places[unit], self.paths)
+            unit.join(number, places[unit], self.paths)
 
     def paths(self) -> list[str]:
         """Return the paths of all units from the root."""
@@ -360,6 +360,7 @@ class Schedule:
             self._backwards += 1
             self._dual = inside_forward_ad()
             self._in_flight = max([unit.options.in_flight for unit in self.units])
+            self._is_last = all([unit.options.is_last_backward for unit in self.units])
             self._traversed, self._reached, self._deferred = None, 0, None
             for unit in self.units:
                 if unit.groups.retained:
@@ -459,7 +460,7 @@ class Schedule:
         the pass's forward calls.
         """
         self._handle_skipped(0)
-        if self._traversed is not None and self._last:
+        if self._traversed is not None and self._is_last:
             self._traversed.clear()
         self._traversed = None
 
@@ -472,7 +473,7 @@ class Schedule:
         while self._traversed is not None and self._reached > end:
             self._reached -= 1
             call, ended = self._traversed[self._reached]
-            if ended and call.outputs_hooked and not call.backward_begun and self._last:
+            if ended and call.outputs_hooked and not call.backward_begun and self._is_last:
                 call.unit.gradient_state = AFTER[Event.BACKWARD][call.unit.gradient_state]
                 self._reach(call)
             elif (
@@ -480,7 +481,7 @@ class Schedule:
                 and call.inputs_hooked
                 and call.backward_begun
                 and not call.backward_ended
-                and self._last
+                and self._is_last
             ):
                 call.backward_ended = True
                 if not call.unit.unhooked:
@@ -562,7 +563,7 @@ class Schedule:
                     self._scattering.append(reduction)
                 # The hooks of earlier backwards run at the end of the last one. They may step an
                 # optimizer, and the last backward still gathers the parameters.
-                if reduction.ends_early and self._last:
+                if reduction.ends_early and self._is_last:
                     self._hooked.append(reduction)
 
     def _make_room(self) -> None:
@@ -582,7 +583,7 @@ class Schedule:
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        last = self._last
+        last = self._is_last
         self._end_traversal()
         for unit in reversed(self.units):
             # Before the last backward, units that this backward did not reach are left for a later
@@ -603,10 +604,6 @@ class Schedule:
                 self._tag_log.send(f"the gradients of backward {self._backwards} are wrong: ")
             self._cursor = len(self._end_order)
         self.in_backward = False
-
-    @property
-    def _last(self) -> bool:
-        return all([unit.options.is_last_backward for unit in self.units])
 
     def _finish_reductions(self) -> None:
         """Wait for all reductions and set the gradients of the sharded parameters.
@@ -645,7 +642,7 @@ class Schedule:
         If this raises, call `reset` before the next forward, as after an exception in backward.
         """
         self.check_no_backward()
-        self.in_backward, self._dual = True, inside_forward_ad()
+        self.in_backward, self._dual, self._is_last = True, inside_forward_ad(), True
         with torch.inference_mode(False), torch.no_grad():  # as in `_finish_reductions`
             for unit in units:
                 if unit.unreduced or any(group.partial.waits for group in unit.groups):

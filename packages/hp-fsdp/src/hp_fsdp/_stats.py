@@ -4,16 +4,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from hp_dtensor import Axis
 
 from ._streams import Waitable
-from ._torch import in_range
+from ._torch import named_range, profiled
 
-W = TypeVar("W", bound="Waitable | None")
 CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
@@ -118,17 +117,25 @@ class _Counter:
         self.add_seconds(before.elapsed_time(after) / 1000)
 
 
-class _TimedWork:
-    """A timed collective in flight. Its duration ends when `wait` has returned once."""
+class _ObservedWork:
+    """A collective in flight that is timed or shown in a profile.
 
-    def __init__(self, work: Waitable, counter: _Counter, before: "float | torch.Event") -> None:
+    Its duration ends when `wait` has returned once.
+    """
+
+    def __init__(
+        self, work: Waitable, name: str, comm: "UnitComm", before: "float | torch.Event | None"
+    ) -> None:
         self._work = work
-        self._counter = counter
-        self._before: float | torch.Event | None = before
+        self._name = name
+        self._path = comm.path
+        self._counter = comm.counters[name]
+        self._before = before
 
     def wait(self) -> None:
         """Wait for the collective, and add its duration to the counter."""
-        self._work.wait()
+        with named_range(f"wait_{self._name}", self._path):
+            self._work.wait()
         before, self._before = self._before, None
         if isinstance(before, float):
             self._counter.add_seconds(time.perf_counter() - before)
@@ -138,12 +145,18 @@ class _TimedWork:
             self._counter.add_events(before, after)
 
 
+class _HasBytes(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
 class UnitComm:
     """Starts the collectives of one unit: counts them, times them, and names them in profiles.
 
     Attributes:
         path: Path of the unit from the root unit; "" for the root.
         timing: Whether to time collectives that are started from now on.
+        counters: Totals since the last `reset`, by the name of the collective.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,59 +169,61 @@ class UnitComm:
         self,
         name: CollectiveName,
         axis: Axis,
-        size: int,
-        function: Callable[[], W],
-    ) -> W | Waitable:
+        output: _HasBytes,
+        function: Callable[[], Waitable | None],
+    ) -> Waitable | None:
         """Start a collective with ``function``, and count it.
 
         Args:
             name: Kind of the collective.
             axis: Mesh axis of the collective.
-            size: Bytes of the output of an all-gather, or of the input of a reduce-scatter or an
-                all-reduce.
+            output: Output of the collective. Its number of bytes is read after ``function`` has
+                returned, because all-gather extensions choose it in the first all-gather.
             function: Function that starts the collective. It returns None if nothing is
                 communicated.
 
         Returns:
             The collective in flight, or None if ``function`` returned None.
         """
-        received = _PASSES[name] * size * (axis.size - 1) // axis.size
-        if received:
-            counter = self._counters[name]
-            counter.count += 1
-            counter.bytes += received
         before = self._now() if self.timing else None
-        work = in_range(name, self.path, function, axis.name)
-        if before is None or work is None or not received:
-            return work
-        return _TimedWork(work, counter, before)
-
-    def count(self, name: CollectiveName, axis: Axis, size: int) -> None:
-        """Count a collective whose size was not known yet when `start` was called.
-
-        Its duration is not measured. It takes the same arguments as `start`.
-        """
-        self._counters[name].count += 1
-        self._counters[name].bytes += _PASSES[name] * size * (axis.size - 1) // axis.size
+        observed = before is not None or profiled()
+        if observed:
+            with named_range(name, self.path, axis.name):
+                work = function()
+        else:
+            work = function()
+        others = axis.size - 1
+        if others and (size := output.nbytes):
+            counter = self.counters[name]
+            counter.count += 1
+            if name == "reduce_scatter":
+                counter.bytes += size * others
+            elif name == "all_gather":
+                counter.bytes += size * others // axis.size
+            else:  # the best all-reduce is a reduce-scatter and an all-gather
+                counter.bytes += 2 * size * others // axis.size
+            if observed and work is not None:
+                return _ObservedWork(work, name, self, before)
+        return work
 
     def stats(self, unit: str) -> list[CollectiveStats]:
         """Return the totals since the last `reset`, one for each kind of collective that ran.
 
         ``unit`` is the path of the unit in the result.
         """
-        for counter in self._counters.values():
+        for counter in self.counters.values():
             counter.read_events()
         return [
             CollectiveStats(
                 unit=unit, collective=name, count=each.count, bytes=each.bytes, seconds=each.seconds
             )
-            for name, each in self._counters.items()
+            for name, each in self.counters.items()
             if each.count
         ]
 
     def reset(self) -> None:
         """Set all totals to zero. Durations of collectives in flight are discarded."""
-        self._counters = {name: _Counter() for name in _PASSES}
+        self.counters = {name: _Counter() for name in get_args(CollectiveName)}
 
     def _now(self) -> "float | torch.Event":
         if self._device.type == "cpu":
@@ -216,7 +231,3 @@ class UnitComm:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
-
-
-# A bandwidth-optimal all-reduce is a reduce-scatter followed by an all-gather.
-_PASSES: dict[CollectiveName, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

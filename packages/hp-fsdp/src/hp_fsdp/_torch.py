@@ -116,21 +116,15 @@ def storage_references(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     return list(map(_storage_use_count, map(_pointer_of, storages)))
 
 
-def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> None:
-    """Copy gradients to the input of a reduce-scatter over ``degree`` ranks.
-
-    Splits each gradient into ``degree`` zero-padded blocks of rows, and writes the blocks of rank r
-    to ``out[r]``. This is ``torch._chunk_cat``. ``pad`` and ``cat`` would need one more copy if the
-    rows of a gradient do not divide evenly.
-    """
-    torch._chunk_cat(list(gradients), dim=0, num_chunks=degree, out=out)
+# Copies gradients to the input of a reduce-scatter over ``num_chunks`` ranks: splits each gradient
+# into zero-padded blocks of rows, and writes the blocks of rank r to ``out[r]``. The public ``pad``
+# and ``cat`` would need one more copy if the rows of a gradient do not divide evenly.
+pack_rank_major: Callable[..., Tensor] = torch._chunk_cat
 
 
 # Returns consecutive views of a 1-D tensor, with the shapes of the tensors of the second argument.
 # Takes a third of the host time of ``narrow`` and ``view`` for each of them.
-split_like: Callable[[Tensor, Sequence[Tensor]], list[Tensor]] = (
-    torch._C._nn.unflatten_dense_tensors
-)
+split_like: Callable[[Tensor, Any], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
 
 
 # Returns the sequence number that autograd gives to the next operation of this thread. There is no
@@ -255,14 +249,6 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
         return nullcontext()
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
-
-
-def in_range(what: str, path: str, function: Callable[[], R], axis: str = "") -> R:
-    """Call ``function`` in a `named_range`. Without a profiler, this adds one Python call."""
-    if not profiled():
-        return function()
-    with named_range(what, path, axis):
-        return function()
 
 
 def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:

@@ -192,7 +192,6 @@ class Unit:
         self.creation_number = next(_created)
         self._position = self._creation_position = 0
         self._paths: Callable[[], list[str]] | None = None
-        self._owner: object = None
         self.unhooked = False
         self.gradient_hooks: list[RemovableHandle] = []
         self.create_graph_calls: weakref.WeakSet[ForwardCall] | None = None
@@ -204,24 +203,16 @@ class Unit:
         for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
 
-    def join(
-        self,
-        owner: object,
-        position: int,
-        creation_position: int,
-        paths: Callable[[], list[str]],
-    ) -> None:
+    def join(self, position: int, creation_position: int, paths: Callable[[], list[str]]) -> None:
         """Join a schedule.
 
         Args:
-            owner: Object that identifies the schedule.
             position: Position of this unit in ``Schedule.units``.
             creation_position: Position of this unit if the schedule's units are sorted by the order
                 of their `fully_shard` calls.
             paths: Function that returns the paths of all units of the schedule.
         """
-        self._owner, self._position = owner, position
-        self._creation_position, self._paths = creation_position, paths
+        self._position, self._creation_position, self._paths = position, creation_position, paths
         self.forget_comparisons()
 
     def gather(self, by_schedule: bool = False) -> None:
@@ -294,9 +285,9 @@ class Unit:
                 self.groups.check_unfrozen()  # replaced parameters may be unfrozen
         history = self._history
         if history is not None:
-            expected = history.turn if self._checked is None else None
-            if expected is not None and expected.collective is self._gathers[operation]:
-                history.turn = expected.following
+            collective = self._gathers[operation]
+            if history.expected is collective and self._checked is None:
+                history.add(collective)
             elif prefetch and history.awaits_tags:
                 return
             else:
@@ -478,7 +469,7 @@ class Unit:
         """Raise `DisagreementError` if other ranks are about to gather other units.
 
         Compares with other ranks, which is a collective, only if the history requires it; see
-        `_agreement.History.judge`.
+        `_agreement.History.needs_comparison`.
         """
         order = self.order
         if order is not None:
@@ -486,13 +477,13 @@ class Unit:
                 order.gathers.settle()
             if self._checked is not None:
                 self._checked.check(self._axis, f"gather for {operation.name.lower()}", str(self))
-            self._begin_unexpected(order.gathers, self._gathers[operation], operation, self.options)
+            self._begin(order.gathers, self._gathers[operation], operation, self.options)
 
     def before_reduction(self, chosen: list[list[int]], options: Options) -> None:
         """Raise `DisagreementError` if other ranks are about to reduce other parameters.
 
         Compares with other ranks, which is a collective, only if the history requires it; see
-        `_agreement.History.judge`.
+        `_agreement.History.needs_comparison`.
 
         Args:
             chosen: For each group, the positions of the parameters to reduce.
@@ -506,13 +497,7 @@ class Unit:
         if self._reduction is not None:
             if self._checked is not None:
                 self._checked.check(self._axis, "reduce the gradients", str(self))
-            expected = order.reductions.turn
-            if expected is not None and expected.collective is self._reduction:
-                order.reductions.turn = expected.following
-            else:
-                self._begin_unexpected(
-                    order.reductions, self._reduction, Operation.REDUCTION, options
-                )
+            self._begin(order.reductions, self._reduction, Operation.REDUCTION, options)
 
     def _plan_reduction(self, chosen: list[list[int]], options: Options) -> None:
         """Set ``_reduction`` to the `Collective` that reduces ``chosen``.
@@ -527,22 +512,17 @@ class Unit:
             self._reductions[key] = Collective(signature, tagged) if any(chosen) else None
         self._planned_for, self._reduction = (chosen, options), self._reductions[key]
 
-    def _begin_unexpected(
+    def _begin(
         self, history: History, collective: Collective, operation: Operation, options: Options
     ) -> None:
-        """Record a collective that is not the next one of the recorded order.
-
-        First compares it with other ranks if the history requires this.
-        """
-        if history.repeats(collective):
-            return
-        found = history.judge(collective)
-        if found == "other":
+        """Record a collective. Before that, compare it with other ranks if necessary."""
+        compares = history.needs_comparison(collective)
+        if compares:
             self._compare(operation, options)
             collective.compared = True
         # On an accelerator tags are read too late to wait for them.
-        waits = found == "like" and self.groups[0].streams is None
-        history.add(collective, self._owner, self._reference if waits else None)
+        trusted = compares or history.expected is collective or self.groups[0].streams is not None
+        history.add(collective, None if trusted else self._reference)
 
     def _compare(self, operation: Operation, options: Options) -> None:
         axes = [self._data.shard]

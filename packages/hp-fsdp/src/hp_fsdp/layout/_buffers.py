@@ -47,7 +47,7 @@ class FlatBuffer:
             elements. It is None if the all-gather sends no tags.
         expected_tags: Value of ``tags`` if all ranks gather this unit.
         is_exact: Whether the collectives of the last all-gather copy every element unchanged.
-        gathered_bytes: Bytes that one all-gather writes to the output.
+        nbytes: Bytes that one all-gather writes to the output.
     """
 
     plan: FlatPlan
@@ -57,7 +57,7 @@ class FlatBuffer:
     tags: Tensor | None = None
     expected_tags: Sequence[float | list[float]] = ()
     is_exact = False
-    gathered_bytes = 0
+    nbytes = 0
     _output: ResizableBuffer | None = None
     _input: ResizableBuffer | None = None
     _inputs: Sequence[Tensor] = ()
@@ -139,7 +139,7 @@ class FlatBuffer:
             memory[degree * start : degree * (start + numel)] for start, numel in plan.slices
         ]
         self._outputs = list(map(as_sent, arrivals))
-        self.gathered_bytes = sum([output.nbytes for output in self._outputs])
+        self.nbytes = sum([output.nbytes for output in self._outputs])
         self._copy_out = plan.copy_out(memory)
         if plan.tag_numel:
             rows = arrivals[-1].view(degree, -1)
