@@ -237,7 +237,7 @@ def early() -> Any:
 
     def finish(self: Reduction) -> None:
         self.scattering = None
-        self._release_packed()
+        self._rows = None
 
     return mock.patch.object(StreamedReduction, "finish_scatter", finish)
 
