@@ -16,7 +16,7 @@ from ._errors import StateError
 from ._mesh import DataAxes
 from ._options import Options
 from ._param import ShardedParameter, wrapper_of
-from ._stats import CollectiveName, UnitComm
+from ._stats import UnitComm
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._tags import TAG_FLAGS, flags_agree
 from ._torch import (
@@ -419,12 +419,7 @@ class Reduction:
             inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
             scatter = self._collectives.reduce_scatter
             function = partial(scatter, axis, inputs, outputs, op=self._op)
-        return self._start("reduce_scatter", axis, flat, function)
-
-    def _start(
-        self, name: CollectiveName, axis: Axis, output: Tensor, function: Callable[[], Waitable]
-    ) -> Waitable:
-        return cast(Waitable, self._plan.comm.start(name, axis, output, function))
+        return self._plan.comm.start("reduce_scatter", axis, flat, function)
 
     def _begin_sum(self, flat: Tensor) -> None:
         self._flat = flat
@@ -440,7 +435,7 @@ class Reduction:
     def _sum(self, axis: Axis) -> Waitable:
         self._sum_axis, flat = axis, cast(Tensor, self._flat)
         function = partial(self._collectives.all_reduce, axis, [flat], op=self._op)
-        return self._start("all_reduce", axis, flat, function)
+        return self._plan.comm.start("all_reduce", axis, flat, function)
 
     def finish_scatter(self) -> None:
         """Wait for the reduce-scatter and release its input. Start the all-reduce of HSDP.

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from hp_dtensor import Axis
 from ._streams import Waitable
 from ._torch import named_range, profiled
 
+W = TypeVar("W", bound="Waitable | None")
 CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
@@ -170,8 +171,8 @@ class UnitComm:
         name: CollectiveName,
         axis: Axis,
         output: _HasBytes,
-        function: Callable[[], Waitable | None],
-    ) -> Waitable | None:
+        function: Callable[[], W],
+    ) -> W | Waitable:
         """Start a collective with ``function``, and count it.
 
         Args:
