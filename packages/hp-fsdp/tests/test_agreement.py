@@ -34,8 +34,9 @@ class Chosen(Net):
 
 
 DIFFERENT = {
-    "other shapes": "shape (3, 8) cut along dim 0, trains on rank 0, shape (4, 8) cut",
-    "frozen": "shape (3, 8) cut along dim 0, trains on rank 0, shape (3, 8) cut along dim 0, is",
+    "other shapes": "shape (3, 8) sharded along dim 0, trains on rank 0, shape (4, 8) sharded",
+    "frozen": "shape (3, 8) sharded along dim 0, trains on rank 0, shape (3, 8) sharded along dim 0, "
+    "is",
 }
 # What rank 1 does otherwise than the others, and what each message says of it.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -251,7 +252,7 @@ def named_as_a_fact(rank: int) -> str:
 @pytest.mark.nccl
 def test_a_parameter_of_any_name_is_compared(ranks: Ranks) -> None:
     for said in ranks(2).run(named_as_a_fact):
-        assert "layout: shape (4,) cut along dim 0, trains on rank 0" in said
+        assert "layout: shape (4,) sharded along dim 0, trains on rank 0" in said
 
 
 class Ordered(nn.Module):

@@ -89,6 +89,6 @@ def twice(rank: int) -> list[str]:
 
 def test_a_module_belongs_to_one_of_them(ranks: Ranks) -> None:
     for replicate_first, torch_first, ours_first in ranks(2).run(twice):
-        assert "Block was given to torch's replicate before" in replicate_first
-        assert "Block was given to torch's fully_shard before" in torch_first
+        assert "Block was passed to torch's replicate before" in replicate_first
+        assert "Block was passed to torch's fully_shard before" in torch_first
         assert "fully_shard has already been applied" in ours_first

@@ -148,7 +148,7 @@ def test_memory_may_be_used_again_but_not_while_it_is_in_use(ranks: Ranks) -> No
         assert not said
         assert worst(found, reference(2)) < 1e-12
     for said, _ in ranks(2).run(in_slots, 1):
-        assert "allocate of a OwnMemory returned memory that a collective under way uses" in said
+        assert "allocate of a OwnMemory returned memory that a collective in flight uses" in said
 
 
 @dataclass
@@ -220,7 +220,7 @@ def test_what_cannot_communicate_is_refused_by_name(ranks: Ranks) -> None:
     for said in ranks(4).run(refused):
         kinds = ["TypeError", "TypeError", "ValueError", "AssertionError"]
         assert [kind in text for kind, text in zip(kinds, said, strict=True)] == [True] * 4
-        assert "comm is None; legal is an object with allocate(" in said[0]
+        assert "comm is None; allowed: an object with allocate(" in said[0]
         assert "(output_tensor, input_tensor, group, op, async_op)" in said[1]
         assert "of ranks" in said[2]
         assert "communicates by a OwnMemory" in said[3]

@@ -309,8 +309,8 @@ def test_what_cannot_be_is_refused_by_name(ranks: Ranks) -> None:
         texts = [text for _, text in errors]
         assert "(mesh: Any, module: Any)" in texts[0]
         assert "define both" in texts[1]
-        assert "kept whole" in texts[2]
-        assert "cut at 1" in texts[3]
+        assert "replicated" in texts[2]
+        assert "sharded along dim 1" in texts[3]
         assert [kept for _, kept in found[1::2]] == [
             "TwoArguments",
             "OneHook",

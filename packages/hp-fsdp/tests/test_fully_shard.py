@@ -145,36 +145,36 @@ def test_bad_input_is_refused_alike_on_every_rank(ranks: Ranks, case: str) -> No
     assert results[0][2]
 
 
-CHOICES = "legal are True, False and None"
+CHOICES = "allowed: True, False and None"
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ShardingError], str]] = {
-    "mesh": ((nn.Linear(2, 2), "fsdp"), {}, MeshError, "mesh is 'fsdp'; legal are a DeviceMesh"),
-    "module": (("a",), {}, ModuleError, "module is 'a'; legal are an nn.Module and a list"),
-    "tensor": ((torch.ones(2),), {}, ModuleError, "module is of type Tensor; legal are"),
-    "item": (([nn.Linear(2, 2), 3],), {}, ModuleError, "module[1] is 3; legal are an nn.Module"),
+    "mesh": ((nn.Linear(2, 2), "fsdp"), {}, MeshError, "mesh is 'fsdp'; allowed: a DeviceMesh"),
+    "module": (("a",), {}, ModuleError, "module is 'a'; allowed: an nn.Module and a list"),
+    "tensor": ((torch.ones(2),), {}, ModuleError, "module is of type Tensor; allowed:"),
+    "item": (([nn.Linear(2, 2), 3],), {}, ModuleError, "module[1] is 3; allowed: an nn.Module"),
     "policy": (
         (nn.Linear(2, 2),),
         {"mp_policy": torch.bfloat16},
         ShardingError,
-        "mp_policy is of type dtype; legal is a MixedPrecisionPolicy",
+        "mp_policy is of type dtype; allowed: a MixedPrecisionPolicy",
     ),
     "dtype": (
         (nn.Linear(2, 2),),
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)},
         ShardingError,
-        "reduce_dtype is torch.int32; legal are floating-point dtypes and None",
+        "reduce_dtype is torch.int32; allowed: floating-point dtypes and None",
     ),
     "ignored": (
         (nn.Linear(2, 2),),
         {"ignored_params": {"weight"}},
         ParameterError,
-        "an element of ignored_params is 'weight'; legal are nn.Parameters",
+        "an element of ignored_params is 'weight'; allowed: nn.Parameters",
     ),
     **{
         f"reshard={choice!r}": (
             (nn.Linear(2, 2),),
             {"reshard_after_forward": choice},
             ShardingError,
-            f"reshard_after_forward is {choice!r}; legal are True, False, None (the default) and a "
+            f"reshard_after_forward is {choice!r}; allowed: True, False, None (the default) and a "
             "divisor of the 2 ranks that are sharded over: one of [1, 2]",
         )
         for choice in (0, 3, -2, 1.0, "yes")

@@ -179,7 +179,7 @@ def thawed(rank: int) -> tuple[list[str], Gradients]:
 def test_thawing_while_gradients_wait_is_refused_and_reset_is_clean(ranks: Ranks) -> None:
     for said, found in ranks(2).run(thawed):
         assert "unfreeze parameters only after a reduction" in said[0]
-        assert said[1] == "grads is 'fast'; legal are ['copy', 'accumulate']"
+        assert said[1] == "grads is 'fast'; allowed: ['copy', 'accumulate']"
         assert worst(found, reference(2)) < 1e-12
 
 

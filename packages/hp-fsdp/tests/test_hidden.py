@@ -282,4 +282,4 @@ def between(rank: int, what: str) -> list[str]:
 @pytest.mark.parametrize("what", ["load", "convert"])
 def test_a_load_before_a_backward_that_nobody_sees_is_told(ranks: Ranks, what: str) -> None:
     for said in ranks(2).run(between, what):
-        assert ["a backward came to blocks.1" in each for each in said] == [True, True]
+        assert ["a backward reached blocks.1" in each for each in said] == [True, True]

@@ -87,7 +87,7 @@ def moved_behind_an_optimizer(rank: int) -> str:
 
 def test_an_optimizer_sees_that_a_shard_has_moved(ranks: Ranks) -> None:
     for said in ranks(2).run(moved_behind_an_optimizer):
-        assert "make it anew" in said
+        assert "create it again" in said
 
 
 def thawed_under_way(rank: int, interrupted: bool) -> list[bool]:

@@ -142,7 +142,7 @@ ORDERS: dict[str, tuple[list[Step], str]] = {
     ),
     "root over torch's blocks": (
         [lambda m, kind: torchs(m[0]), lambda m, kind: ours(m, kind)],
-        "0, a FSDPSequential, was given to torch's fully_shard",
+        "0, a FSDPSequential, was passed to torch's fully_shard",
     ),
     "root over both kinds": (
         [
@@ -150,11 +150,11 @@ ORDERS: dict[str, tuple[list[Step], str]] = {
             lambda m, kind: torchs(m[1]),
             lambda m, kind: ours(m, kind),
         ],
-        "1, a FSDPSequential, was given to torch's fully_shard",
+        "1, a FSDPSequential, was passed to torch's fully_shard",
     ),
     "block in torch's root": (
         [lambda m, kind: torchs(m), lambda m, kind: ours(m[0], kind)],
-        "Sequential was given to torch's fully_shard",
+        "Sequential was passed to torch's fully_shard",
     ),
     "root over DistributedDataParallel": (
         [lambda m, kind: wrapped(m, 0), lambda m, kind: ours(m, kind)],
@@ -299,6 +299,6 @@ def test_a_call_with_other_parameters_is_refused_and_keeps_the_own(
     ranks: Ranks, layout: str
 ) -> None:
     for text, change in ranks(2).run(called_with_others, layout):
-        assert ".weight was replaced by a tensor that is no nn.Parameter" in text
+        assert ".weight was replaced by a tensor that is not an nn.Parameter" in text
         assert "functional_call" in text
         assert change == 0

@@ -183,7 +183,7 @@ def test_what_cannot_be_stepped_together_is_refused(ranks: Ranks) -> None:
         assert said[0].startswith("LBFGS is not known to update every element alone")
         assert said[1].startswith("AdamW is not known")
         assert said[2] == "Linear has no sharded parameter that trains"
-        assert said[3].endswith("make it anew")
+        assert said[3].endswith("create it again")
 
 
 class Plain(nn.Module):

@@ -270,7 +270,7 @@ def assigned(rank: int) -> list[str]:
 
 def test_an_optimizer_of_parameters_that_were_replaced_says_so(ranks: Ranks) -> None:
     for said in ranks(2).run(assigned):
-        assert all("make it anew" in each for each in said)
+        assert all("create it again" in each for each in said)
 
 
 def converted(rank: int, parts: str) -> str:

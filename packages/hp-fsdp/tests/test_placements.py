@@ -306,7 +306,7 @@ def test_axes_of_data_that_cannot_be_are_refused(ranks: Ranks) -> None:
     for said in ranks(4).run(wrong_dims):
         assert "no axis 'fsdp' in a mesh with axes ['dp', 'tp']" in said[0]
         assert "axes ['dp'] are to shard and to replicate" in said[1]
-        assert "only Replicate() is legal" in said[2]
+        assert "only Replicate() is allowed" in said[2]
         assert "weight is a plain tensor" in said[3]
         assert "up is a DTensor on" in said[4]
         assert "name at least one axis" in said[5]

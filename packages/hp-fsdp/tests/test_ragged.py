@@ -254,7 +254,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_the_layout_cannot_do_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(refused):
-        assert said[0] == "layout is 'round'; legal are 'exact' and 'ragged'"
+        assert said[0] == "layout is 'round'; allowed: 'exact' and 'ragged'"
         assert said[1].startswith("granularity has a meaning in the ragged layout only")
         assert said[2].startswith("granularity gives 0 for weight")
         assert said[3].startswith("granularity gives 1.5 for weight")

@@ -677,7 +677,7 @@ def other_reduction(rank: int) -> str:
 
 def test_other_reductions_are_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(other_reduction):
-        assert said == "gradient_reduction is 'avg'; legal are ['mean', 'sum']"
+        assert said == "gradient_reduction is 'avg'; allowed: ['mean', 'sum']"
 
 
 def scaled(rank: int, how: str) -> list[list[str]]:

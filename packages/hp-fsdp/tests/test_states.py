@@ -45,7 +45,7 @@ def test_each_event_leads_where_it_should_or_raises(
     if (state, event) in LEGAL:
         assert AFTER[event][state] is LEGAL[state, event]
     else:
-        with pytest.raises(StateError, match=f"{event.name} is not legal in state {state.name}"):
+        with pytest.raises(StateError, match=f"{event.name} is not allowed in state {state.name}"):
             AFTER[event][state]
 
 

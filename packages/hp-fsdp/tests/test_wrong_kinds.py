@@ -49,7 +49,7 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "module is 3": lambda _, unit: REGISTER(3, "x"),
     "method_name is 3": lambda _, unit: REGISTER(unit, 3),
     "async_op is 'x'": lambda _, unit: unit.unshard("x"),
-    "modules is of type FSDPLinear; legal is a list": lambda _, unit: SHARE(unit),
+    "modules is of type FSDPLinear; allowed: a list": lambda _, unit: SHARE(unit),
     "shard is 1": lambda plain, _: DIMS(shard=1),
     "an FSDPModule is": lambda _, unit: FSDPModule(),
     "module is of type generator": lambda _, unit: OPTIMIZER(ADAMW, unit.parameters()),
@@ -70,7 +70,7 @@ def refused(rank: int, case: str) -> tuple[str, bool]:
 def test_an_argument_of_another_kind_is_refused_by_name(ranks: Ranks, case: str) -> None:
     ((said, typed),) = ranks(1).run(refused, case)
     assert case in said
-    assert "legal" in said or "give" in said
+    assert "allowed" in said or "give" in said
     assert typed
 
 
@@ -99,12 +99,12 @@ def meaningless(rank: int) -> list[str]:
 
 def test_a_value_without_meaning_is_refused_on_one_rank_too(ranks: Ranks) -> None:
     ((atom, small, twice, factor, shared),) = ranks(1).run(meaningless)
-    assert "granularity gives 0 for weight; legal are 1, 2, ... elements" in atom
-    assert "shard_placement_fn gives 'x' for weight; legal are Shard(dim)" in small
+    assert "granularity gives 0 for weight; allowed: 1, 2, ... elements" in atom
+    assert "shard_placement_fn gives 'x' for weight; allowed: Shard(dim)" in small
     assert "'fsdp' is named twice" in twice
     assert "factor=inf must be a positive finite number" in factor
     assert "3" in shared
-    assert "legal are modules that were given to fully_shard" in shared
+    assert "allowed: modules that were passed to fully_shard" in shared
 
 
 def streamed(rank: int) -> str:

@@ -162,8 +162,8 @@ def _allocated(given: Communication, like: Tensor, *numels: int) -> list[Tensor]
         used = [*found, *(each for staged in _UNDER_WAY for each in staged.memory)]
         if any(_overlap(flat, each) for each in used):
             raise StateError(
-                f"allocate of a {type(given).__name__} returned memory that a collective under way "
-                "uses; two gathers may be under way at once, and a reduction needs two tensors"
+                f"allocate of a {type(given).__name__} returned memory that a collective in flight "
+                "uses; two all-gathers may be in flight at once, and a reduction needs two tensors"
             )
         found.append(flat)
     return found

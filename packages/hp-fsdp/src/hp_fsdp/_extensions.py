@@ -53,14 +53,14 @@ class Extension:
         signature = inspect.signature(given.fsdp_pre_all_gather)
         if len(signature.parameters) not in (1, 5):
             raise InvalidParameterError(
-                f"{PRE_ALL_GATHER} of {name} has the signature {signature}; legal are (mesh) and "
+                f"{PRE_ALL_GATHER} of {name} has the signature {signature}; allowed: (mesh) and "
                 "(mesh, outer_size, outer_stride, module, mp_policy)"
             )
         names = mesh.mesh_dim_names or ()
         if mesh.ndim > 1 and not names:
             raise MeshError(
-                f"{name} gathers itself over the last axis of {mesh}, which needs axis names for "
-                "that"
+                f"{name} has an all-gather extension, which needs axis names; the mesh {mesh} "
+                "has none"
             )
         self.name = name
         self.shape, self.stride = original.shape, original.stride()
@@ -81,7 +81,7 @@ class Extension:
         inputs, self._metadata = cast(Any, local).fsdp_pre_all_gather(*given)
         if not isinstance(inputs, tuple | list) or not all(isinstance(t, Tensor) for t in inputs):
             raise StateError(
-                f"{PRE_ALL_GATHER} of {self.name} returned {shown(inputs)}; legal is a tuple of "
+                f"{PRE_ALL_GATHER} of {self.name} returned {shown(inputs)}; allowed: a tuple of "
                 "tensors and metadata"
             )
         return list(inputs)
@@ -260,7 +260,7 @@ class ExtendedFlatBuffer(FlatBuffer):
         if even and differing:
             raise DisagreementError(
                 f"{PRE_ALL_GATHER} returns, in {unit} on the ranks of {axis.name}: "
-                f"{', '.join(differing)}; legal are equal numbers on all ranks, so pad uneven rows "
+                f"{', '.join(differing)}; allowed: equal numbers on all ranks, so pad uneven rows "
                 "in it; with layout='ragged' the bytes may differ"
             )
         return found

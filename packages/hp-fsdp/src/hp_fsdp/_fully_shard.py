@@ -56,15 +56,15 @@ def modules_of(module: object) -> list[nn.Module]:
 
     Raises `ModuleError` if it is neither a module nor a list of modules.
     """
-    legal = "legal are an nn.Module and a list of nn.Modules"
+    allowed = "allowed: an nn.Module and a list of nn.Modules"
     if isinstance(module, nn.Module):
         return [module]
     if isinstance(module, str | torch.Tensor) or not isinstance(module, Iterable):
-        raise ModuleTypeError(f"module is {shown(module)}; {legal}")
+        raise ModuleTypeError(f"module is {shown(module)}; {allowed}")
     modules = list(module)
     for position, each in enumerate(modules):
         if not isinstance(each, nn.Module):
-            raise ModuleTypeError(f"module[{position}] is {shown(each)}; {legal}")
+            raise ModuleTypeError(f"module[{position}] is {shown(each)}; {allowed}")
     return modules
 
 
@@ -79,12 +79,12 @@ def mesh_info_of(mesh: object, dims: DataAxisNames | None) -> MeshInfo:
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshTypeError(
-            f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
+            f"mesh is {shown(mesh)}; allowed: a DeviceMesh of one or two axes, and None for one "
             "axis over the world"
         )
     if dims is not None and not isinstance(dims, DataAxisNames):
         raise ArgumentTypeError(
-            f"dp_mesh_dims is {shown(dims)}; legal are DataParallelMeshDims(shard=..., "
+            f"dp_mesh_dims is {shown(dims)}; allowed: DataParallelMeshDims(shard=..., "
             "replicate=...) and None"
         )
     if dims is not None:
@@ -112,13 +112,13 @@ def config_of(
     """
     if not isinstance(offload, OffloadPolicy):
         raise ArgumentTypeError(
-            f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
+            f"offload_policy is {shown(offload)}; allowed: OffloadPolicy() and CPUOffloadPolicy()"
         )
     size: object = direct_bytes
     if isinstance(size, bool) or not isinstance(size, int | float | None):
-        raise ArgumentTypeError(f"direct_bytes is {shown(size)}; legal are numbers from 0 on")
+        raise ArgumentTypeError(f"direct_bytes is {shown(size)}; allowed: numbers from 0 on")
     if direct_bytes is not None and not direct_bytes >= 0:
-        raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; legal are numbers from 0 on")
+        raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; allowed: numbers from 0 on")
     to_cpu = isinstance(offload, CPUOffloadPolicy)
     # Pinned memory speeds up copies to an accelerator. torch raises if there is no accelerator.
     pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
@@ -168,7 +168,7 @@ def check_modules(modules: Sequence[nn.Module], ignored: Container[int]) -> None
             raise ModuleStateError(f"{name} is sharded already; a module can be sharded once")
         if composed := composed_by(module):
             raise ModuleStateError(
-                f"{name} was given to torch's {' and '.join(sorted(composed))} before; parameters "
+                f"{name} was passed to torch's {' and '.join(sorted(composed))} before; parameters "
                 "can be sharded or replicated once: leave that call out"
             )
         if hidden := hidden_names(module):
@@ -207,7 +207,7 @@ def check_unwrapped(path: str, module: nn.Module, ignored: Container[int]) -> No
             "parameters (ignored_params)"
         )
     raise ModuleStateError(
-        f"{f'{path}, a {kind},' if path else kind} was given to torch's fully_shard before, or is "
+        f"{f'{path}, a {kind},' if path else kind} was passed to torch's fully_shard before, or is "
         "in a module that was; parameters can be sharded once: use the same fully_shard for all "
         "modules of a model"
     )
@@ -232,7 +232,7 @@ def check_collectives(collectives: Collectives | None) -> Collectives:
     given: object = TorchCollectives() if collectives is None else collectives
     if isinstance(given, type) or not isinstance(given, Collectives):
         raise ArgumentTypeError(
-            f"collectives is {shown(given)}; legal is an object with the methods of "
+            f"collectives is {shown(given)}; allowed: an object with the methods of "
             "hp_dtensor.Collectives"
         )
     return given
@@ -250,7 +250,7 @@ def check_memory_options(grads: object, buffers: object) -> None:
             "when it is ready"
         )
     if grads not in legal:
-        raise ShardingError(f"grads is {shown(grads)}; legal are {legal}")
+        raise ShardingError(f"grads is {shown(grads)}; allowed: {legal}")
     if buffers is not None:
         raise UnsupportedError(
             "buffers= was removed in 0.3.0; leave it out: each unit frees its memory after use; "

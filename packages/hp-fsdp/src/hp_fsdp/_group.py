@@ -195,7 +195,7 @@ class ParameterGroup:
             if config.rest != config.device:
                 raise ParameterError(
                     f"{[each.name for each in extensions]} have all-gather extensions, which run "
-                    "on the device; legal for them is offload_policy=OffloadPolicy()"
+                    "on the device; allowed for them: offload_policy=OffloadPolicy()"
                 )
             return ExtendedFlatBuffer(
                 extensions,
@@ -728,9 +728,9 @@ class ParameterGroup:
         if self.gradients_wait and not self._dropped and not self.incomplete and self._converted:
             names = [self.parameters[i].name for i in sorted(self.waiting)]
             raise StateError(
-                f"{names} were converted or moved while gradients of theirs wait for a reduction; "
+                f"{names} were converted or moved while their gradients wait for a reduction; "
                 "convert them after it, or after zero_grad() of the module, which drops these "
-                "gradients; to go on with them, convert the parameters back"
+                "gradients; to keep these gradients, convert the parameters back"
             )
 
     @property

@@ -146,7 +146,7 @@ class DataParallelMeshDims:
             each: tuple[object, ...] = given if isinstance(given, tuple) else (given,)
             if given is not None and not all(isinstance(axis, str) for axis in each):
                 raise MeshTypeError(
-                    f"{name} is {shown(given)}; legal are the name of an axis, a tuple of such, "
+                    f"{name} is {shown(given)}; allowed: the name of an axis, a tuple of such, "
                     "and None"
                 )
         if not self.shard_names and not self.replicate_names:
@@ -241,7 +241,7 @@ class MeshInfo:
         if said != (0 if mesh.ndim == 2 else None, mesh.ndim - 1) or mesh.ndim > 2:
             raise MeshError(
                 f"shard_placement_fn gives {name} a mesh {mesh} to replicate over axis {said[0]} "
-                f"and to shard over axis {said[1]}; legal are one axis to shard over, and two, "
+                f"and to shard over axis {said[1]}; allowed: one axis to shard over, and two, "
                 "the first of which replicates"
             )
         return MeshInfo.on(mesh)
@@ -368,7 +368,7 @@ def _sharded_within(
             raise MeshError(
                 f"{name} is a DTensor on a mesh with axes {list(names)}, which share "
                 f"{[names[axis]]} with the axes of data; it is placed {before[axis]} there, where "
-                "only Replicate() is legal"
+                "only Replicate() is allowed"
             )
     meshes: list[DeviceMesh] = []
     placements: list[Placement] = []

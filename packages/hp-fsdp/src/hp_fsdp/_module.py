@@ -167,7 +167,7 @@ def _unit(module: object) -> Unit:
     """
     unit = unit_of(cast(nn.Module, module))
     if unit is None:
-        raise ModuleStateError(f"{type(module).__name__} was not given to fully_shard")
+        raise ModuleStateError(f"{type(module).__name__} was not passed to fully_shard")
     return unit
 
 
@@ -199,15 +199,15 @@ def _edit(module: object, recurse: bool, **changes: Any) -> None:
 def _groups_for(module: object, comm: object, call: str) -> Sequence[ParameterGroup]:
     if isinstance(comm, type) or not isinstance(comm, Communication):
         raise ArgumentTypeError(
-            f"comm is {shown(comm)}; legal is an object with allocate(size, *, dtype, device) "
+            f"comm is {shown(comm)}; allowed: an object with allocate(size, *, dtype, device) "
             f"and {call}"
         )
     groups = _unit(module).groups
     ranks = {group.axes.shard.ranks for group in groups if group.axes.shard.size > 1}
     if len(ranks) > 1:
         raise ShardingError(
-            f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; one "
-            "object to communicate by is legal only for one mesh"
+            f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; a "
+            "custom collective is allowed for one mesh only"
         )
     return groups
 
@@ -216,13 +216,13 @@ def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit,
     units = []
     listed: object = modules
     if isinstance(listed, nn.Module) or not isinstance(listed, Iterable):
-        raise ModuleTypeError(f"modules is {shown(listed)}; legal is a list of sharded modules")
+        raise ModuleTypeError(f"modules is {shown(listed)}; allowed: a list of sharded modules")
     for module in modules:
         given: object = module
         unit = unit_of(given) if isinstance(given, nn.Module) else None
         if unit is None:
             raise ModuleError(
-                f"a module to {do} is {shown(module)}; legal are modules that were given to "
+                f"a module to {do} is {shown(module)}; allowed: modules that were passed to "
                 "fully_shard"
             )
         units.append(unit)
@@ -537,7 +537,7 @@ class FSDPModule:
         chosen: object = reshard_after_forward
         if not isinstance(chosen, bool | None):
             raise ShardingError(
-                f"reshard_after_forward is {shown(chosen)}; legal are True, False and None (the "
+                f"reshard_after_forward is {shown(chosen)}; allowed: True, False and None (the "
                 "default); an int, the number of ranks to reshard to, only fully_shard takes"
             )
         _edit(self, recurse, reshard_after_forward=reshard_after_forward)
@@ -639,7 +639,7 @@ class FSDPModule:
         """
         given: object = factor
         if isinstance(given, bool) or not isinstance(given, int | float | None):
-            raise ArgumentTypeError(f"factor is {shown(given)}; legal are numbers above 0 and None")
+            raise ArgumentTypeError(f"factor is {shown(given)}; allowed: numbers above 0 and None")
         try:
             divide = None if factor is None else float(factor)
         except OverflowError:  # the int is too large for a float
@@ -693,13 +693,13 @@ class FSDPModule:
             return
         if not callable(hook):
             raise ArgumentTypeError(
-                f"hook is {shown(hook)}; legal are a function of a tensor, and None"
+                f"hook is {shown(hook)}; allowed: a function of a tensor, and None"
             )
         summed = {axis.size > 1 for group in unit.groups for axis in group.axes.replicate}
         if stream is not None and True in summed:
             raise ShardingError(
-                "a stream for the hook is legal only where this package sums nothing over "
-                "replicas: on a mesh of one axis, with no parameter kept whole (min_shard_numel)"
+                "a stream for the hook is allowed only if gradients are not summed over "
+                "replicas: on a mesh of one axis, without replicated parameters (min_shard_numel)"
             )
         on_cpu = all(group.config.device.type == "cpu" for group in unit.groups)
         if on_cpu and isinstance(stream, torch.cpu.Stream):
@@ -708,7 +708,7 @@ class FSDPModule:
         if not isinstance(asked, torch.Stream | None):
             also = ", a torch.cpu.Stream" if on_cpu else ""
             raise ArgumentTypeError(
-                f"stream is {shown(asked)}; legal are a torch.Stream{also} and None"
+                f"stream is {shown(asked)}; allowed: a torch.Stream{also} and None"
             )
         _edit(self, False, hook=ReductionHook(function=hook, stream=asked))
 
@@ -754,7 +754,7 @@ class FSDPModule:
         if reduce_scatter_unused_params is not True:
             raise UnsupportedError(
                 f"reduce_scatter_unused_params is {shown(reduce_scatter_unused_params)}; only True "
-                "is legal: ranks communicate alike, whatever parameters each of them used"
+                "is allowed, because all ranks have to run the same collectives"
             )
 
     def set_reduce_scatter_max_input_buffers(
@@ -825,7 +825,7 @@ class FSDPModule:
             raise StateError("an event after an optimizer step needs a forward before it")
         given: object = event
         if not callable(getattr(given, "wait", None)):
-            raise ArgumentTypeError(f"event is {shown(given)}; legal are a torch.Event and None")
+            raise ArgumentTypeError(f"event is {shown(given)}; allowed: a torch.Event and None")
         schedule.starts_after = event
 
     def set_custom_all_gather(self, comm: Communication) -> None:
@@ -889,8 +889,8 @@ class FSDPModule:
                 way.given, GROUP_MEMORY
             ):
                 raise CallOrderError(
-                    f"this unit communicates by a {type(way.given).__name__}, which gives its own "
-                    "memory; call set_allocate_memory_from_process_group_for_comm before it is set"
+                    f"this unit communicates with a {type(way.given).__name__}, which allocates its "
+                    "own memory; call set_allocate_memory_from_process_group_for_comm before it is set"
                 )
         for group in groups:
             group.gathers = group.scatters = group.collectives
@@ -1060,9 +1060,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     given: object = module
     if not isinstance(given, nn.Module):
-        raise ModuleTypeError(f"module is {shown(given)}; legal is an nn.Module")
+        raise ModuleTypeError(f"module is {shown(given)}; allowed: an nn.Module")
     if not isinstance(method_name, str):
-        raise ArgumentTypeError(f"method_name is {shown(method_name)}; legal is a method's name")
+        raise ArgumentTypeError(f"method_name is {shown(method_name)}; allowed: a method's name")
     unit = unit_of(module)
     if unit is None:
         return

@@ -106,8 +106,8 @@ class Segment:
             or not _are_same(sharded, self._sharded)
         ):
             raise StateError(
-                "parameters were replaced, converted or moved after the optimizer was made; make "
-                "it anew"
+                "parameters were replaced, converted or moved after the optimizer was made; create "
+                "it again"
             )
         found = list(map(gradient_of, self._sharded))
         gradients = [gradient for gradient in found if gradient is not None]
@@ -232,14 +232,15 @@ def sharded_optimizer(
     """
     given: object = module
     if not isinstance(given, nn.Module):
-        raise ModuleTypeError(f"module is {shown(given)}; legal is a sharded module, whole")
+        raise ModuleTypeError(f"module is {shown(given)}; allowed: a sharded module")
     made: object = cls
     if isinstance(made, torch.optim.Optimizer):
         raise ArgumentTypeError(f"cls is an {type(made).__name__}; give the class and its options")
     if cls not in ELEMENTWISE:
         raise ShardingError(
-            f"{getattr(cls, '__name__', cls)} is not known to update every element alone; legal "
-            f"are {[each.__name__ for each in ELEMENTWISE]}; use it on the parameters themselves"
+            f"{getattr(cls, '__name__', cls)} is not known to update each element separately; "
+            f"allowed: {[each.__name__ for each in ELEMENTWISE]}; use other optimizers on the "
+            "parameters"
         )
     units = units_in(module)
     for unit in units:
@@ -329,7 +330,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             if not _are_same(group["params"], listed):
                 raise StateError(
                     f"the parameters of group {number} were changed; freeze those that are not to "
-                    "be stepped, give others to add_param_group, or make the optimizer anew"
+                    "be stepped, give others to add_param_group, or create the optimizer again"
                 )
         if self._frozen and any(training(self._frozen.values())):
             self._warn_of_unfrozen()
@@ -363,7 +364,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if unfrozen:
             warnings.warn(
                 f"{unfrozen} train, and this optimizer does not step them: they were frozen when "
-                "it was made; give them to add_param_group, or to an optimizer of their own",
+                "it was made; give them to add_param_group, or to another optimizer",
                 stacklevel=3,
             )
 

@@ -94,7 +94,7 @@ class Options:
             check_bool(name, value)
         legal = list(get_args(GradientReduction))
         if self.reduction not in legal:
-            raise ShardingError(f"gradient_reduction is {shown(self.reduction)}; legal are {legal}")
+            raise ShardingError(f"gradient_reduction is {shown(self.reduction)}; allowed: {legal}")
         divide = self.divide
         if divide is not None and not (math.isfinite(divide) and divide > 0):
             raise ShardingError(
@@ -104,7 +104,7 @@ class Options:
         alive: object = self.in_flight
         if not is_int(alive) or alive < 1:
             kind = ShardingError if is_int(alive) else ArgumentTypeError
-            raise kind(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
+            raise kind(f"max_input_buffers is {shown(alive)}; allowed: 1, 2, ...")
         check_precision(self.precision)
 
     @property
@@ -122,7 +122,7 @@ class Options:
 def check_bool(name: str, value: object) -> None:
     """Raise `ShardingError` if ``value``, the argument ``name``, is not a bool."""
     if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} is {shown(value)}; legal are True and False")
+        raise ArgumentTypeError(f"{name} is {shown(value)}; allowed: True and False")
 
 
 def check_reshard(choice: object, degree: int) -> bool | int | None:
@@ -136,7 +136,7 @@ def check_reshard(choice: object, degree: int) -> bool | int | None:
     if not isinstance(choice, int) or choice < 1 or degree % choice:
         divisors = [n for n in range(1, degree + 1) if degree % n == 0]
         raise ShardingError(
-            f"reshard_after_forward is {shown(choice)}; legal are True, False, None (the default) "
+            f"reshard_after_forward is {shown(choice)}; allowed: True, False, None (the default) "
             f"and a divisor of the {degree} ranks that are sharded over: one of {divisors}"
         )
     if choice == 1:
@@ -147,13 +147,13 @@ def check_reshard(choice: object, degree: int) -> bool | int | None:
 def check_precision(policy: object) -> None:
     """Raise `ShardingError` unless ``policy`` is a `MixedPrecisionPolicy` with floating dtypes."""
     if not isinstance(policy, MixedPrecisionPolicy):
-        raise ArgumentTypeError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
+        raise ArgumentTypeError(f"mp_policy is {shown(policy)}; allowed: a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype: object = getattr(policy, name)
         if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             continue
         said = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
-        raise ShardingError(f"{name} is {said}; legal are floating-point dtypes and None")
+        raise ShardingError(f"{name} is {said}; allowed: floating-point dtypes and None")
 
 
 GradientMode = Literal["copy", "accumulate"]

@@ -259,7 +259,7 @@ class ShardedParameter:
         others = [each for each in present if each is not self.sharded]
         if not all(isinstance(each, nn.Parameter) for each in others):
             return (
-                f"{self.name} was replaced by a tensor that is no nn.Parameter, as "
+                f"{self.name} was replaced by a tensor that is not an nn.Parameter, as "
                 "torch.func.functional_call does it; a sharded module computes with its own "
                 "parameters only: load other values, for example by load_state_dict"
             )

@@ -68,23 +68,23 @@ class ParameterSelection:
         """
         given: object = () if ignored is None else ignored
         if not isinstance(given, Collection) or isinstance(given, str | Tensor):
-            raise ParameterError(f"ignored_params is {shown(given)}; legal is a set of parameters")
+            raise ParameterError(f"ignored_params is {shown(given)}; allowed: a set of parameters")
         for each in given:
             if not isinstance(each, nn.Parameter):
                 raise ParameterError(
-                    f"an element of ignored_params is {shown(each)}; legal are nn.Parameters"
+                    f"an element of ignored_params is {shown(each)}; allowed: nn.Parameters"
                 )
         least: object = least_numel
         if not is_int(least) or least < 0:
-            raise ParameterError(f"min_shard_numel is {shown(least)}; legal are 0, 1, ...")
+            raise ParameterError(f"min_shard_numel is {shown(least)}; allowed: 0, 1, ...")
         legal = list(PLANNERS)
         if layout not in legal:
             raise ParameterError(
-                f"layout is {shown(layout)}; legal are {' and '.join(map(repr, legal))}"
+                f"layout is {shown(layout)}; allowed: {' and '.join(map(repr, legal))}"
             )
         if placement is not None and not callable(placement):
             raise ParameterTypeError(
-                f"shard_placement_fn is {shown(placement)}; legal is a function of a parameter"
+                f"shard_placement_fn is {shown(placement)}; allowed: a function of a parameter"
             )
         ragged = layout == "ragged"
         if ragged and placement is not None:
@@ -108,7 +108,7 @@ class ParameterSelection:
         found: object = 1 if asked is None else asked(parameter) if callable(asked) else asked
         if not is_int(found) or found < 1:
             raise ParameterError(
-                f"granularity gives {_given(found)} for {name}; legal are 1, 2, ... elements"
+                f"granularity gives {_given(found)} for {name}; allowed: 1, 2, ... elements"
             )
         return found
 
@@ -134,7 +134,7 @@ class ParameterSelection:
     ) -> int | None:
         if placement is not None and type(placement) is not Shard:
             raise ParameterError(
-                f"shard_placement_fn gives {_given(placement)} for {name}; legal are Shard(dim), "
+                f"shard_placement_fn gives {_given(placement)} for {name}; allowed: Shard(dim), "
                 "None, and torch's ShardPlacementResult of one of them and a mesh"
             )
         if _largest_numel(parameter) < self.least_numel:
@@ -151,7 +151,7 @@ class ParameterSelection:
         if dim and parameter.shape[dim] % math.prod(degrees):
             raise UnsupportedParameterError(
                 f"dim {dim} of {name}, of size {parameter.shape[dim]}, does not divide over "
-                f"{' x '.join(map(str, degrees))} ranks; only dim 0 may be cut unevenly"
+                f"{' x '.join(map(str, degrees))} ranks; only dim 0 may be sharded unevenly"
             )
         return dim
 
@@ -248,8 +248,8 @@ def _made(
     if is_extended(original) and dim != 0:
         raise ParameterError(
             f"{name} is of type {type(original).__name__}, which has an all-gather extension, and "
-            f"would be {'kept whole' if dim is None else f'cut at {dim}'}; legal are Shard(0) and "
-            "layout='ragged'"
+            f"would be {'replicated' if dim is None else f'sharded along dim {dim}'}; allowed: "
+            "Shard(0) and layout='ragged'"
         )
     atom = 1 if dim is None else selection.atom(original, name)
     # With one rank, all layouts are the same.
@@ -282,8 +282,8 @@ def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[i
 def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name: str) -> None:
     if is_managed(module, name):
         raise ParameterError(
-            f"{full_name} of {type(module).__name__} is sharded already, by a call on a module "
-            "above it; shard blocks first, the root last"
+            f"{full_name} of {type(module).__name__} is sharded already, by a call on an outer "
+            "module; shard blocks first and the root last"
         )
     if (sharded := sharded_from(candidate)) is not None:
         raise ParameterError(
@@ -316,8 +316,8 @@ def _check_module(
         what = "sparse=True, whose gradients cannot be reduced; make it with sparse=False"
     elif module.max_norm is not None and size > 1:
         what = (
-            f"max_norm={module.max_norm}, which writes to what is gathered and given up, so that "
-            "shards would not be renormalised; renormalise them after each step, or ignore it"
+            f"max_norm={module.max_norm}, which writes to the unsharded weight, so that the "
+            "shards would not be renormalized; renormalize them after each step, or ignore it"
         )
     if what and candidate.requires_grad:
         raise UnsupportedParameterError(f"{full_name} is of an {type(module).__name__} with {what}")
@@ -327,7 +327,7 @@ def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> Non
     if isinstance(original, DTensor) and is_extended(local := local_of(original)):
         raise ParameterError(
             f"{name} is a DTensor of {type(local).__name__}, which has an all-gather extension "
-            f"({PRE_ALL_GATHER}); legal are plain tensors with such an extension, so unwrap it "
+            f"({PRE_ALL_GATHER}); allowed: plain tensors with such an extension, so unwrap it "
             "before, or ignore it"
         )
     if isinstance(original, UninitializedParameter):

@@ -91,8 +91,8 @@ class _Following(dict[Enum, Any]):
     def __missing__(self, state: Enum) -> Any:
         legal = sorted(e.name for s, e in TRANSITIONS if s is state)
         raise StateError(
-            f"{self._event.name} is not legal in state {state.name}; legal are {legal} "
-            "(reset() leads back from any state)"
+            f"{self._event.name} is not allowed in state {state.name}; allowed: {legal} "
+            "(reset() is allowed in any state)"
         )
 
 

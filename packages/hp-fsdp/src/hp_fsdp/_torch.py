@@ -330,8 +330,8 @@ def _refuse_torchs_call(module: nn.Module, frame: FrameType | None) -> None:
     if not all(parameter in ignored for parameter in module.parameters()):
         raise ModuleStateError(
             f"{type(module).__name__} was sharded by a fully_shard that is not torch's, and "
-            "torch's fully_shard was given it or a module around it; parameters can be sharded "
-            "once: use the same fully_shard for all modules of a model"
+            "then it or an outer module was passed to torch's fully_shard; parameters can be "
+            "sharded once: use the same fully_shard for all modules of a model"
         )
 
 

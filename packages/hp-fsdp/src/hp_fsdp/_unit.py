@@ -602,8 +602,8 @@ class Unit:
     def _facts(self, operation: Operation, options: Options) -> dict[str, str]:
         """Return the settings that must be equal on all ranks, as ``{name: value}`` for messages.
 
-        For example ``{"weight": "shape (8, 8) cut along dim 0, trains", ...}``. Every name contains
-        a space, except the names of parameters.
+        For example ``{"weight": "shape (8, 8) sharded along dim 0, trains", ...}``. Every name
+        contains a space, except the names of parameters.
         """
         facts = {_CREATION_POSITION: str(self._creation_position), _NUMBER: str(self.number)}
         for number, group in enumerate(self.groups):
@@ -615,8 +615,8 @@ class Unit:
                     if i in reduced or operation is not Operation.REDUCTION
                     else "is frozen"
                 )
-                cut = "kept whole" if p.dim is None else f"cut along dim {p.dim}"
-                facts[p.name] = f"shape {tuple(p.shape)} {cut}, {trains}"
+                kind = "replicated" if p.dim is None else f"sharded along dim {p.dim}"
+                facts[p.name] = f"shape {tuple(p.shape)} {kind}, {trains}"
             order = ", ".join(repr(p.name) for p in group.parameters)
             facts[f"the order of parameters{of}"] = order
             extended = "" if group.flat else ", with all-gather extensions"
