@@ -35,8 +35,8 @@ class Chosen(Net):
 
 DIFFERENT = {
     "other shapes": "shape (3, 8) sharded along dim 0, trains on rank 0, shape (4, 8) sharded",
-    "frozen": "shape (3, 8) sharded along dim 0, trains on rank 0, shape (3, 8) sharded along dim 0, "
-    "is",
+    "frozen": "shape (3, 8) sharded along dim 0, trains on rank 0, shape (3, 8) sharded along "
+    "dim 0, is",
 }
 # What rank 1 does otherwise than the others, and what each message says of it.
 CASES: dict[str, tuple[dict[str, Any], str]] = {

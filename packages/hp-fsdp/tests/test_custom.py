@@ -223,4 +223,4 @@ def test_what_cannot_communicate_is_refused_by_name(ranks: Ranks) -> None:
         assert "comm is None; allowed: an object with allocate(" in said[0]
         assert "(output_tensor, input_tensor, group, op, async_op)" in said[1]
         assert "of ranks" in said[2]
-        assert "communicates by a OwnMemory" in said[3]
+        assert "communicates with a OwnMemory" in said[3]

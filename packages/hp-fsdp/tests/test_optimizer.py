@@ -180,7 +180,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_cannot_be_stepped_together_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(refusals):
-        assert said[0].startswith("LBFGS is not known to update every element alone")
+        assert said[0].startswith("LBFGS is not known to update each element separately")
         assert said[1].startswith("AdamW is not known")
         assert said[2] == "Linear has no sharded parameter that trains"
         assert said[3].endswith("create it again")

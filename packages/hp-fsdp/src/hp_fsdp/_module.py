@@ -889,8 +889,9 @@ class FSDPModule:
                 way.given, GROUP_MEMORY
             ):
                 raise CallOrderError(
-                    f"this unit communicates with a {type(way.given).__name__}, which allocates its "
-                    "own memory; call set_allocate_memory_from_process_group_for_comm before it is set"
+                    f"this unit communicates with a {type(way.given).__name__}, which allocates "
+                    "its own memory; call set_allocate_memory_from_process_group_for_comm before "
+                    "it is set"
                 )
         for group in groups:
             group.gathers = group.scatters = group.collectives

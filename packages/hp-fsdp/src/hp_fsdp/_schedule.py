@@ -382,8 +382,9 @@ class Schedule:
         """
         if call.parameters_version != call.unit.parameters_version:
             raise StateError(
-                f"parameters of {self.path_of(call.unit)} were converted or moved between its forward "
-                "and its backward, which needs the previous parameters; convert them after backward"
+                f"parameters of {self.path_of(call.unit)} were converted or moved between its "
+                "forward and its backward, which needs the previous parameters; convert them after "
+                "backward"
             )
         later = call.next_call
         if later is not None and later.backward_number == self._backwards and self.in_backward:
@@ -413,8 +414,8 @@ class Schedule:
             raise StateError(
                 f"a backward reached {path}, whose parameters were freed: none of its outputs can "
                 "be hooked, so the parameters stay unsharded until the end of one backward only; "
-                "return a tensor in addition, or call set_is_last_backward(False) before all backwards "
-                "except the last one, and reshard after it"
+                "return a tensor in addition, or call set_is_last_backward(False) before all "
+                "backwards except the last one, and reshard after it"
             )
 
     def backward_left(self, call: ForwardCall) -> None:
