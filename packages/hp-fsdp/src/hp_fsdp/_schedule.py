@@ -36,8 +36,8 @@ class Schedule:
     - The next pass that starts with the same unit follows this order: when the forward of a unit
       starts, the next unit is prefetched. If a pass deviates from the order, the rest of the pass
       has no prefetch.
-    - Backward visits the units in reverse order of the ends of the last pass, and prefetches one
-      unit. If backward reaches a unit of an earlier pass, it continues with the order of that pass.
+    - Backward visits the units in reverse order of the ends of their forwards. When it reaches a
+      unit, the next one is prefetched.
     - With ``grads="accumulate"``, the first `LATE_UNITS` units in backward start the prefetch at
       the end of their backward. An earlier prefetch would raise the peak of memory.
     - Backward may skip a unit on one rank and reach this unit on another. When a rank reaches the
@@ -58,15 +58,13 @@ class Schedule:
         self.starts_after: torch.Event | torch.cpu.Event | None = None
         self._pass_root: Unit | None = None
         self._checked = False
-        self._begun: list[Unit] = []
-        self._ended: list[Unit] = []
-        self._orders: dict[Unit, LearnedOrder] = {}  # by the first unit of a pass; latest last
-        self._begin_order: list[Unit] = []  # expected in this pass
-        self._end_order: list[Unit] = []  # backward follows it in reverse
-        self._following = False
+        self._orders: dict[Unit, LearnedOrder] = {}  # by the first unit of a pass
+        self._begin_order: list[Unit] = []  # expected order of starts in this pass
+        self._end_order: list[Unit] = []  # expected order of ends in this pass
+        self._begun = self._ended = 0  # numbers of starts and ends in this pass
+        self._following = False  # whether this pass has followed the expected order so far
         self.in_backward = False
         self._backwards = 0  # number of backwards that have begun
-        self._cursor = 0  # position of backward in `_end_order`
         self._events: Events = []  # of the current pass, or of the last one
         self._traversed: Events | None = None  # events that this backward visits in reverse
         self._reached = 0  # position of the last event that backward has reached
@@ -183,9 +181,8 @@ class Schedule:
             self._begin_pass(unit)
         call.events, call.begin = self._events, len(self._events)
         self._events.append((call, False))
-        position = len(self._begun)
-        self._begun.append(unit)
-        order = self._begin_order
+        position, order = self._begun, self._begin_order
+        self._begun += 1
         self._following &= position < len(order) and order[position] is unit
         if (
             unit.unhooked
@@ -217,8 +214,8 @@ class Schedule:
         if self._tag_log is not None:
             self._tag_log.send("in a forward whose backward did not come: ")
             self._tag_log.check()
-        self._begun, self._ended = [], []
-        self._begin_order = self._orders[root][0] if root in self._orders else []
+        self._begun = self._ended = 0
+        self._begin_order, self._end_order = self._orders.get(root, ([], []))
         self._events = []
         self._following = True
         # An earlier pass without a backward (after an exception, or if the loss was discarded) left
@@ -304,16 +301,14 @@ class Schedule:
         if call.events is self._events:  # the call started in this pass
             call.end = len(self._events)
             self._events.append((call, True))
-        self._ended.append(unit)
+        self._ended += 1
         if unit is not self._pass_root:
             return
         for other in self.units:
             if other.pending_modules:  # some but not all modules of its list have run
                 self.end_forward(other)
-        self._orders.pop(unit, None)
-        self._orders[unit] = self._begun, self._ended
-        self._end_order = self._ended
-        self._cursor = len(self._end_order)
+        begun = [call.unit for call, ended in self._events if not ended]
+        self._orders[unit] = begun, [call.unit for call, ended in self._events if ended]
         self._pass_root = None
         self._drop_unused_gathers()
         if not unit.expects_backward:
@@ -340,8 +335,7 @@ class Schedule:
         """
         chosen = unit.options.reshard_after_forward
         if chosen is None:
-            _, order = self._orders.get(self._pass_root or unit, ([], []))
-            last = order[-2:-1] == [unit] and len(self._ended) == len(order) - 2
+            last = self._end_order[-2:-1] == [unit] and self._ended == len(self._end_order) - 2
             chosen = unit is not self._pass_root and not (self._following and last)
         if chosen is True:
             unit.reshard()
@@ -504,25 +498,19 @@ class Schedule:
                 if chosen.options.unshard_in_backward:
                     chosen.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
             return
-        order, before = self._end_order, self._cursor - 1
-        at: int | None = before
-        if before < 0 or order[before] is not unit:
-            at = _last_place(order, unit, self._cursor)
-        if at is None:
-            # Backward reached the units of this pass again, or of an earlier pass. Start at the
-            # end of the order of that pass.
-            earlier = [ended for _, ended in reversed(self._orders.values())]
-            order = next((each for each in [order, *earlier] if unit in each), order)
-            at = _last_place(order, unit, len(order))
-        if at is not None:
-            self._end_order, self._cursor = order, at
-            # The last unit in the order is the root, whose backward ends last.
-            first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
-            if at and order[at - 1].options.unshard_in_backward:
-                if first and unit.packs_early:
-                    self._deferred = order[at - 1]
-                else:
-                    order[at - 1].start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
+        events = call.events or []
+        position = min(call.end, len(events)) - 1
+        while position >= 0 and not events[position][1]:  # starts of this call and nested calls
+            position -= 1
+        if position < 0 or not events[position][0].unit.options.unshard_in_backward:
+            return
+        following = events[position][0].unit
+        # The root is the last unit of a pass, and the first one in backward.
+        later = sum([ended for _, ended in events[call.end + 1 :]]) if unit.packs_early else 0
+        if 0 < later <= LATE_UNITS:
+            self._deferred = following
+        else:
+            following.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
 
     def _finish_unit(self, unit: Unit) -> None:
         if not unit.finish_backward():
@@ -602,7 +590,6 @@ class Schedule:
             self._drop_unused_gathers()
             if self._tag_log is not None:
                 self._tag_log.send(f"the gradients of backward {self._backwards} are wrong: ")
-            self._cursor = len(self._end_order)
         self.in_backward = False
 
     def _finish_reductions(self) -> None:
@@ -666,7 +653,6 @@ class Schedule:
         self.in_backward = False
         self._traversed, self._reached = None, 0
         self._following = False
-        self._cursor = len(self._end_order)
         if error is not None:
             raise error
 
@@ -677,8 +663,3 @@ def drop_gradients(units: Sequence[Unit]) -> None:
         if unit.schedule is not None:
             unit.schedule.finish_early()
         unit.groups.drop_gradients()
-
-
-def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:
-    """Return the last position of ``unit`` in ``order`` before ``end``, or None."""
-    return next((i for i in reversed(range(end)) if order[i] is unit), None)
