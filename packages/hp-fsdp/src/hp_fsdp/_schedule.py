@@ -62,6 +62,7 @@ class Schedule:
         self._begin_order: list[Unit] = []  # expected order of starts in this pass
         self._end_order: list[Unit] = []  # expected order of ends in this pass
         self._begun = self._ended = 0  # numbers of starts and ends in this pass
+        self._last_ended: Unit | None = None  # the unit whose forward ended last in this pass
         self._following = False  # whether this pass has followed the expected order so far
         self.in_backward = False
         self._backwards = 0  # number of backwards that have begun
@@ -215,6 +216,7 @@ class Schedule:
             self._tag_log.send("in a forward whose backward did not come: ")
             self._tag_log.check()
         self._begun = self._ended = 0
+        self._last_ended = None
         self._begin_order, self._end_order = self._orders.get(root, ([], []))
         self._events = []
         self._following = True
@@ -301,6 +303,8 @@ class Schedule:
         if call.events is self._events:  # the call started in this pass
             call.end = len(self._events)
             self._events.append((call, True))
+        call.next_in_backward, call.end_number = self._last_ended, self._ended
+        self._last_ended = unit
         self._ended += 1
         if unit is not self._pass_root:
             return
@@ -498,16 +502,11 @@ class Schedule:
                 if chosen.options.unshard_in_backward:
                     chosen.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
             return
-        events = call.events or []
-        position = min(call.end, len(events)) - 1
-        while position >= 0 and not events[position][1]:  # starts of this call and nested calls
-            position -= 1
-        if position < 0 or not events[position][0].unit.options.unshard_in_backward:
+        following = call.next_in_backward
+        if following is None or not following.options.unshard_in_backward:
             return
-        following = events[position][0].unit
         # The root is the last unit of a pass, and the first one in backward.
-        later = sum([ended for _, ended in events[call.end + 1 :]]) if unit.packs_early else 0
-        if 0 < later <= LATE_UNITS:
+        if unit.packs_early and 0 < self._ended - 1 - call.end_number <= LATE_UNITS:
             self._deferred = following
         else:
             following.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)

@@ -70,6 +70,9 @@ class ForwardCall:
         events: Starts (False) and ends (True) of all forward calls of the same pass, in order.
         begin: Position in ``events`` of this call's start; -1 before the call has started.
         end: Position in ``events`` of this call's end; -1 before the call has ended.
+        end_number: Number of forward calls that ended before this one in the same pass.
+        next_in_backward: The unit whose forward ended just before this call. Backward needs it
+            next.
         output: The output tensor with a hook, if there is exactly one.
         input: The output tensor of the previous call, if it is the only input that requires grad.
         next_call: The call whose ``input`` is the output of this call. The backward of
@@ -83,6 +86,8 @@ class ForwardCall:
     backward_number = 0
     events: "list[tuple[ForwardCall, bool]] | None" = None
     begin = end = -1
+    end_number = 0
+    next_in_backward: "Unit | None" = None
     output: "weakref.ref[Tensor] | None" = None
     input: "weakref.ref[Tensor] | None" = None
     next_call: "ForwardCall | None" = None
