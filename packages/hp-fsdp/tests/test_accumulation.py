@@ -9,11 +9,12 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hp_fsdp import StateError, sharded_optimizer
+from hp_fsdp import StateError, fully_shard, sharded_optimizer
 
 from .models import (
     Gradients,
     Net,
+    full,
     gradients,
     loss_of,
     make,
@@ -399,3 +400,49 @@ def test_what_is_frozen_while_modules_have_it_unsharded_stays_frozen(
         for i, (one, other) in enumerate(zip(found, expected, strict=True)):
             scale = 1 if i % 2 else 2
             assert worst(one, {name: each / scale for name, each in other.items()}) < 1e-12
+
+
+class Branches(nn.Module):
+    """Two branches, of which a forward runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        """Return the sum of the branches."""
+        return torch.stack([getattr(self, name)(x) for name in names]).sum()
+
+
+def one_branch_last(rank: int, how: str) -> list[float]:
+    """Return the errors of all gradients after a last microbatch that leaves a branch out."""
+    plain: Any = make(Branches)
+    model: Any = make(Branches)
+    mesh = mesh_of((2, 2), ("dp_replicate", "fsdp"))
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh)
+    both, last = ("first", "second"), ("second",)
+    inputs = [torch.full((2, 8), each + 1.0, dtype=torch.float64) for each in range(4)]
+    model.set_requires_all_reduce(False)
+    model.set_is_last_backward(how != "in flight")
+    model(inputs[rank], both).backward()
+    model.set_requires_all_reduce(True)
+    model.set_is_last_backward(True)
+    if how == "reached":
+        model(inputs[rank], last).backward()
+    else:
+        model.reduce_gradients()
+    for each in inputs:
+        (plain(each, both) / 4).backward()
+        if how == "reached":
+            (plain(each, last) / 4).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [(full(own.grad) - right.grad).abs().max().item() for own, right in pairs]
+
+
+@pytest.mark.parametrize("how", ["reached", "waiting", "in flight"])
+def test_sums_that_wait_for_replicas_are_finished_if_the_last_backward_skips_their_unit(
+    ranks: Ranks, how: str
+) -> None:
+    for errors in ranks(4).run(one_branch_last, how):
+        assert max(errors) < 1e-12

@@ -713,3 +713,40 @@ def test_units_that_divide_by_different_numbers_are_warned_of_once(ranks: Ranks,
         assert "(root) by 1" in first[0]
         assert "blocks.0, blocks.1, blocks.2 by 2" in first[0]
         assert "gradient_reduction" in first[0]
+
+
+def other_optimizer(rank: int) -> list[int]:
+    """Count all-gathers of forwards after steps of another optimizer, and of the own one."""
+    mesh = mesh_of((2,), ("fsdp",))
+    models: list[Any] = [fully_shard(nn.Linear(8, 8), mesh) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model in models:
+        model.set_reshard_after_backward(False)
+        model(torch.ones(2, 8)).sum().backward()
+    counts = []
+    for optimizer in (optimizers[1], optimizers[0]):
+        optimizer.step()
+        models[0].comm_stats(reset=True)
+        with torch.no_grad():
+            models[0](torch.ones(2, 8))
+        rows = models[0].comm_stats().rows
+        counts.append(sum(row.count for row in rows if row.collective == "all_gather"))
+    return counts
+
+
+def test_only_steps_with_its_parameters_make_a_unit_gather_again(ranks: Ranks) -> None:
+    assert ranks(2).run(other_optimizer) == [[0, 1]] * 2
+
+
+def in_meta_context(rank: int) -> list[float]:
+    """Shard a module that has memory, while new tensors are created on the meta device."""
+    model: Any = make(Net)
+    with torch.device("meta"):
+        shard(model, mesh_of((2,), ("fsdp",)))
+    loss_of(model, tokens(rank)).backward()
+    return [worst(gradients(model), reference(2))]
+
+
+def test_modules_are_sharded_under_a_default_device_of_meta(ranks: Ranks) -> None:
+    for errors in ranks(2).run(in_meta_context):
+        assert max(errors) < 1e-12

@@ -351,8 +351,8 @@ def fully_shard(
             if it does not exist.
         layout: ``"exact"``: the same shards as torch's `fully_shard`. ``"ragged"``: the parameters
             of a unit form one flat buffer, which is split evenly over the ranks; each parameter is
-            a `RaggedTensor` of hp-dtensor. With ``"ragged"`` an all-gather needs no copy, and
-            padding is at most 16 bytes per rank.
+            a `RaggedTensor` of hp-dtensor. With ``"ragged"`` an all-gather needs no copy. If
+            ``granularity`` is 1, padding is less than 16 bytes per rank.
         granularity: Only for ``layout="ragged"``. Number of consecutive elements of a parameter
             that are never split between ranks, such as the size of a row or of a matrix; or a
             function from a parameter to this number. Defaults to 1.

@@ -1,6 +1,5 @@
 """A parameter group: parameters of one dtype that share one all-gather and one reduction."""
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -53,6 +52,8 @@ from ._torch import (
 )
 from .layout import PLANNERS, FlatBuffer, FlatPlan, GradientRows, ShardSpec
 
+# Attribute of a parameter: the number of the last optimizer step that included the parameter.
+STEPPED_ATTRIBUTE = "_fully_shard_stepped"
 # The states in which an all-gather can start.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
@@ -321,7 +322,11 @@ class ParameterGroup:
         """
         if self.noted is None or self.state is ParameterState.SHARDED:
             return False
-        return (optimizer_steps(), self._writes()) != self.noted
+        steps, writes = self.noted
+        if self._writes() != writes:
+            return True
+        numbers: list[int] = [vars(p).get(STEPPED_ATTRIBUTE, 0) for p in self.table.sharded]
+        return max(numbers) > steps
 
     def note_writes(self) -> None:
         """Start to detect writes to the shards; see `stale`.
@@ -331,7 +336,7 @@ class ParameterGroup:
         """
         self._stayed = True
         if self.noted is None:
-            self.noted = optimizer_steps(), self._writes()
+            self.noted = _step_hooks().count, self._writes()
 
     def _writes(self) -> int:
         # A write to a DTensor increments only its version, a write to its local tensor only that.
@@ -760,11 +765,14 @@ def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) ->
 
 
 class _StepHooks:
-    """Hooks on all optimizers that count steps, and check each optimizer at its first step."""
+    """Hooks on all optimizers: number the steps, and check each optimizer at its first step.
+
+    Attributes:
+        count: Number of steps of all optimizers so far.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._numbers = itertools.count(1)
         self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         register_optimizer_step_pre_hook(uncompiled(self._before))
@@ -777,10 +785,14 @@ class _StepHooks:
             self._check(optimizer)
 
     def _count(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        # Optimizers without sharded parameters are not counted: they may step on some ranks only.
-        if any(isinstance(p, DTensor | RaggedTensor) for p in held):
-            self.count = next(self._numbers)
+        self.count += 1
+        # Marks the parameters, because other optimizers may step on some ranks only. Version
+        # counters are not enough: they do not change in all steps, for example with
+        # ``foreach=True`` on DTensors or with ``fused=True``.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor | RaggedTensor):
+                    vars(parameter)[STEPPED_ATTRIBUTE] = self.count
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if the optimizer holds parameters that `fully_shard` replaced."""
@@ -807,12 +819,3 @@ _step_hooks = cache(_StepHooks)
 def watch_optimizers() -> None:
     """Let every optimizer be checked at its next step. Called when parameters were replaced."""
     _step_hooks().checked.clear()
-
-
-def optimizer_steps() -> int:
-    """Return a number that changes whenever an optimizer with sharded parameters steps.
-
-    Version counters of the parameters are not enough: they do not change in all steps, for example
-    with ``foreach=True`` on DTensors or with ``fused=True``.
-    """
-    return _step_hooks().count

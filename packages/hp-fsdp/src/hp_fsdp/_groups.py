@@ -38,6 +38,11 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
         return any([group.state in RESTING for group in self])
 
     @property
+    def replicated(self) -> bool:
+        """Return whether gradients are all-reduced over replicas."""
+        return any([axis.size > 1 for group in self for axis in group.axes.replicate])
+
+    @property
     def stale(self) -> bool:
         """Return whether an optimizer stepped, or code wrote to the shards, since `retain`."""
         return any([group.stale for group in self])

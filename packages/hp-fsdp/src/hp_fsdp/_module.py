@@ -351,7 +351,9 @@ class FSDPModule:
         Raises:
             ModuleError: `fully_shard` was not applied to this module.
         """
-        _unit(self).rest()
+        unit = _unit(self)
+        unit.reshard()
+        unit.groups.finish_copies()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
@@ -470,7 +472,7 @@ class FSDPModule:
             reset: If True, set all counts of these units to zero afterwards.
 
         Returns:
-            The counts since the first forward or the last reset. ``print(stats)`` prints a table.
+            The counts since `fully_shard` or the last reset. ``print(stats)`` prints a table.
 
         Raises:
             ModuleError: The module is not sharded.

@@ -350,10 +350,10 @@ class Reduction:
     Attributes:
         scattering: The reduce-scatter in flight, or None after it has ended. The packed gradients
             stay allocated until it has ended.
-        ends_early: Whether to call `finish` during backward instead of at its end. This is so if
-            parameters have post-gradient hooks. But if `finish` would start another collective, it
-            is False: only some ranks may have such hooks, and all ranks must start collectives in
-            the same order.
+        ends_early: Whether to call `finish` during backward, after `scattering` is None, instead of
+            at its end. This is so if parameters have post-gradient hooks. But if `finish` would
+            then start another collective, it is False: only some ranks may have such hooks, and all
+            ranks must start collectives in the same order.
     """
 
     _reads_tags_early = True  # after each collective, instead of at the end of backward
@@ -507,7 +507,7 @@ class Reduction:
             used = self._used_by_any()
         results = self._results()
         fresh = not self._hooked and False not in used
-        if fresh and set_gradients(plan.sharded, plan.wrap(results)):
+        if fresh and set_gradients(plan.sharded, partial(plan.wrap, results)):
             return
         for parameter, local, is_used in zip(plan.parameters, results, used, strict=True):
             if is_used:

@@ -503,9 +503,11 @@ class Schedule:
                     chosen.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
             return
         following = call.next_in_backward
-        if following is None or not following.options.unshard_in_backward:
+        if following is None or not following.expects_backward:
             return
-        # The root is the last unit of a pass, and the first one in backward.
+        if not following.options.unshard_in_backward:
+            return
+        # The root usually ends last, so that it is the first unit in backward.
         if unit.packs_early and 0 < self._ended - 1 - call.end_number <= LATE_UNITS:
             self._deferred = following
         else:
@@ -536,6 +538,7 @@ class Schedule:
         chosen = list(map(ParameterGroup.reduced, unit.groups))
         unit.before_reduction(chosen, options)
         unit.unreduced = False
+        unit.unsummed = not options.all_reduce and unit.groups.replicated
         pairs = zip(reversed(unit.groups), reversed(chosen), strict=True)
         for position, (group, own) in enumerate(pairs):
             # On accelerators, no computation runs between the reductions of the groups of one unit.
@@ -546,7 +549,7 @@ class Schedule:
             reduction = group.reduce(options, own)
             if reduction is not None:
                 self._reductions.append(reduction)
-                if reduction.scattering:
+                if reduction.scattering is not None:
                     self._scattering.append(reduction)
                 # The hooks of earlier backwards run at the end of the last one. They may step an
                 # optimizer, and the last backward still gathers the parameters.
@@ -563,7 +566,7 @@ class Schedule:
             self._scattering[0].finish_scatter()  # a no-op if it was called before
             del self._scattering[0]
         # Hooks on gradients may step an optimizer and free the gradients during backward.
-        while self._hooked and not self._hooked[0].scattering:
+        while self._hooked and self._hooked[0].scattering is None:
             with torch.no_grad():
                 self._hooked[0].finish()
             self._reductions.remove(self._hooked.pop(0))
@@ -580,7 +583,8 @@ class Schedule:
                 self._finish_unit(unit)
             if last:
                 # This backward did not reach the unit, but earlier ones left gradients in it.
-                if unit.unreduced and unit.options.gradient_sync:
+                waits = unit.unreduced or (unit.unsummed and unit.options.all_reduce)
+                if waits and unit.options.gradient_sync:
                     self._reduce(unit, unit.options)
                 if unit.pending_modules:
                     unit.forget_forward()
@@ -628,10 +632,11 @@ class Schedule:
         If this raises, call `reset` before the next forward, as after an exception in backward.
         """
         self.check_no_backward()
+        self.finish_early()
         self.in_backward, self._dual, self._is_last = True, inside_forward_ad(), True
         with torch.inference_mode(False), torch.no_grad():  # as in `_finish_reductions`
             for unit in units:
-                if unit.unreduced or any(group.partial.waits for group in unit.groups):
+                if unit.unreduced or unit.unsummed:
                     self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
         self.in_backward = False

@@ -272,12 +272,15 @@ def take_gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return found
 
 
-def set_gradients(tensors: Sequence[Tensor], gradients: Iterable[Tensor]) -> bool:
-    """Set ``grad`` of each tensor. Returns False, and sets none, if a tensor has one already."""
+def set_gradients(tensors: Sequence[Tensor], make: Callable[[], Iterable[Tensor]]) -> bool:
+    """Set ``grad`` of each tensor to a result of ``make``, and return True.
+
+    If a tensor already has a gradient, changes nothing and returns False.
+    """
     with plain_attributes():
         if not all(map(is_, map(gradient_of, tensors), repeat(None))):
             return False
-        run(map(setattr, tensors, repeat("grad"), gradients))
+        run(map(setattr, tensors, repeat("grad"), make()))
     return True
 
 

@@ -144,6 +144,7 @@ class Unit:
         checked_in_pass: Number of the pass or backward in which the unit was last checked for
             replaced parameters; see `Schedule`.
         unreduced: Whether gradients of earlier backwards wait for a reduction.
+        unsummed: Whether reduce-scattered gradients of earlier backwards wait for an all-reduce.
         pending_modules: Modules that have not ended their forward in this forward call.
         running_modules: Modules of ``pending_modules`` that have started their forward.
         hook_ended: Modules that run `post_forward` in a forward hook, not in `run_forward`.
@@ -183,7 +184,7 @@ class Unit:
         self.device = device
         self.gradient_state = GradientState.EMPTY
         self.gathered_by_schedule = False
-        self.unreduced = False
+        self.unreduced = self.unsummed = False
         self.checked_in_pass = 0
         self.pending_modules: set[nn.Module] = set()
         self.running_modules: set[nn.Module] = set()
@@ -340,7 +341,7 @@ class Unit:
         if self.create_graph_calls:
             self._refuse_second_backwards()
         self.gradient_state = AFTER[Event.RESET][self.gradient_state]
-        self.gathered_by_schedule = self.unreduced = False
+        self.gathered_by_schedule = self.unreduced = self.unsummed = False
         self.forget_forward()
         self.remove_gradient_hooks()
         if (error := first_error([group.reset for group in self.groups])) is not None:
@@ -463,9 +464,13 @@ class Unit:
                 next all-gather checks again.
         """
         self.rest()
+        if self.schedule is not None:
+            self.schedule.finish_early()  # reductions in flight set gradients of these parameters
         if self.groups.take_replacements(final):
             # The unsharded parameters were created again and have no hooks yet. A backward that
             # needs the freed ones raises.
+            for handle in self.gradient_hooks:
+                handle.remove()
             self.gradient_hooks = []
             self.parameters_version += 1
             self.forget_comparisons()

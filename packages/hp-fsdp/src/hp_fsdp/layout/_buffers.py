@@ -155,7 +155,7 @@ class FlatBuffer:
             count, itemsize = self.plan.tag_numel, self.plan.itemsize
             start, numel = self.plan.slices[-1]
             own = self.shard[start + numel - count : start + numel]
-            own.copy_(torch.tensor(tag_digits(number, itemsize)))
+            own.copy_(torch.tensor(tag_digits(number, itemsize), device="cpu"))
             digits = own.tolist()
             self.expected_tags = [digits[0] if count == 1 else digits] * self.plan.degree
 

@@ -155,8 +155,8 @@ class GradientRows:
             offsets are ascending.
         pieces: Meta tensors with the shapes of consecutive pieces of the tensor that this rank
             receives: the shards and the padding between them.
-        positions: For each gradient, the position of its shard in ``pieces``. None if there is no
-            padding, so that each piece is a shard.
+        positions: For each gradient, the position of its shard in ``pieces``, or -1 if the shard is
+            empty. None if the pieces are exactly the shards.
         flags: Offset of the flags in the tensor that this rank receives. There is one flag for each
             parameter, nonzero if any rank has a gradient of it. Then follow the flags of the unit's
             tag.
@@ -193,11 +193,14 @@ class GradientRows:
         positions = []
         end = 0
         for start, shape in shards:
+            if not (numel := math.prod(shape)):
+                positions.append(-1)  # `split_like` would lose its shape before torch 2.13
+                continue
             if start > end:
                 shapes.append((start - end,))
             positions.append(len(shapes))
             shapes.append(shape)
-            end = start + math.prod(shape)
+            end = start + numel
         pairs = zip(specs, starts, strict=True)
         columns = tuple(GradientColumns(spec=spec, start=start) for spec, start in pairs)
         between = zip((0, *(each.end for each in columns)), (*starts, width), strict=True)
@@ -208,7 +211,7 @@ class GradientRows:
             gaps=tuple((i, end, start) for i, (end, start) in enumerate(between) if start > end),
             shards=tuple(shards),
             pieces=tuple(torch.empty(shape, device="meta") for shape in shapes),
-            positions=tuple(positions) if len(positions) < len(shapes) else None,
+            positions=None if positions == list(range(len(shapes))) else tuple(positions),
             flags=flags,
             flags_apart=flags_apart,
         )
@@ -239,7 +242,10 @@ class GradientRows:
         ``reduced`` is the flat tensor that this rank receives from the reduce-scatter.
         """
         parts = split_like(reduced, self.pieces)
-        return parts if self.positions is None else [parts[i] for i in self.positions]
+        if self.positions is None:
+            return parts
+        pairs = zip(self.positions, self.shards, strict=True)
+        return [reduced.new_empty(shape) if i < 0 else parts[i] for i, (_, shape) in pairs]
 
 
 def rows_by_rank(specs: Sequence[ShardSpec], rank: int, itemsize: int) -> GradientRows:
