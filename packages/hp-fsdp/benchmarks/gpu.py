@@ -181,7 +181,7 @@ def ranges(bench: Bench, mode: str) -> str:
     events = profiled(bench, training(bench.model(mode), bench.batch))
     found = {event.name for event in events if event.name.startswith("hp_fsdp.")}
     shard, replicas = bench.world.shape[-1], bench.world.ranks // bench.world.shape[-1]
-    expected = {"hp_fsdp.show_unsharded blocks.1"}
+    expected = {"hp_fsdp.register_unsharded blocks.1"}
     if shard > 1:
         expected |= {f"hp_fsdp.{w} blocks.1 over shard" for w in ("all_gather", "reduce_scatter")}
     if replicas > 1:

@@ -46,7 +46,7 @@ def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
     ]
     for i, start, end in reversed(rows.gaps):
         gap = torch.zeros(rows.degree, end - start, dtype=torch.float64)
-        if not rows.flags_apart and start <= rows.flags < end:
+        if not rows.separate_flags and start <= rows.flags < end:
             first = rows.flags - start
             gap[:, first : first + len(gradients)] = 1
             gap[:, first + len(gradients) : first + len(gradients) + TAG_FLAGS] = TAG

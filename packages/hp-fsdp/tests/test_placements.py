@@ -305,7 +305,7 @@ def wrong_dims(rank: int) -> list[str]:
 def test_axes_of_data_that_cannot_be_are_refused(ranks: Ranks) -> None:
     for said in ranks(4).run(wrong_dims):
         assert "no axis 'fsdp' in a mesh with axes ['dp', 'tp']" in said[0]
-        assert "axes ['dp'] are to shard and to replicate" in said[1]
+        assert "axes ['dp'] are in both shard and replicate" in said[1]
         assert "only Replicate() is allowed" in said[2]
         assert "weight is a plain tensor" in said[3]
         assert "up is a DTensor on" in said[4]

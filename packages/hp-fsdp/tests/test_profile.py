@@ -30,7 +30,7 @@ def test_a_profile_names_the_module_and_the_axis_of_each_call(
         f"hp_fsdp.{what} {module}{over}"
         for module in MODULES
         for what, over in (
-            *(("all_gather", " over fsdp"), ("wait_all_gather", ""), ("show_unsharded", "")),
+            *(("all_gather", " over fsdp"), ("wait_all_gather", ""), ("register_unsharded", "")),
             *(
                 ("pack_gradients", ""),
                 ("reduce_scatter", " over fsdp"),

@@ -466,7 +466,7 @@ def failing(rank: int, folder: str) -> str:
             raise MemoryError("no memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_load, "give_memory", give)
+        patch.setattr(_load, "materialize", give)
         with pytest.raises(CheckpointError) as caught:
             load_safetensors(model, folder)
     return str(caught.value)

@@ -338,7 +338,7 @@ def test_a_profile_names_copies_and_sums_with_their_modules(ranks: Ranks) -> Non
             *(("copy_shard", ""), ("all_gather", " over fsdp"), ("copy_gradients", "")),
             *(("reduce_scatter", " over fsdp"), ("all_reduce", " over dp_replicate")),
             *(("wait_all_gather", ""), ("wait_reduce_scatter", ""), ("wait_reduction", "")),
-            *(("show_unsharded", ""), ("pack_gradients", ""), ("wait_all_reduce", "")),
+            *(("register_unsharded", ""), ("pack_gradients", ""), ("wait_all_reduce", "")),
         )
     }
     for found in ranks(4).run(ranges):

@@ -48,7 +48,8 @@ class Extension:
         given: Any = original
         if not (hasattr(given, PRE_ALL_GATHER) and hasattr(given, POST_ALL_GATHER)):
             raise InvalidParameterError(
-                f"{name} has one of {PRE_ALL_GATHER} and {POST_ALL_GATHER}; define both or none"
+                f"{name} defines only one of {PRE_ALL_GATHER} and {POST_ALL_GATHER}; define both "
+                "or none"
             )
         signature = inspect.signature(given.fsdp_pre_all_gather)
         if len(signature.parameters) not in (1, 5):
@@ -123,8 +124,8 @@ class ExtendedFlatBuffer(FlatBuffer):
 
     Each shard is a separate tensor, and ``shard`` is empty. ``fsdp_pre_all_gather`` returns the
     inputs of the all-gather. The inputs of all parameters are copied to one buffer of bytes, which
-    is all-gathered into another buffer of bytes. The first all-gather plans the offsets in both
-    buffers. ``plan`` has the offsets of the gradients.
+    is all-gathered into another buffer of bytes. The offsets in these buffers are planned in the
+    first all-gather. ``plan`` is used for gradients only.
 
     - Before the first all-gather, the ``unsharded`` tensors are on the meta device.
     - At the end of the first all-gather, `finish_gather` replaces them by the results of

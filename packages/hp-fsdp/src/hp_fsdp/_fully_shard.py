@@ -37,7 +37,7 @@ from ._errors import (
 from ._group import ParameterGroup, watch_optimizers
 from ._hooks import end_in_hook
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
-from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
+from ._module import FSDPModule, attach_torch_state, hidden_names, sharded_class
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
 from ._param import ShardedParameter, named_modules, note_managed
 from ._select import (
@@ -125,7 +125,7 @@ def config_of(
     return GroupConfig(
         precision=precision,
         device=device,
-        rest=torch.device("cpu") if to_cpu else device,
+        shard_device=torch.device("cpu") if to_cpu else device,
         pinned=pinned,
         direct_bytes=direct_bytes_of(backend) if direct_bytes is None else direct_bytes,
     )
@@ -450,7 +450,7 @@ def fully_shard(
     for group in groups:
         for parameter in group.parameters:
             parameter.note_original()
-        group.table.show_sharded()
+        group.table.register_sharded()
     note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
     unit = Unit(modules, groups, options, device)
@@ -464,7 +464,7 @@ def fully_shard(
             end_in_hook(unit, each)  # runs after the hooks that exist already
         each.__class__ = own
         if isinstance(each, FSDPModule):
-            show_to_torch(each)
+            attach_torch_state(each)
             sharded.append(each)
     return sharded[0] if isinstance(module, nn.Module) else sharded
 

@@ -53,8 +53,8 @@ class GradientBucket:
     def finish(self, tag_flags: Tensor) -> Tensor:
         """Return the packed gradients as a flat tensor, with zeros for missing gradients.
 
-        If ``flags_apart`` of the layout is False, each row ends with flags: one per parameter, 1 if
-        the parameter has a gradient and else 0, then ``tag_flags``.
+        If ``separate_flags`` of the layout is False, each row ends with flags: one per parameter, 1
+        if the parameter has a gradient and else 0, then ``tag_flags``.
 
         Args:
             tag_flags: Flags of the unit's tag, of shape ``[TAG_FLAGS]``.
@@ -69,7 +69,7 @@ class GradientBucket:
                 rows[first:, columns.start : columns.end].zero_()
         for _, start, end in self._rows.gaps:
             rows[:, start:end].zero_()
-        if not self._rows.flags_apart:
+        if not self._rows.separate_flags:
             flags = rows[:, self._rows.flags : self._rows.flags + len(self.written)]
             flags.fill_(1)
             start = self._rows.flags + len(self.written)

@@ -30,10 +30,10 @@ from ._param import (
     ParameterTable,
     ShardedParameter,
     are_in_place,
-    are_shown,
+    are_registered,
     gradient_accumulator,
+    meta_device_error,
     mixture,
-    no_memory,
     sharded_from,
 )
 from ._precision import choose_dtypes
@@ -55,7 +55,7 @@ from .layout import PLANNERS, FlatBuffer, FlatPlan, GradientRows, ShardSpec
 # Attribute of a parameter: the number of the last optimizer step that included the parameter.
 STEPPED_ATTRIBUTE = "_fully_shard_stepped"
 # The states in which an all-gather can start.
-RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
+GATHERABLE = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
 
 class ParameterGroup:
@@ -151,7 +151,7 @@ class ParameterGroup:
         config = self.config
         self.dtypes = choose_dtypes(config.precision, parts[0].dtype)
         if not parts[0].is_meta:
-            parts = [part.to(config.rest) for part in parts]
+            parts = [part.to(config.shard_device) for part in parts]
         self.layout = self._buffer_of(parts, plan)
         self.layout.write_tag(self.tag.number)
         # Gradients are packed in the order of the flat shard, so that an optimizer can update the
@@ -193,7 +193,7 @@ class ParameterGroup:
         config, axis, compute = self.config, self.axes.shard, self.dtypes.compute
         extensions = [each.extension for each in self.parameters if each.extension is not None]
         if extensions:
-            if config.rest != config.device:
+            if config.shard_device != config.device:
                 raise ParameterError(
                     f"{[each.name for each in extensions]} have all-gather extensions, which run "
                     "on the device; allowed for them: offload_policy=OffloadPolicy()"
@@ -285,7 +285,7 @@ class ParameterGroup:
         if not fewer and before is not ParameterState.SHARDED:
             return
         if layout.shard.is_meta:
-            raise no_memory(self.parameters, self.comm.path)
+            raise meta_device_error(self.parameters, self.comm.path)
         block = self.post_forward_axis if fewer else None
         axis = block or self.axes.shard
         try:
@@ -352,15 +352,15 @@ class ParameterGroup:
         If waiting for the all-gather raises, the group is sharded again. If registering the
         parameters raises, the next call tries again.
         """
-        if self.state in RESTING:
+        if self.state in GATHERABLE:
             self.gather()
         if self.state is ParameterState.GATHERING:
             self._wait()
             if profiled():
-                with named_range("show_unsharded", self.comm.path):
-                    self._show_unsharded()
+                with named_range("register_unsharded", self.comm.path):
+                    self._register_unsharded()
             else:
-                self._show_unsharded()
+                self._register_unsharded()
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
             if self.post_forward_axis is not None:
@@ -391,7 +391,7 @@ class ParameterGroup:
             self._return_to_sharded()
             raise error
 
-    def _show_unsharded(self) -> None:
+    def _register_unsharded(self) -> None:
         if self.reads_tags:
             self._check_tags()
         layout = self.layout
@@ -402,11 +402,11 @@ class ParameterGroup:
             self._views = layout.unsharded
             if isinstance(layout, ExtendedFlatBuffer):
                 self._list_parameters()
-                self.train_as_sharded()
+                self.copy_requires_grad_to_unsharded()
                 layout.parameters = self.table.unsharded
         if graph_task() < 0:
-            self.train_as_sharded()
-        self.table.show_unsharded()
+            self.copy_requires_grad_to_unsharded()
+        self.table.register_unsharded()
 
     def reshard(self) -> None:
         """Register the sharded parameters with the modules, and free the unsharded ones.
@@ -423,16 +423,16 @@ class ParameterGroup:
             self.layout.drop_block()
         elif self.state is ParameterState.UNSHARDED:
             if self.noted is not None:
-                self.train_as_shown()
+                self.copy_requires_grad_to_sharded()
             # The memory is freed last. So the registered parameters are readable even if one of
             # these steps raises.
-            self.table.show_sharded()
+            self.table.register_sharded()
             self.state = AFTER[Event.RESHARD][self.state]
             self.layout.free()
 
     def _return_to_sharded(self) -> None:
         self._work = None
-        self.table.show_sharded()
+        self.table.register_sharded()
         self.state = AFTER[Event.RESET][self.state]
         self.layout.drop_block()
         self.layout.free()
@@ -446,10 +446,10 @@ class ParameterGroup:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
             if self.noted is not None:
-                self.train_as_shown()
+                self.copy_requires_grad_to_sharded()
             with torch.no_grad():
                 self.layout.save_block(self.post_forward_axis.size)
-            self.table.show_sharded()
+            self.table.register_sharded()
             self.state = AFTER[Event.RESHARD_TO_FEWER][self.state]
             self.layout.free()
 
@@ -460,7 +460,7 @@ class ParameterGroup:
         error is raised after the group is sharded. Changes of ``requires_grad`` of the registered
         unsharded parameters are copied to the sharded ones.
         """
-        self.train_as_shown()
+        self.copy_requires_grad_to_sharded()
         self.drop_gradients()
         self.partial.clear()
         self.waiting.clear()
@@ -478,10 +478,10 @@ class ParameterGroup:
             torch.accelerator.current_stream(self.config.device).synchronize()
 
     def drop_gradients(self) -> None:
-        """Drop this rank's gradients that are not reduced yet.
+        """Discard this rank's unreduced gradients.
 
-        The next reduction has the same parameters as without this call. So some ranks may call
-        this and others not.
+        The next reduction still includes these parameters, and this rank sends zeros. So some ranks
+        may call this and others not.
         """
         self._dropped = True
         for parameter in self.parameters:
@@ -495,7 +495,7 @@ class ParameterGroup:
             self.streams.all_reduce.join()  # that stream may still add to the partial sum
         self.partial.drop()
 
-    def hold_gradients(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Keep the gradients of this backward for a later reduction.
 
         They are cast to the dtype of the reduction. Gradients of frozen parameters are dropped.
@@ -507,7 +507,7 @@ class ParameterGroup:
         if self.dtypes.reduce != self.dtypes.compute:
             self._held = True
             for parameter in self.parameters:
-                parameter.hold_gradient(self.dtypes.reduce)
+                parameter.accumulate_gradient(self.dtypes.reduce)
 
     def reduced(self) -> list[int]:
         """Return the positions of the parameters in the next reduction, in flat shard order.
@@ -612,7 +612,7 @@ class ParameterGroup:
             device=self.config.device,
             shard=self.layout.shard,
             partial=self.partial,
-            offloaded=self.config.rest != self.config.device,
+            offloaded=self.config.shard_device != self.config.device,
             tag=self.tag,
             comm=self.comm,
         )
@@ -624,9 +624,9 @@ class ParameterGroup:
         That is, the sharded parameters are registered with the modules, and they are views of the
         flat shard.
         """
-        return are_shown([self.table]) and are_in_place([self.table])
+        return are_registered([self.table]) and are_in_place([self.table])
 
-    def train_as_sharded(self, backward: bool = False) -> None:
+    def copy_requires_grad_to_unsharded(self, backward: bool = False) -> None:
         """Copy `requires_grad` from the sharded parameters to the unsharded ones.
 
         In backward, it is not changed from True to False. If a parameter was frozen after its
@@ -643,37 +643,37 @@ class ParameterGroup:
         if not backward:
             self._stayed = False
 
-    def stop_frozen(self) -> None:
+    def freeze_unsharded(self) -> None:
         """Set `requires_grad` of unsharded parameters to False if the sharded ones are frozen."""
         for sharded, unsharded in zip(self.table.sharded, self.table.unsharded, strict=True):
             if unsharded.requires_grad and not sharded.requires_grad:
                 unsharded.requires_grad_(False)
                 self._stayed = True  # the next forward compares all of them again
 
-    def train_as_shown(self) -> None:
+    def copy_requires_grad_to_sharded(self) -> None:
         """Copy `requires_grad` from the registered unsharded parameters to the sharded ones.
 
         If user code freezes a module while the unsharded parameters are registered, it changes only
-        these. Parameters whose `requires_grad` has not changed since `train_as_sharded` are
-        skipped.
+        these. Parameters whose `requires_grad` has not changed since
+        `copy_requires_grad_to_unsharded` are skipped.
         """
         if self.state is not ParameterState.UNSHARDED or not self._training:
             return
-        shown = training(self.table.unsharded)
-        if shown != self._training:
-            flags = zip(self.table.sharded, shown, self._training, strict=True)
+        now = training(self.table.unsharded)
+        if now != self._training:
+            flags = zip(self.table.sharded, now, self._training, strict=True)
             for sharded, trains, before in flags:
                 if trains != before:
                     sharded.requires_grad_(trains)
-            self._training, self.trains = shown, True in shown
+            self._training, self.trains = now, True in now
 
-    def refusals(self) -> list[str]:
+    def replacement_errors(self) -> list[str]:
         """Return error messages for registered parameters that `reset_sharded` cannot use.
 
         The list is empty if all of them can be used.
         """
         where = f"in {self.comm.path}: " if self.comm.path else ""
-        said = [parameter.refusal() for parameter in self.parameters]
+        said = [parameter.replacement_error() for parameter in self.parameters]
         refused = [where + each for each in said if each is not None]
         if refused or self.incomplete:
             return refused  # the other parameters may be loaded later
@@ -690,7 +690,7 @@ class ParameterGroup:
         """Copy parameters that user code replaced or converted back to the flat shard.
 
         For example, ``load_state_dict(assign=True)`` replaces parameters and ``Module.to`` converts
-        them. Call this only if the group is sharded and `refusals` returns no messages.
+        them. Call this only if the group is sharded and `replacement_errors` returns no messages.
         """
         if self.incomplete:
             return
@@ -712,7 +712,7 @@ class ParameterGroup:
             self._build_unsharded()
         else:
             self._list_parameters()
-        self.table.show_sharded()
+        self.table.register_sharded()
 
     @property
     def _converted(self) -> bool:
@@ -730,7 +730,12 @@ class ParameterGroup:
 
         `reset_sharded` would lose these gradients. Every rank that converted parameters raises.
         """
-        if self.gradients_wait and not self._dropped and not self.incomplete and self._converted:
+        if (
+            self.has_pending_gradients
+            and not self._dropped
+            and not self.incomplete
+            and self._converted
+        ):
             names = [self.parameters[i].name for i in sorted(self.waiting)]
             raise StateError(
                 f"{names} were converted or moved while their gradients wait for a reduction; "
@@ -739,7 +744,7 @@ class ParameterGroup:
             )
 
     @property
-    def gradients_wait(self) -> bool:
+    def has_pending_gradients(self) -> bool:
         """Return whether gradients of earlier backwards are not reduced yet."""
         return bool(self.waiting) or self.partial.waits
 

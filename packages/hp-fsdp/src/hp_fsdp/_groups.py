@@ -6,7 +6,7 @@ from operator import is_
 import torch
 
 from ._errors import ParameterError
-from ._group import RESTING, ParameterGroup
+from ._group import GATHERABLE, ParameterGroup
 from ._param import ShardedParameter
 from ._stats import UnitComm
 
@@ -35,7 +35,7 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
     @property
     def sharded(self) -> bool:
         """Return whether any group is sharded."""
-        return any([group.state in RESTING for group in self])
+        return any([group.state in GATHERABLE for group in self])
 
     @property
     def replicated(self) -> bool:
@@ -68,12 +68,12 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
             group.reshard_to_fewer()
             group.note_writes()
 
-    def train_as_shown(self) -> None:
+    def copy_requires_grad_to_sharded(self) -> None:
         """Copy ``requires_grad`` of the registered unsharded parameters to the sharded ones."""
         for group in self:
-            group.train_as_shown()
+            group.copy_requires_grad_to_sharded()
 
-    def train_as_sharded(self, backward: bool = False) -> None:
+    def copy_requires_grad_to_unsharded(self, backward: bool = False) -> None:
         """Copy ``requires_grad`` of the sharded parameters to the unsharded ones.
 
         If ``backward`` is True, ``requires_grad`` is never changed from True to False. Autograd
@@ -81,7 +81,7 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
         gradient is dropped instead of reduced.
         """
         for group in self:
-            group.train_as_sharded(backward)
+            group.copy_requires_grad_to_unsharded(backward)
 
     def check_unfrozen(self) -> None:
         """Raise `StateError` if parameters were unfrozen while gradients wait for a reduction."""
@@ -115,12 +115,14 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
             ParameterError: A parameter cannot be used, and ``final`` is True.
             StateError: Parameters were converted while their gradients wait for a reduction.
         """
-        refusals = [refusal for group in self for refusal in group.refusals()]
-        if refusals and final:
+        replacement_errors = [
+            replacement_error for group in self for replacement_error in group.replacement_errors()
+        ]
+        if replacement_errors and final:
             for group in self:
                 group.undo_replacements()
-            raise ParameterError("; ".join(refusals))
-        if refusals:
+            raise ParameterError("; ".join(replacement_errors))
+        if replacement_errors:
             return False
         for group in self:
             group.check_converted()

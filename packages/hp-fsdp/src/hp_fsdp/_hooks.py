@@ -1,4 +1,9 @@
-"""The pre_forward, post_forward, pre_backward and post_backward steps of a unit."""
+"""The steps before and after the forward of a unit, and the hooks that detect its backward.
+
+`pre_forward` and `post_forward` run in the forward of a module. `_before_backward` runs when
+autograd has computed the gradient of an output, `_AfterBackward` when it has computed the gradients
+of the inputs.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -148,7 +153,7 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
 def _unshard_in_backward(unit: Unit) -> None:
     unit.gather(by_schedule=True)
     unit.groups.unshard()
-    unit.groups.train_as_sharded(backward=True)
+    unit.groups.copy_requires_grad_to_unsharded(backward=True)
 
 
 def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -170,7 +175,7 @@ def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         return output
     schedule = unit.schedule
     if schedule is None:
-        raise StateError("a forward ended in a unit in which none began")
+        raise StateError("post_forward was called without pre_forward")
     if torch.is_grad_enabled():
         output = _expect_backward(unit, schedule, output)
     if module in unit.forward_call.nested_modules:
@@ -225,7 +230,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
                 base.register_hook(before)
         call.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
         call.outputs_hooked = True
-    elif not (unit.hook_gradients(partial(_gradient_came, unit, schedule)) or _hides(call, output)):
+    elif not (unit.hook_gradients(partial(_on_gradient, unit, schedule)) or _hides(call, output)):
         return output  # everything is frozen: no backward reaches this unit
     else:
         unit.unhooked = True
@@ -249,7 +254,7 @@ def _own_view(call: ForwardCall, tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if needs_view else tensor
 
 
-def _gradient_came(unit: Unit, schedule: Schedule) -> None:
+def _on_gradient(unit: Unit, schedule: Schedule) -> None:
     schedule.check_unhooked(unit)
     unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
     schedule.begin_backward()
@@ -291,7 +296,7 @@ def _expect_second_backward(call: ForwardCall, schedule: Schedule) -> None:
             "or use torch.func.grad instead of create_graph=True, which works in every "
             "configuration"
         )
-    if unit.hook_gradients(partial(_gradient_came, unit, schedule)):
+    if unit.hook_gradients(partial(_on_gradient, unit, schedule)):
         unit.unhooked = True
         unit.note_create_graph(call)
 

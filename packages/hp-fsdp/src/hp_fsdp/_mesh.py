@@ -230,7 +230,7 @@ class MeshInfo:
         return MeshInfo(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
 
     @staticmethod
-    def as_torch_says(info: TorchMeshInfo, name: str) -> "MeshInfo":
+    def from_torch(info: TorchMeshInfo, name: str) -> "MeshInfo":
         """Convert the mesh info of torch that ``shard_placement_fn`` returned for a parameter.
 
         ``name`` is the name of the parameter. Raises `MeshError` unless ``info`` shards over the
@@ -320,7 +320,7 @@ class WholeMeshInfo(MeshInfo):
                 raise MeshError(f"axis {twice[0]!r} is named twice in {names}; name each once")
         both = set(dims.shard_names) & set(dims.replicate_names)
         if both:
-            raise MeshError(f"axes {sorted(both)} are to shard and to replicate; choose one")
+            raise MeshError(f"axes {sorted(both)} are in both shard and replicate; choose one")
         folded = [_fold(mesh, each) for each in (dims.replicate_names, dims.shard_names) if each]
         axes = [Axis.of(each, 0) for each in folded]
         if not dims.shard_names:

@@ -286,7 +286,7 @@ class FSDPModule:
         For example, a slice of a sharded ``nn.Sequential`` is a plain ``nn.Sequential``.
         """
         if cls is FSDPModule:
-            raise ModuleTypeError("an FSDPModule is made by fully_shard; give it a module")
+            raise ModuleTypeError("FSDPModule cannot be constructed; call fully_shard(module)")
         own = cast(Any, cls.__bases__[1])
         module = own.__new__(own, *args, **kwargs)
         module.__init__(*args, **kwargs)
@@ -540,7 +540,7 @@ class FSDPModule:
         if not isinstance(chosen, bool | None):
             raise ShardingError(
                 f"reshard_after_forward is {shown(chosen)}; allowed: True, False and None (the "
-                "default); an int, the number of ranks to reshard to, only fully_shard takes"
+                "default); pass an integer to fully_shard instead"
             )
         _edit(self, recurse, reshard_after_forward=reshard_after_forward)
 
@@ -934,7 +934,7 @@ class FSDPModule:
         for unit in units:
             if unit.schedule is not None:
                 unit.schedule.finish_early()
-            unit.rest()
+            unit.reshard_and_wait()
         try:
             # torch cannot swap a frozen parameter while its AccumulateGrad node is alive.
             for group in groups:
@@ -964,7 +964,7 @@ def _finish_pipeline(module: FSDPModule) -> None:
         unit.reshard()
 
 
-def show_to_torch(module: FSDPModule) -> None:
+def attach_torch_state(module: FSDPModule) -> None:
     """Attach a `TorchState` to ``module``, for code in torch that reads a module's FSDP state."""
     unit, own = _unit(module), cast(nn.Module, module)
 

@@ -130,10 +130,10 @@ class Segment:
         return [self] if len(runs) == 1 else [Segment(self._group, run) for run in runs]
 
     def cut(self, part: "Segment", value: Tensor) -> Tensor:
-        """Return a view of the elements of ``value`` that belong to ``part``.
+        """Return the part of ``value`` that belongs to ``part``, as a view.
 
-        ``part``: one of the segments that `split` returned. ``value``: 1-D tensor with one element
-        per element of this segment.
+        ``part``: one of the segments that `split` returned. ``value``: 1-D tensor of the length of
+        ``flat``, such as ``exp_avg``.
         """
         start = part.flat.storage_offset() - self.flat.storage_offset()
         return value[start : start + len(part.flat)]
@@ -244,7 +244,7 @@ def sharded_optimizer(
         )
     units = units_in(module)
     for unit in units:
-        unit.rest()
+        unit.reshard_and_wait()
         unit.check_parameters(backward=False)
     groups = [group for unit in units for group in unit.groups]
     segments = [segment for group in groups for segment in segments_of(group)]

@@ -99,7 +99,7 @@ class Options:
         if divide is not None and not (math.isfinite(divide) and divide > 0):
             raise ShardingError(
                 f"factor={divide} must be a positive finite number; 1.0 leaves the sum, None "
-                "restores what gradient_reduction says"
+                "uses gradient_reduction"
             )
         alive: object = self.in_flight
         if not is_int(alive) or alive < 1:
@@ -166,7 +166,8 @@ class GroupConfig:
     Attributes:
         precision: Dtypes of computation, reduction and outputs.
         device: Device of the unsharded parameters.
-        rest: Device of the shards. It is the CPU with ``CPUOffloadPolicy``, otherwise ``device``.
+        shard_device: Device of the shards. It is the CPU with ``CPUOffloadPolicy``, otherwise
+            ``device``.
         grads: When gradients are copied to the input of the reduce-scatter. ``"copy"``: at the end
             of the unit's backward. ``"accumulate"``: each large gradient as soon as autograd has
             computed it.
@@ -177,7 +178,7 @@ class GroupConfig:
 
     precision: MixedPrecisionPolicy
     device: torch.device
-    rest: torch.device
+    shard_device: torch.device
     grads: GradientMode = "copy"
     pinned: bool = False
     direct_bytes: float

@@ -127,7 +127,7 @@ class ShardedParameter:
         self.axes = mesh_info.axes.replicated() if whole else mesh_info.axes
         self._requires_grad = original.requires_grad
         self._repeated_rows = getattr(original, "repeated_rows", ())
-        self._held: Tensor | None = None  # gradients accumulated by `hold_gradient`
+        self._held: Tensor | None = None  # gradients accumulated by `accumulate_gradient`
         self._is_built = False
         self.extension: Extension | None = None
         if is_extended(original):
@@ -246,7 +246,7 @@ class ShardedParameter:
             and tuple(found.placements) == tuple(own.placements)
         )
 
-    def refusal(self) -> str | None:
+    def replacement_error(self) -> str | None:
         """Return an error message if a registered parameter cannot replace the sharded one.
 
         Returns None if all modules in ``owners`` register the sharded parameter or a valid
@@ -337,7 +337,7 @@ class ShardedParameter:
     def local(self) -> Tensor:
         """Return the local tensor of the sharded parameter, or of its replacement by user code.
 
-        Valid only if `refusal` returns None.
+        Valid only if `replacement_error` returns None.
         """
         return self.part(self._registered())
 
@@ -346,7 +346,7 @@ class ShardedParameter:
         """Return whether the unsharded parameter is a plain tensor, not a DTensor."""
         return self._own is None
 
-    def hold_gradient(self, dtype: torch.dtype) -> None:
+    def accumulate_gradient(self, dtype: torch.dtype) -> None:
         """Move the unsharded gradient from ``.grad`` to an accumulator of dtype ``dtype``.
 
         A no-op if ``.grad`` is None. `take_gradient` returns the accumulated sum.
@@ -364,7 +364,7 @@ class ShardedParameter:
             self.part(gradient).zero_()
 
     def drop_gradient(self) -> None:
-        """Discard the unsharded gradient and the sum accumulated by `hold_gradient`."""
+        """Discard the unsharded gradient and the sum accumulated by `accumulate_gradient`."""
         self._held = None
         self.unsharded.grad = None
 
@@ -415,9 +415,10 @@ class ShardedParameter:
 def wrapper_of(
     parameters: Sequence[ShardedParameter],
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """Return a function from one local tensor per parameter to tensors with their placements.
+    """Return a function that wraps local tensors in DTensors or ragged tensors.
 
-    ``parameters``: sharded parameters of one group.
+    The function takes a list of local tensors, one per parameter. The results have the placements
+    of ``parameters``, which are parameters of one group.
     """
     sharded = [cast(Any, parameter.sharded) for parameter in parameters]
     if parameters[0].layout == "exact":
@@ -469,7 +470,7 @@ def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
     """Return an error message if the parameters of a group differ in dtype or device, else None.
 
     Checks the parameters that are registered now, which user code may have replaced. Valid only if
-    `ShardedParameter.refusal` returns None for all parameters.
+    `ShardedParameter.replacement_error` returns None for all parameters.
     """
     kinds: dict[str, list[str]] = {}
     for parameter in parameters:
@@ -481,7 +482,7 @@ def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
     return f"a group has parameters {listed}; convert all of them, or none"
 
 
-def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
+def meta_device_error(parameters: Sequence[ShardedParameter], path: str) -> StateError:
     """Return a `StateError` that names the parameters on the meta device.
 
     ``path``: path of the unit from the root module; empty for the root.
@@ -496,18 +497,18 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
 
 _each = chain.from_iterable
 _registries_of, _names_of = attrgetter("registries"), attrgetter("names")
-_shown_of, _attributes_of = attrgetter("shown"), attrgetter("attributes")
+_registered_of, _attributes_of = attrgetter("registered"), attrgetter("attributes")
 _storages_of, _references_of = attrgetter("storages"), attrgetter("references")
 _EXTENSION = frozenset({PRE_ALL_GATHER, POST_ALL_GATHER})
 
 
 class ParameterTable:
-    """Parallel lists of a group's parameters and of the modules that register them.
+    """Lists of a group's parameters and of their registrations.
 
-    Updates and checks iterate over these lists in C. `are_shown` and `are_in_place` check the
-    tables of all groups under a root in one call, because a call per group costs more host time
-    than the rest of an unshard. ``shown[i]`` is the tensor last registered under ``names[i]`` in
-    ``registries[i]``. The table is created again if the group gets new parameters.
+    ``registered[i]`` is the tensor last registered as ``registries[i][names[i]]``. With lists,
+    `map` registers and checks all parameters without a Python call per parameter. `are_registered`
+    and `are_in_place` check the tables of all groups under a root at once. The table is created
+    again if the group gets new parameters.
     """
 
     def __init__(
@@ -528,7 +529,7 @@ class ParameterTable:
         self.names = [owner.name for _, owner in owners]
         self._sharded_at = [each.sharded for each, _ in owners]
         self._unsharded_at = [each.unsharded for each, _ in owners]
-        self.shown = self._sharded_at
+        self.registered = self._sharded_at
         self._part, self._parts = parameters[0].part, [each.local_view for each in parameters]
         self._shards = [] if flat is None else list(shards)
         self._addresses = list(map(Tensor.data_ptr, self._shards))
@@ -536,19 +537,19 @@ class ParameterTable:
         self.storages = [] if flat is None else [flat.untyped_storage()]
         self.references = storage_references(self.storages)
         # User code may add the methods of an all-gather extension to these attributes after
-        # `fully_shard`. `are_shown` detects this.
+        # `fully_shard`. `are_registered` detects this.
         plain = [each for each in parameters if each.extension is None]
         self.attributes = [vars(x) for each in plain for x in (each.sharded, each.local_view)]
 
-    def show_sharded(self) -> None:
+    def register_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
         run(map(setitem, self.registries, self.names, self._sharded_at))
-        self.shown = self._sharded_at
+        self.registered = self._sharded_at
 
-    def show_unsharded(self) -> None:
+    def register_unsharded(self) -> None:
         """Register the unsharded parameters with their modules."""
         run(map(setitem, self.registries, self.names, self._unsharded_at))
-        self.shown = self._unsharded_at
+        self.registered = self._unsharded_at
 
     def has_parts(self) -> bool:
         """Return whether no local tensor was replaced since the table was created."""
@@ -568,7 +569,7 @@ class ParameterTable:
         return False
 
 
-def are_shown(tables: Sequence[ParameterTable]) -> bool:
+def are_registered(tables: Sequence[ParameterTable]) -> bool:
     """Return whether the modules still have the parameters that each table registered last.
 
     Also returns False if user code has added an all-gather extension to a parameter.
@@ -576,7 +577,7 @@ def are_shown(tables: Sequence[ParameterTable]) -> bool:
     attributes = _each(map(_attributes_of, tables))
     try:
         found = map(getitem, _each(map(_registries_of, tables)), _each(map(_names_of, tables)))
-        unchanged = all(map(is_, found, _each(map(_shown_of, tables))))
+        unchanged = all(map(is_, found, _each(map(_registered_of, tables))))
     except KeyError:
         return False  # a parameter was removed from its module
     return unchanged and all(map(_EXTENSION.isdisjoint, attributes))

@@ -136,14 +136,14 @@ class PartialSum:
         if self.flat is not None:
             if names != self._names:
                 raise StateError(
-                    f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
-                    f"of {list(names)}; freeze parameters only after a reduction over all axes"
+                    f"cannot add gradients of {list(names)}: gradients of {list(self._names)} wait "
+                    "for an all-reduce; freeze parameters only after a reduction over all axes"
                 )
             if self._scale not in (None, scale):
                 raise StateError(
-                    f"gradients of {list(names)} wait for an all-reduce as averages, and now come "
-                    "sums to divide at the end, or the other way round; set divide factors and "
-                    "force_sum_reduction_for_comms after a reduction over all axes"
+                    f"gradients of {list(names)} that wait for an all-reduce are divided in "
+                    "another way than the new ones; set divide factors and "
+                    "force_sum_reduction_for_comms only after a reduction over all axes"
                 )
             flat = flat.add_(self.flat)
             used = [now or before for now, before in zip(used, self._used, strict=True)]
@@ -209,8 +209,8 @@ class ReductionPlan:
         # Properties that every reduction reads.
         self.numel, self.reduced_numel = rows.numel, rows.reduced_numel
         self.tag_columns = slice(rows.tag_start, rows.tag_start + TAG_FLAGS)
-        self.has_flags = not rows.flags_apart or self.numel <= COPIED_NUMEL
-        self._ranks = self.numel // rows.flags if rows.flags_apart else rows.degree
+        self.has_flags = not rows.separate_flags or self.numel <= COPIED_NUMEL
+        self._ranks = self.numel // rows.flags if rows.separate_flags else rows.degree
         self._rearranged = [(i, e.spec) for i, e in enumerate(rows.columns) if e.spec.dim]
         self._has_empty = any(not each.spec.numel for each in rows.columns)
         self._gaps: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
@@ -262,16 +262,17 @@ class ReductionPlan:
         if pieces:
             packed = flat.view(rows.degree, rows.width)
             pack_rank_major(pieces, dim=0, num_chunks=rows.degree, out=packed)
-        if rows.flags_apart and self.has_flags:
+        if rows.separate_flags and self.has_flags:
             shares = flat.view(self._ranks, rows.flags)
             flat = torch.cat((shares, self.flags(used, self.dtype)), 1).view(-1)
         return flat
 
     def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return the flags as a tensor ``[ranks, flags]`` with equal rows.
+        """Return the flags that are reduced together with the gradients, ``[ranks, flags]``.
 
-        Each row has one flag per parameter, 1 if it is ``used`` and else 0, then the flags of the
-        tag. The result is cached if all parameters are used.
+        All rows are the same. A row has 1 for each parameter of which this rank has a gradient, 0
+        for each other parameter, then the flags of the unit's tag. The result is cached if all
+        parameters are used.
         """
         known = self._flags.get(dtype) if used is self.all_used else None
         if known is None:
@@ -296,7 +297,7 @@ class ReductionPlan:
             rows, known = self.rows, []
             for i, start, end in reversed(rows.gaps):
                 gap = self._zeros(rows.degree, end - start, dtype)
-                if not rows.flags_apart and start <= rows.flags < end:
+                if not rows.separate_flags and start <= rows.flags < end:
                     self._write_flags(gap[:, rows.flags - start :], used)
                 known.append((i, gap))
             if used is self.all_used and sum([gap.numel() for _, gap in known]) <= COPIED_NUMEL:
@@ -380,13 +381,13 @@ class Reduction:
         self._shard_axis = axes.shard
         self._sum_axis = axes.shard  # axis of the latest all-reduce
         self.scattering: Waitable | None = None
-        self._summing: Waitable | None = None
+        self._all_reduce: Waitable | None = None
         self._gradients = gradients
         self._used = used
         self._flat: Tensor | None = None  # output of the reduce-scatter, flags included
         self._rows: Tensor | None = None
         # Packed gradients from a bucket contain the flags if the layout has columns for them.
-        self._has_flags = plan.has_flags if rows is None else not plan.rows.flags_apart
+        self._has_flags = plan.has_flags if rows is None else not plan.rows.separate_flags
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
             self.scattering = self._scatter(axes.shard, start, rows)
@@ -405,7 +406,7 @@ class Reduction:
             self._gradients.clear()  # frees the gradients before the result is allocated
         if before and self._has_flags:  # without the flags, which could become zero
             layout = plan.rows
-            width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
+            width = layout.flags + layout.flag_count if layout.separate_flags else layout.width
             rows.view(-1, width)[:, : layout.flags].div_(before)
         elif before:
             rows.div_(before)
@@ -430,7 +431,7 @@ class Reduction:
         self._ready = self._options.all_reduce
         if self._ready:
             plan.partial.clear()
-            self._summing = self._sum(self._sums.pop(0))
+            self._all_reduce = self._sum(self._sums.pop(0))
 
     def _sum(self, axis: Axis) -> Waitable:
         self._sum_axis, flat = axis, cast(Tensor, self._flat)
@@ -459,22 +460,22 @@ class Reduction:
         """Wait for all collectives of this reduction, and start those that are left."""
         if self.scattering is not None:
             self.finish_scatter()
-        while self._summing is not None:
+        while self._all_reduce is not None:
             try:
-                self._summing.wait()
+                self._all_reduce.wait()
             except Exception as error:
-                self._summing, self._ready = None, False
+                self._all_reduce, self._ready = None, False
                 self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
                 raise
-            self._summing = self._sum(self._sums.pop(0)) if self._sums else None
-            if self._summing is None and self._reads_tags_early:
+            self._all_reduce = self._sum(self._sums.pop(0)) if self._sums else None
+            if self._all_reduce is None and self._reads_tags_early:
                 self._check_tags()
 
     def drop(self) -> None:
         """Wait for the collectives in flight, and discard the result. Starts no collective."""
-        if self._summing is not None:
-            self._summing.wait()
-            self._summing = None
+        if self._all_reduce is not None:
+            self._all_reduce.wait()
+            self._all_reduce = None
         if self.scattering is not None:
             self.scattering.wait()
             self.scattering = self._rows = None
@@ -568,7 +569,7 @@ class StreamedReduction(Reduction):
         self._ended: Begun | None = None
         self._held: list[Tensor] = []  # kept alive until the current stream waited for `_ended`
         super().__init__(plan, gradients, rows, used, axes, collectives, options)
-        self._go_on()
+        self._enqueue_steps()
         self.ends_early = self._hooked
 
     def _scatter(self, axis: Axis, start: StartScatter, rows: Tensor) -> Waitable:
@@ -580,9 +581,9 @@ class StreamedReduction(Reduction):
         return self._streams.reduce.begun()
 
     def _begin_sum(self, flat: Tensor) -> None:
-        self._flat = flat  # `_go_on` starts the all-reduce
+        self._flat = flat  # `_enqueue_steps` starts the all-reduce
 
-    def _go_on(self) -> None:
+    def _enqueue_steps(self) -> None:
         """Enqueue all steps after the reduce-scatter."""
         streams = self._streams
         if self._flat is None:
@@ -600,9 +601,9 @@ class StreamedReduction(Reduction):
             # side stream reads them.
             self._held = [x for x in (self._flat, self._plan.partial.flat) if x is not None]
             super()._begin_sum(self._flat)
-            while self._summing is not None:
-                self._summing.wait()
-                self._summing = self._sum(self._sums.pop(0)) if self._sums else None
+            while self._all_reduce is not None:
+                self._all_reduce.wait()
+                self._all_reduce = self._sum(self._sums.pop(0)) if self._sums else None
             self._ended = side.begun()
             if self._ready and self._plan.offloaded:
                 self._copy_to_cpu(side)

@@ -12,7 +12,7 @@ from ._errors import Once, StateError, first_error
 from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
-from ._param import added_parameters, are_in_place, are_shown, named_modules
+from ._param import added_parameters, are_in_place, are_registered, named_modules
 from ._reduction import Reduction
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
@@ -194,8 +194,8 @@ class Schedule:
         if unit.groups.retained and unit.groups.stale:
             unit.reshard()  # an optimizer has stepped
         elif unit.groups.retained:
-            unit.groups.train_as_shown()
-            unit.groups.train_as_sharded()
+            unit.groups.copy_requires_grad_to_sharded()
+            unit.groups.copy_requires_grad_to_unsharded()
         unit.start_gather(Operation.FORWARD, self._pass_number)
         call.parameters_version = unit.parameters_version
         if unit.forward_prefetch is not None:
@@ -213,7 +213,7 @@ class Schedule:
             self._warn_of_added()
         self.wait_for_optimizer()
         if self._tag_log is not None:
-            self._tag_log.send("in a forward whose backward did not come: ")
+            self._tag_log.send("in a forward without a backward: ")
             self._tag_log.check()
         self._begun = self._ended = 0
         self._last_ended = None
@@ -226,7 +226,7 @@ class Schedule:
             if unit.pending_modules and unit is not root:
                 unit.forget_forward()
             if unit.gathered_by_schedule or (unit.groups.retained and unit.groups.stale):
-                unit.groups.train_as_shown()
+                unit.groups.copy_requires_grad_to_sharded()
                 unit.reshard()
         self._check_together(self._begin_order, backward=False)
 
@@ -241,7 +241,7 @@ class Schedule:
         self._pass_number += 1
         chosen = list(dict.fromkeys(units))
         tables = [group.table for unit in chosen for group in unit.groups]
-        if are_shown(tables) and (backward or are_in_place(tables)):
+        if are_registered(tables) and (backward or are_in_place(tables)):
             for unit in chosen:
                 unit.checked_in_pass = self._pass_number
 
@@ -362,10 +362,10 @@ class Schedule:
             self._traversed, self._reached, self._deferred = None, 0, None
             for unit in self.units:
                 if unit.groups.retained:
-                    unit.groups.train_as_shown()
+                    unit.groups.copy_requires_grad_to_sharded()
                 for group in unit.groups:
                     if group.waiting:
-                        group.stop_frozen()
+                        group.freeze_unsharded()
             call_after_backward(self._finish_backward)
             self._check_together(self.units, backward=True)
 
@@ -491,8 +491,8 @@ class Schedule:
         # On a CPU, wait here so that one buffer of packed gradients is allocated at a time. On an
         # accelerator, this wait would leave no computation to overlap with the reduce-scatter, so
         # `_reduce` waits, after the backward of this unit.
-        if unit.packs_early and unit.groups[0].streams is None:
-            self._make_room()
+        if unit.packs_during_backward and unit.groups[0].streams is None:
+            self._wait_for_buffers()
         if unit is self._deferred:
             self._deferred = None
         if unit.options.unshard_in_backward:
@@ -508,7 +508,7 @@ class Schedule:
         if not following.options.unshard_in_backward:
             return
         # The root usually ends last, so that it is the first unit in backward.
-        if unit.packs_early and 0 < self._ended - 1 - call.end_number <= LATE_UNITS:
+        if unit.packs_during_backward and 0 < self._ended - 1 - call.end_number <= LATE_UNITS:
             self._deferred = following
         else:
             following.start_gather(Operation.BACKWARD, self._pass_number, prefetch=True)
@@ -545,7 +545,7 @@ class Schedule:
             # So only the first group waits, for the reductions of the previous unit.
             waits = position == 0 or group.streams is None
             if waits and (self._scattering or self._hooked):
-                self._make_room()
+                self._wait_for_buffers()
             reduction = group.reduce(options, own)
             if reduction is not None:
                 self._reductions.append(reduction)
@@ -556,7 +556,7 @@ class Schedule:
                 if reduction.ends_early and self._is_last:
                     self._hooked.append(reduction)
 
-    def _make_room(self) -> None:
+    def _wait_for_buffers(self) -> None:
         """Wait until another tensor of packed gradients may be allocated.
 
         At most `Options.in_flight` of them may be allocated at once. Also finishes reductions whose

@@ -125,7 +125,7 @@ class ParameterSelection:
             return None, mesh_info
         placement: object = None if self.placement is None else self.placement(parameter)
         if isinstance(placement, PlacementOnMesh):
-            mesh_info = MeshInfo.as_torch_says(placement.mesh_info, name)
+            mesh_info = MeshInfo.from_torch(placement.mesh_info, name)
             placement = placement.placement
         return self._dim(parameter, name, placement, mesh_info.axes.shard.size), mesh_info
 

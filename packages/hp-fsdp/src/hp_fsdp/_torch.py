@@ -50,7 +50,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
     """Replace parameters and buffers on the meta device by uninitialised ones on ``device``.
 
     Unlike ``Module.to_empty``, this function does not change tensors on other devices, and tied

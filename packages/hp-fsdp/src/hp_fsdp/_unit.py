@@ -27,11 +27,11 @@ from ._agreement import (
     order_of,
 )
 from ._errors import DisagreementError, first_error
-from ._group import RESTING, ParameterGroup
+from ._group import GATHERABLE, ParameterGroup
 from ._groups import ParameterGroups
 from ._mesh import Alone, DataAxes
 from ._options import Options
-from ._param import are_shown
+from ._param import are_registered
 from ._states import AFTER, Event, GradientState, ParameterState
 from ._torch import graph_task, runs_after_new_ones
 
@@ -178,7 +178,7 @@ class Unit:
         self._planned_for: tuple[list[list[int]], Options | None]
         self._reduction: Collective | None
         self.groups = ParameterGroups(groups)
-        self.packs_early = any(group.bucket_hooks is not None for group in groups)
+        self.packs_during_backward = any(group.bucket_hooks is not None for group in groups)
         self._join_orders()
         self.forget_comparisons()
         self.device = device
@@ -251,8 +251,8 @@ class Unit:
             ParameterError: A parameter cannot be used.
         """
         for group in self.groups:
-            if group.state in RESTING and not (
-                are_shown([group.table]) if backward else group.in_place
+            if group.state in GATHERABLE and not (
+                are_registered([group.table]) if backward else group.in_place
             ):
                 self.reset_sharded(final=True)
                 return
@@ -278,16 +278,16 @@ class Unit:
                 on the order of their collectives.
         """
         forward = operation is Operation.FORWARD
-        if forward and self.packs_early:
+        if forward and self.packs_during_backward:
             self.groups.check_unfrozen()
         for group in self.groups:
-            if group.state in RESTING:
+            if group.state in GATHERABLE:
                 break
         else:
             return
         if pass_number is None or self.checked_in_pass != pass_number:
             self.check_parameters(not forward)
-            if forward and self.packs_early:
+            if forward and self.packs_during_backward:
                 self.groups.check_unfrozen()  # replaced parameters may be unfrozen
         history = self._history
         if history is not None:
@@ -382,10 +382,10 @@ class Unit:
         self.unreduced = True
         if not self.options.gradient_sync:
             for group in self.groups:
-                group.hold_gradients()
+                group.accumulate_gradients()
         return True
 
-    def rest(self) -> None:
+    def reshard_and_wait(self) -> None:
         """Reshard, and wait until no copy reads the shards, so that user code may write to them.
 
         Raises:
@@ -463,7 +463,7 @@ class Unit:
             final: Whether to raise `ParameterError` if a parameter cannot be used. If False, the
                 next all-gather checks again.
         """
-        self.rest()
+        self.reshard_and_wait()
         if self.schedule is not None:
             self.schedule.finish_early()  # reductions in flight set gradients of these parameters
         if self.groups.take_replacements(final):
@@ -560,7 +560,7 @@ class Unit:
         return f" ({sum([len(group.reduced()) for group in self.groups])} parameters)"
 
     def forget_comparisons(self) -> None:
-        """Forget which collectives were compared, so that ranks compare them again."""
+        """Let ranks compare the next all-gathers and reductions of this unit; see `_agreement`."""
         sharded = [group for group in self.groups if group.axes.shard.size > 1]
         tagged = all(group.tagged for group in sharded)
         parts = [group.gather_signature for group in sharded]
@@ -641,7 +641,7 @@ class Unit:
 
 
 _OFFSETS = "the offsets"
-_CREATION_POSITION = "the place among these units in the order of fully_shard's calls"
+_CREATION_POSITION = "the position in the order of the fully_shard calls"
 _NUMBER = "the number of the fully_shard call over these ranks"
 _ORDER_HINT = "shard the same modules in the same order, and do not move them afterwards"
 _HINTS = {
@@ -670,7 +670,7 @@ class _Reshard:
     def __call__(self, *_: Any) -> None:
         """Reshard the unit. The arguments of the hook are ignored."""
         if self._unit is not None:
-            self._unit.rest()
+            self._unit.reshard_and_wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Reshard, (None,)  # a copy of the module belongs to no unit

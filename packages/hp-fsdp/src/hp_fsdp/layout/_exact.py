@@ -49,7 +49,7 @@ class ExactPlan(FlatPlan):
         return sorted(chosen, key=self.shard_starts.__getitem__)
 
     def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the elements ``(start, end)`` of each parameter in the flat shard, padded."""
+        """Return the range ``(start, end)`` of each parameter in the flat shard, with padding."""
         pairs = zip(self.shard_starts, self.specs, strict=True)
         return [(start, start + spec.shard_numel) for start, spec in pairs]
 

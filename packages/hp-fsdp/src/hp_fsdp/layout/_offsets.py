@@ -70,7 +70,7 @@ class ShardSpec:
         If ``dim`` is 0, this is the tensor itself. Otherwise the view has the shape
         ``[degree, before, rest]``, and ``view[r]`` has the elements of the shard of rank r.
         ``before`` is the product of the sizes before ``dim``. ``rest`` is the product of the
-        shard's other sizes.
+        shard's sizes from ``dim`` on.
         """
         if self.dim == 0:
             return unsharded
@@ -112,7 +112,7 @@ class GradientColumns:
 
     @property
     def padding_start(self) -> int:
-        """Return the column at which the padding of row `full` starts."""
+        """Return the first padding column of row number `full`, which is only partly filled."""
         return self.start + self.left * math.prod(self.spec.shape[1:])
 
     def full_rows(self, packed: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class GradientRows:
         flags: Offset of the flags in the tensor that this rank receives. There is one flag for each
             parameter, nonzero if any rank has a gradient of it. Then follow the flags of the unit's
             tag.
-        flags_apart: Whether the flags are a second tensor that is reduced in the same call. If
+        separate_flags: Whether the flags are a second tensor that is reduced in the same call. If
             False, the flags are columns of the packed gradients.
     """
 
@@ -172,7 +172,7 @@ class GradientRows:
     pieces: tuple[Tensor, ...]
     positions: tuple[int, ...] | None
     flags: int
-    flags_apart: bool = False
+    separate_flags: bool = False
 
     @staticmethod
     def of(
@@ -182,7 +182,7 @@ class GradientRows:
         width: int,
         shards: Sequence[tuple[int, tuple[int, ...]]],
         flags: int,
-        flags_apart: bool = False,
+        separate_flags: bool = False,
     ) -> "GradientRows":
         """Return the rows with the gradients of ``specs`` at the columns ``starts``.
 
@@ -213,7 +213,7 @@ class GradientRows:
             pieces=tuple(torch.empty(shape, device="meta") for shape in shapes),
             positions=None if positions == list(range(len(shapes))) else tuple(positions),
             flags=flags,
-            flags_apart=flags_apart,
+            separate_flags=separate_flags,
         )
 
     @property
@@ -224,7 +224,7 @@ class GradientRows:
     @property
     def reduced_numel(self) -> int:
         """Return the number of elements that each rank receives, flags included."""
-        return self.flags + self.flag_count if self.flags_apart else self.width
+        return self.flags + self.flag_count if self.separate_flags else self.width
 
     @property
     def tag_start(self) -> int:

@@ -103,7 +103,7 @@ class RaggedPlan(FlatPlan):
             self.output_numel + flags,
             [self.shard(i, rank) for i in chosen],
             self.shard_numel,
-            flags_apart=apart,
+            separate_flags=apart,
         )
 
 

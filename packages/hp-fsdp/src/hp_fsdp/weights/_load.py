@@ -17,7 +17,7 @@ from hp_dtensor.checkpoint import local_boxes
 from hp_dtensor.sources import Piece, Source, SourcePlan, SourceRule, Stored
 
 from .._errors import CheckpointError
-from .._torch import give_memory
+from .._torch import materialize
 from ._common import (
     DTYPES,
     INDEX,
@@ -134,7 +134,7 @@ def load_safetensors(
     plan, problems, memory = on_all_ranks(group, lambda: _check(model, sources, found, device))
     ties = hasattr(model, "tie_weights")
     _raise_problems(distinct_objects(group, problems), path, set(found) - plan.ignored, ties)
-    on_all_ranks(group, lambda: give_memory(model, memory))
+    on_all_ranks(group, lambda: materialize(model, memory))
     on_all_ranks(group, lambda: _read(targets_of(model), plan, found, path, opened))
 
 

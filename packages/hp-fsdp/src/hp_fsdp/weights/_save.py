@@ -175,7 +175,9 @@ def _plan(
     targets: Sequence[Target],
     tensors: Mapping[str, TensorInfo],
 ) -> SourcePlan:
-    """Return the source of each tensor on this rank, by the tensor's first name.
+    """Return the source of each tensor on this rank, by name.
+
+    A tied tensor has its first name only.
 
     Raises `CheckpointError` if ``sources`` has unknown names or wrong shapes.
     """
