@@ -9,12 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool, cached
+from rank_pool import RankPool
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import Axis, TorchCollectives, collectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
+
+from .meshes import world_axis
 
 Ranks = Callable[[int], RankPool]
 LARGE = 2**19  # of float32: gloo gathers such tensors one by one
@@ -39,14 +40,6 @@ class Watched:
             raise Broken("wait")
 
 
-def world() -> Axis:
-    mesh: DeviceMesh = cached(
-        "mesh of the world",
-        lambda: init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("w",)),
-    )
-    return Axis.of(mesh)
-
-
 def failing(function: Any, start: int | None, wait: int | None, seen: list[Watched]) -> Any:
     """Return a function of which one start or wait raises; odd ranks are late."""
 
@@ -63,7 +56,7 @@ def failing(function: Any, start: int | None, wait: int | None, seen: list[Watch
 
 def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dict[str, Any]:
     """Gather or broadcast three large tensors, of which one fails."""
-    axis, seen = world(), list[Watched]()
+    axis, seen = world_axis(), list[Watched]()
     inputs = [torch.full((LARGE,), 10.0 * i + rank) for i in range(3)]
     outputs: list[Tensor]
     said = []
@@ -123,7 +116,7 @@ def test_waiting_waits_for_all_and_raises_the_first_error_every_time(
 
 def abandoned(rank: int, kind: str) -> list[bool]:
     """Drop works and tensors under way, use memory of that size at once, then communicate on."""
-    axis, carrier, seen = world(), TorchCollectives(), []
+    axis, carrier, seen = world_axis(), TorchCollectives(), []
     for _ in range(20):
         if rank:
             time.sleep(0.001)
@@ -218,7 +211,7 @@ def test_a_new_timeout_of_a_group_holds_for_a_receive_too(ranks: Ranks) -> None:
 
 def sent_lazily(rank: int) -> list[bool]:
     """Exchange complex and real tensors whose conjugation or sign is not in memory yet."""
-    axis, peer = world(), 1 - rank
+    axis, peer = world_axis(), 1 - rank
     value = torch.tensor([1 + 2j]) * (rank + 1)
     sent = [torch.full((1,), float(rank)), value.conj(), value.conj().imag]
     arriving = [torch.zeros(1), torch.zeros(1, dtype=torch.complex64).conj(), torch.zeros(1)]
@@ -237,7 +230,7 @@ def test_lazily_conjugated_tensors_are_sent_and_received(ranks: Ranks) -> None:
 
 def send_fails(rank: int) -> tuple[list[str], bool]:
     """Start a receive, then a send that raises on rank 0."""
-    axis, said = world(), []
+    axis, said = world_axis(), []
     x, arriving = torch.full((4,), 5.0 + rank), torch.zeros(4)
 
     def send(*args: Any) -> Any:

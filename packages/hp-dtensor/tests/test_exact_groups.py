@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from hypothesis import given, settings
-from rank_pool import RankPool, cached
+from rank_pool import FinishedWork, RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -46,28 +46,17 @@ for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_
     setattr(Seen, _name, _seen(_name))
 
 
-class Over:
-    """A call that is over, of which nothing arrived."""
-
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def wait(self) -> list[Tensor]:
-        """Return the outputs."""
-        return self._outputs
-
-
 class Unmoved(Seen):
     """Collectives that keep their axes and move nothing."""
 
 
-def _unmoved(name: str) -> Callable[..., Over]:
-    def call(self: Unmoved, axis: Axis, inputs: Any, *args: Any, **options: Any) -> Over:
+def _unmoved(name: str) -> Callable[..., FinishedWork]:
+    def call(self: Unmoved, axis: Axis, inputs: Any, *args: Any, **options: Any) -> FinishedWork:
         self.axes.append(axis)
         if name == "send_recv":
-            return Over(list(args[0].values()))
+            return FinishedWork(list(args[0].values()))
         if name == "all_reduce":
-            return Over(inputs)
+            return FinishedWork(inputs)
         tensors = inputs if isinstance(inputs, list) else [inputs]
         lengths = [x.shape[0] for x in tensors]
         if name == "all_gather":
@@ -77,7 +66,7 @@ def _unmoved(name: str) -> Callable[..., Over]:
         elif args:
             lengths = [sum(args[1])]
         made = zip(tensors, lengths, strict=True)
-        return Over([x.new_zeros((length, *x.shape[1:])) for x, length in made])
+        return FinishedWork([x.new_zeros((length, *x.shape[1:])) for x, length in made])
 
     return call
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
+from rank_pool import FinishedWork
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -72,17 +73,6 @@ class Held(TorchDispatchMode):
             del self._alive[address]
 
 
-class Allocated:
-    """A call that is over."""
-
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def wait(self) -> list[Tensor]:
-        """Return the outputs."""
-        return self._outputs
-
-
 class Allocating(TorchCollectives):
     """torch's collectives, but for what a fake group refuses: to receive without sending."""
 
@@ -97,7 +87,7 @@ class Allocating(TorchCollectives):
         """Exchange row blocks."""
         if input.numel() or receive_splits is None:
             return super().all_to_all(axis, input, send_splits, receive_splits, output)
-        return Allocated([input.new_empty(sum(receive_splits))])
+        return FinishedWork([input.new_empty(sum(receive_splits))])
 
 
 @pytest.fixture(scope="module", params=["in order", "turned round"])

@@ -1,14 +1,14 @@
 """Another ragged tensor that lies as one does, from a part, without a look at the layout."""
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from rank_pool import RankPool
+from rank_pool import RankPool, profile
 from torch import Tensor
 
 from hp_dtensor import Layout, LayoutError, RaggedShard
@@ -105,11 +105,7 @@ def calls(rank: int) -> int:
         nonlocal count
         count += event == "call"
 
-    sys.setprofile(note)
-    try:
-        x.like(local)
-    finally:
-        sys.setprofile(None)
+    profile(partial(x.like, local), note)
     return count
 
 

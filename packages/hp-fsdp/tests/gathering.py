@@ -80,7 +80,33 @@ class Wrapped(Tensor):
             raise ArithmeticError(what)
 
 
-class Halved(Wrapped):
+class Restored(Wrapped):
+    """A class whose post-all-gather hook creates the unsharded values or writes them to `out`."""
+
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the unsharded values in ``dtype``, and the tensors that hold memory for them."""
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the unsharded values and the tensors to free, or write the values to ``out``."""
+        self.note("post" if out is None else "post out")
+        whole, inner = self.restored(all_gather_outputs, metadata, param_dtype)
+        if out is None:
+            return whole, inner
+        self.write(out, whole)
+        return None
+
+
+class Halved(Restored):
     """Gathers bfloat16, pads uneven rows; the hook takes all five arguments."""
 
     padded = True
@@ -95,26 +121,16 @@ class Halved(Wrapped):
         half[: len(self.plain)] = self.plain
         return (half,), (tuple(outer_size), tuple(outer_stride), mp_policy.param_dtype)
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: Sequence[Tensor],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the rows in the parameter's dtype; or write them."""
-        self.note("post" if out is None else "post out")
-        (half,) = all_gather_outputs
-        rows = half[: metadata[0][0]]
-        if out is not None:
-            self.write(out, rows)
-            return None
-        whole = rows.to(param_dtype, copy=True)
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the rows without padding."""
+        (half,) = outputs
+        whole = half[: metadata[0][0]].to(dtype, copy=True)
         return whole, (half, whole)
 
 
-class EightBits(Wrapped):
+class EightBits(Restored):
     """Gathers integers of eight bits and each rank's scale; the hook takes the mesh alone."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
@@ -123,28 +139,19 @@ class EightBits(Wrapped):
         scale = self.plain.abs().max() / 127
         return ((self.plain / scale).round().to(torch.int8), scale), "eight bits"
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: Sequence[Tensor],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return what values and scales stand for; or write it."""
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the values multiplied by the scale of their rank."""
         if metadata != "eight bits":
             raise AssertionError(metadata)
-        self.note("post" if out is None else "post out")
-        values, scales = all_gather_outputs
-        by_rank = values.view(len(scales), -1).to(param_dtype) * scales[:, None].to(param_dtype)
+        values, scales = outputs
+        by_rank = values.view(len(scales), -1).to(dtype) * scales[:, None].to(dtype)
         whole = by_rank.view(values.shape)
-        if out is not None:
-            self.write(out, whole)
-            return None
         return whole, (whole,)
 
 
-class Blocks(Wrapped):
+class Blocks(Restored):
     """Gathers integers of eight bits and one scale for each block of four rows."""
 
     ROWS = 4
@@ -154,20 +161,11 @@ class Blocks(Wrapped):
         self.note(f"pre of {len(self.plain)} rows")
         return quantized(self.plain), None
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: Sequence[Tensor],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return what values and scales stand for; or write it."""
-        self.note("post" if out is None else "post out")
-        whole = dequantized(*all_gather_outputs).to(param_dtype)
-        if out is not None:
-            self.write(out, whole)
-            return None
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the values multiplied by the scale of their block."""
+        whole = dequantized(*outputs).to(dtype)
         return whole, (whole,)
 
 

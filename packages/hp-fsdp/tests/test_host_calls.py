@@ -1,13 +1,12 @@
 """How many calls a step makes on the host for each unit, beside those of the model itself."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, profile
 from torch import Tensor, nn
 
 from hp_fsdp import fully_shard
@@ -54,11 +53,14 @@ def calls_of(blocks: int, options: dict[str, Any] | None) -> int:
             fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
         fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
     x, calls = torch.ones(2, WIDTH), Calls()
-    for step in range(3):
-        sys.setprofile(calls if step == 2 else None)
+
+    def step() -> None:
         model(x).sum().backward()
-        sys.setprofile(None)
+
+    for _ in range(2):
+        step()
         model.zero_grad()
+    profile(step, calls)
     return calls.found["call"] + calls.found["c_call"]
 
 
