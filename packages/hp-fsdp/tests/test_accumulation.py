@@ -75,7 +75,7 @@ def test_gradients_that_someone_keeps_are_not_overwritten(ranks: Ranks) -> None:
 
 
 class Choosing(Net):
-    """Runs only the blocks that it is told to."""
+    """Runs only the blocks in ``chosen``."""
 
     chosen: tuple[int, ...] = (0, 1, 2)
 
@@ -168,7 +168,7 @@ def freezing(rank: int, shape: tuple[int, ...], options: str, how: str) -> list[
 
 
 def frozen_alone(world: int) -> list[Gradients]:
-    """Return what one process has after the same steps."""
+    """Return the gradients of one process after the same steps."""
     model = make(Net)
     seen = []
     for steps, frozen in (((0, 1), True), ((2,), True), ((3,), False)):
@@ -194,7 +194,7 @@ def test_what_is_frozen_between_microbatches_is_reduced_with_the_others_and_no_l
 
 
 class Biased(Net):
-    """Uses the bias of its head only where it is told to."""
+    """Uses the bias of its head only if ``uses_bias`` is True."""
 
     uses_bias = True
 
@@ -205,7 +205,7 @@ class Biased(Net):
 
 
 def freezing_apart(rank: int, options: str) -> tuple[Gradients, bool]:
-    """Freeze what rank 0 alone used, and then all; return what was reduced."""
+    """Freeze a parameter that only rank 0 used, then freeze all. Return the reduced gradients."""
     model = shard(make(Biased), mesh_of((2,), ("fsdp",)), **OPTIONS[options])
     model.uses_bias = rank == 0
     with model.no_sync():
@@ -323,7 +323,7 @@ def test_one_rank_may_drop_its_part_of_what_is_not_reduced_yet(ranks: Ranks, opt
 
 
 def converted(rank: int, options: str, shape: tuple[int, ...], what: str) -> tuple[str, Gradients]:
-    """Convert a module while gradients wait; where that is refused, take it back and go on."""
+    """Convert a module with unreduced gradients. If that raises, undo it and continue."""
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
     model: Any = shard(make(Net, torch.float32), mesh, **OPTIONS[options])
     if what == "under way":
@@ -361,7 +361,7 @@ def test_a_conversion_loses_no_gradients_that_wait(ranks: Ranks, options: str, w
 
 
 def frozen_as_shown(model: Any, shown_by: str, replicas: list[int]) -> list[Gradients]:
-    """Freeze, then thaw, what modules have at that time: the gradients after each."""
+    """Freeze, then unfreeze, the registered parameters. Return the gradients after each."""
     seen = []
     for frozen in (True, False):
         if shown_by == "unshard" and hasattr(model, "unshard"):

@@ -128,7 +128,7 @@ def test_parameters_with_hooks_of_their_own_go_that_way_too(ranks: Ranks) -> Non
 
 
 def in_slots(rank: int, slots: int) -> tuple[str, Gradients]:
-    """Return what a second step, which prefetches, says of memory that is used again."""
+    """Return the error of a second step, which prefetches, if a slot is reused too early."""
     model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
     gather = OwnMemory(slots)
     for module in (model, *model.blocks):
@@ -153,7 +153,7 @@ def test_memory_may_be_used_again_but_not_while_it_is_in_use(ranks: Ranks) -> No
 
 @dataclass
 class Info:
-    """What torch's ``FSDPMeshInfo`` says of a mesh of one axis."""
+    """Attributes of torch's ``FSDPMeshInfo`` for a mesh with one axis."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int = 0

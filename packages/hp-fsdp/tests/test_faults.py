@@ -39,14 +39,14 @@ class Injected(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """What stands for an interrupt by the user."""
+    """Stands for ``KeyboardInterrupt``."""
 
 
 class Late(TorchCollectives):
-    """Raises at the start of one collective; odd ranks start late, so that others' are pending.
+    """Raises at the start of one collective. Odd ranks start late, so other ranks have it pending.
 
-    ``when`` is before or after the real one is started, or between the starts of its parts: what
-    was started, nobody can wait for.
+    ``when`` is before or after the real start, or between the starts of its parts. No work handle
+    is returned for the parts that were started.
     """
 
     def __init__(self) -> None:
@@ -445,7 +445,7 @@ class Injection:
         return call
 
     def works(self, function: Any) -> Any:
-        """Return a function whose works fail so too when they are awaited."""
+        """Return a function whose works also fail in ``wait``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             work = function(*args, **kwargs)
@@ -483,14 +483,14 @@ class Injection:
 
 
 class Stack(nn.Module):
-    """Blocks whose weights have all-gather extensions."""
+    """Blocks with weights that have all-gather extensions."""
 
     def __init__(self, kind: type[Wrapped]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Layers(kind) for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return features of what the tokens number."""
+        """Return features of the tokens."""
         x = torch.sin(tokens[:, None] + torch.arange(8.0))
         for block in self.blocks:
             x = block(x)
@@ -540,7 +540,7 @@ def shown(model: Any) -> dict[str, Tensor]:
 
 
 def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
-    """Let a step fail at many calls; return their number, and what was wrong after which."""
+    """Let a step fail at many calls. Return the number of calls, and the wrong results."""
     shape, options = EVERYWHERE[mode]
     mesh, injection = mesh_of(shape, NAMES[len(shape)]), Injection()
     kind = EXTENDED.get(mode)

@@ -1,4 +1,4 @@
-"""What is refused, and the class that is mixed in."""
+"""Arguments that raise, and the class that is mixed in."""
 
 import copy
 import gc
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingE
 
 
 def facts(module: nn.Module | list[nn.Module]) -> list[tuple[str, int]]:
-    """Return what must not change when sharding is refused: classes and parameter objects."""
+    """Return the classes and parameter objects, which must not change if sharding raises."""
     modules = module if isinstance(module, list) else [module]
     inner = [each for root in modules for each in root.modules()]
     classes = [(type(each).__name__, id(each)) for each in inner]

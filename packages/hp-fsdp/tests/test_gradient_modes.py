@@ -208,7 +208,7 @@ def layers() -> nn.Module:
 
 
 def copied(rank: int, mode: Any, layout: Any = "exact") -> tuple[int, int]:
-    """Return the bytes that a second step copies above those of a local step, and P."""
+    """Return the bytes that a second step copies in addition to a local step, and P."""
     counts = []
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_copied_bytes_are_the_gradients(ranks: Ranks, grads: str) -> None:
 
 
 def removed(rank: int) -> list[str]:
-    """Ask for what was removed; return what is said."""
+    """Use the removed options. Return the errors."""
     call: Any = fully_shard
     said = []
     for option in ({"grads": "fused"}, {"buffers": 2}, {"buffers": object()}):

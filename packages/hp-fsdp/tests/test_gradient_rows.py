@@ -1,4 +1,4 @@
-"""Where packed gradients lie, and what one rank gets of them."""
+"""Offsets of packed gradients, and the rows that one rank receives."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def written(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
-    """Return the packed gradients as they are written one by one, over noise."""
+    """Return the packed gradients, written one by one over NaN values."""
     flat = torch.full((rows.numel,), torch.nan, dtype=torch.float64)
     bucket = GradientBucket(rows, flat)
     for i, gradient in enumerate(gradients):

@@ -1,4 +1,4 @@
-"""Units that return what no hook can be on, and parameters frozen while others hold them."""
+"""Units with outputs that cannot have hooks, and parameters that are frozen while in use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -126,7 +126,7 @@ def test_what_nobody_sees_come_back_has_its_parameters_when_it_does(
 
 
 def two_backwards(rank: int, announced: bool, frozen: bool) -> tuple[str, Gradients]:
-    """Go twice through one graph; return what is said, and the gradients of a step after it."""
+    """Run backward twice on one graph. Return the error, and the gradients of the next step."""
     model = model_of("shown", "boxed")
     model.blocks[1].requires_grad_(not frozen)
     loss = loss_of(model, rank, 0)
@@ -180,7 +180,7 @@ def test_what_is_hidden_waits_for_the_last_backward(ranks: Ranks) -> None:
 
 
 def frozen_under_way(model: Any, when: str, replicas: list[int]) -> list[Gradients]:
-    """Freeze a block between a forward and its backward, or while it is gathered by hand."""
+    """Freeze a block between forward and backward, or after an explicit unshard."""
     found = []
     for step in range(2):
         if when == "unsharded" and step == 0 and hasattr(model, "unshard"):
@@ -213,7 +213,7 @@ def test_what_is_frozen_while_it_is_gathered_stays_frozen(
 
 
 def frozen_after_one(model: Any, replicas: list[int]) -> Gradients:
-    """Let gradients wait, and freeze what they are of before the next backward."""
+    """Accumulate gradients, then freeze their parameter before the next backward."""
     set_sync = getattr(model, "set_requires_gradient_sync", lambda _: None)
     set_sync(False)
     torch.stack([loss_of(model, replica, 0) for replica in replicas]).sum().backward()
@@ -241,7 +241,7 @@ def test_to_gradients_that_wait_none_are_added_once_their_parameter_is_frozen(
 
 
 def seen_and_hidden(rank: int, first: bool) -> Gradients:
-    """Let one block run twice, once so that what comes out is hidden."""
+    """Run one block twice, once with a hidden output."""
     model = model_of("shown", "shown")
     losses = []
     for hidden in (first, not first):
@@ -261,7 +261,7 @@ def test_a_unit_that_is_seen_and_hidden_ends_with_the_backward(ranks: Ranks, fir
 
 
 def between(rank: int, what: str) -> list[str]:
-    """Return what is said where parameters are given up between a forward and its backward."""
+    """Return the errors if parameters are freed between a forward and its backward."""
     model = model_of("shown", "boxed")
     said = []
     for _ in range(2):

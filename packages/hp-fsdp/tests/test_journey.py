@@ -34,7 +34,7 @@ def journeys(rank: int) -> tuple[list[str], list[str]]:
     return forward, backward
 
 
-@pytest.mark.gloo  # whose calls are counted
+@pytest.mark.gloo  # its calls are counted
 def test_three_blocks_and_a_root_make_few_calls_and_returns(ranks: Ranks) -> None:
     for forward, backward in ranks(2).run(journeys):
         assert len(forward) <= 190

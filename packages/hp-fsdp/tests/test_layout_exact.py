@@ -108,9 +108,9 @@ def test_packed_parameters_are_copied_to_their_places(
         if dim:
             shape = (*shape[:dim], shape[dim] * degree, *shape[dim + 1 :])
         specs.append(ShardSpec(shape=shape, dim=dim, degree=degree))
-    specs *= times  # alike, at one distance
+    specs *= times  # equal parameters at equal distances
     if how == "alike" and random.random() < 0.3:
-        random.shuffle(specs)  # or at many
+        random.shuffle(specs)  # or at different distances
     plan = plan_exact(specs, degree, 4, 1 << 30)
     assume(plan.packed_numel)
     wholes = [torch.rand(spec.shape) for spec in specs]

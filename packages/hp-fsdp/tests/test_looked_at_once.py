@@ -1,4 +1,4 @@
-"""What is asked of the parameters of all units together is found out for each of them alone."""
+"""Checks that run once for the parameters of all units find changes in each unit."""
 
 import warnings
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def send(module: nn.Module) -> None:
 
 
 def moved_under_a_graph(rank: int) -> tuple[Gradients, Gradients]:
-    """Send a unit's shards while a backward of it is to come, and run another unit meanwhile."""
+    """Move a unit's shards before its backward, and run another unit meanwhile."""
     found = []
     for model in (sharded(layers()), layers()):
         model(features()).sum().backward()
@@ -75,7 +75,7 @@ def test_a_part_runs_alone_whatever_is_wrong_with_another(ranks: Ranks) -> None:
 
 
 def moved_behind_an_optimizer(rank: int) -> str:
-    """Make an optimizer, whose views hold the flat shards, and send a unit's only parameter."""
+    """Create an optimizer with views of the flat shards, then move a unit's only parameter."""
     model = sharded(layers(bias=False))
     optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1)
     send(model)
@@ -110,7 +110,7 @@ def thawed_under_way(rank: int, interrupted: bool) -> list[bool]:
 
 
 def frozen_again(rank: int) -> list[list[bool]]:
-    """Unfreeze a recomputed unit for one backward; return what trains in its runs after that."""
+    """Unfreeze a recomputed unit for one backward. Return which parameters train later."""
     model = sharded(layers(bias=False), reshard_after_forward=True)
     model[1].requires_grad_(False)
     seen: list[list[bool]] = []
@@ -157,7 +157,7 @@ def test_what_a_user_makes_of_a_gradient_is_not_in_the_next(ranks: Ranks) -> Non
 
 
 def recast(rank: int, reentrant: bool) -> Gradients:
-    """Recompute a unit whose output a user's hook changes after it was cast."""
+    """Recompute a unit. A user hook changes its output after the cast."""
     model = layers().float()
     policy = MixedPrecisionPolicy(output_dtype=torch.float64)
     fully_shard(model[1], mesh_of((2,), ("fsdp",)), mp_policy=policy)
@@ -183,7 +183,7 @@ def test_a_recomputed_unit_is_cast_before_a_users_hook(ranks: Ranks, reentrant: 
 
 
 def trained_later(rank: int, added: bool) -> list[str]:
-    """Unfreeze what was frozen when the optimizer was made, and step; return what is warned of."""
+    """Unfreeze parameters that were frozen at the creation of the optimizer. Return warnings."""
     model = sharded(layers())
     model[0].requires_grad_(False)
     optimizer = sharded_optimizer(torch.optim.AdamW, model, lr=0.1)

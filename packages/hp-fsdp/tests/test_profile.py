@@ -1,4 +1,4 @@
-"""What a profile of a step calls the communication: what, of which module, over which axis."""
+"""Names of collectives in a profile: the operation, the module and the mesh axis."""
 
 from collections.abc import Callable
 from typing import Any

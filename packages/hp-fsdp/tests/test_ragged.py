@@ -116,7 +116,7 @@ def traffic(rank: int) -> tuple[dict[str, int], int, int, int]:
     loss_of(model, tokens(rank)).backward()
     group = model.plan_report().groups[0]
     counts = {name: t.bytes for (_, name), t in record.by_call.items()}
-    # One flag for each parameter, whether a rank used it, and those of the unit's tag.
+    # One flag per parameter (whether a rank used it) and the flags of the unit's tag.
     flags = 8 * (len(group.parameters) + TAG_FLAGS)
     return counts, group.shard_bytes, flags, record.by_call["fsdp", "all_gather"].calls
 

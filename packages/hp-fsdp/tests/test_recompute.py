@@ -28,7 +28,7 @@ class Recomputing(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the module gives."""
+        """Return the module's output."""
         found: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
         return found
 

@@ -16,7 +16,7 @@ from hp_fsdp import fully_shard
 from .models import Net, gradients, loss_of, make, mesh_of, reference, shard, tokens, worst
 
 Ranks = Callable[[int], RankPool]
-# What a user keeps of a gradient over the next step, and how to read it again.
+# Objects of a gradient that a user can keep over the next step.
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "the gradient": lambda gradient: gradient,
     "its local tensor": lambda gradient: gradient.to_local(),
@@ -27,7 +27,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 
 
 def steps(rank: int, layout: str, holder: str) -> tuple[list[bool], list[float]]:
-    """Return whether what was held kept its values, and the errors of the gradients."""
+    """Return whether the kept objects kept their values, and the errors of the gradients."""
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
     kept, errors = [], []
     held: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def test_what_a_user_holds_of_a_gradient_keeps_its_values(
 
 
 def marked(rank: int, layout: str) -> list[int]:
-    """Return how many gradients of each step have a mark, of which those of the first got one."""
+    """Set an attribute on one gradient of the first step. Return how many have it per step."""
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
     counts = []
     for step in range(3):
@@ -79,7 +79,7 @@ def test_attributes_of_a_gradient_are_not_those_of_the_next_step(ranks: Ranks, l
 
 
 def kept_by_a_hook(rank: int, width: int) -> list[bool]:
-    """Keep what an all-reduce hook is given over the next steps."""
+    """Keep the argument of an all-reduce hook over the next steps."""
     model: Any = nn.Linear(width, width)
     fully_shard(model, mesh_of((2,), ("fsdp",)))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -152,7 +152,7 @@ def alive(rank: int, width: int) -> tuple[list[int], list[int], int]:
     for layer in model:
         fully_shard(layer, mesh_of((2,), ("fsdp",)))
     fully_shard(model, mesh_of((2,), ("fsdp",)))
-    locals_: list[Any] = []  # weakly: what a user holds stays
+    locals_: list[Any] = []  # weak references, because strong ones keep the gradients alive
     inside: list[int] = []
     model.register_forward_pre_hook(
         lambda *_: inside.append(sum(each() is not None for each in locals_))
@@ -180,7 +180,7 @@ class Failing(TorchCollectives):
         self.armed = False
         self.after = after
         self.at_once = at_once
-        self.written: list[Any] = []  # what a failed collective may still write to
+        self.written: list[Any] = []  # outputs that a failed collective may still write
 
     def _maybe(self, name: str, work: Any, written: Any) -> Any:
         if not self.armed or name != self.after:

@@ -1,4 +1,4 @@
-"""What stands in modules while parameters are gathered, frozen and moved."""
+"""Parameters that are registered with modules while units are unsharded, frozen or moved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ def test_a_gradient_that_a_user_holds_is_not_written_to(ranks: Ranks, layout: st
 
 
 def registered(rank: int) -> list[bool]:
-    """Look at what a module has while it computes, between, and in backward."""
+    """Return the kinds of parameters in forward, between forward and backward, and in backward."""
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
     linear = model.blocks[0].up
     sharded = linear.weight

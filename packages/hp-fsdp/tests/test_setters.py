@@ -1,4 +1,4 @@
-"""What the setters of a sharded module change, and what they refuse."""
+"""Effects and errors of the setters of a sharded module."""
 
 import inspect
 import sys
@@ -266,7 +266,7 @@ def test_explicit_prefetch_gathers_what_it_is_told_to(ranks: Ranks) -> None:
     for (plain, expected), (told, found) in zip(
         ranks(2).run(prefetched, False), ranks(2).run(prefetched, True), strict=True
     ):
-        # without being told, the first pass knows no order
+        # without explicit prefetch, the first pass prefetches nothing
         assert plain[:4] == [sizes[:1], sizes[:2], sizes[:3], sizes]
         assert told[:4] == [sizes[:3], sizes[:3], sizes[:3], sizes]
         assert plain[4] == told[4] == sizes
@@ -549,7 +549,7 @@ def test_hooks_step_no_parameter_that_the_last_backward_has_yet_to_gather(ranks:
 
 
 def order_of_hooks(rank: int, shape: tuple[int, ...], layout: str) -> list[str]:
-    """Return in which order backward comes to blocks, and hooks to their reduced gradients."""
+    """Return the order of the blocks' backwards and of the hooks on reduced gradients."""
     model: Any = shard(make(lambda: Net(5)), mesh_of(shape, NAMES[len(shape)]), layout=layout)
     events: list[str] = []
     for at, block in enumerate(model.blocks):
@@ -635,7 +635,7 @@ def test_hooks_after_gradients_change_no_collective(ranks: Ranks, in_flight: int
 def summed_by_default(
     rank: int, shape: tuple[int, ...], layout: str, grads: str
 ) -> list[Gradients]:
-    """Reduce by a sum, with a factor of its own, by the sum again; without shards too."""
+    """Reduce by a sum, by a sum with a divide factor, and by a sum again."""
     model = shard(
         make(Net),
         mesh_of(shape, NAMES[len(shape)]),

@@ -334,7 +334,7 @@ class Boxing(nn.Module):
         self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Box | None:
-        """Return what autograd hooks cannot see."""
+        """Return an output that autograd hooks cannot see."""
         y = self.second(torch.tanh(self.first(x)))
         self.kept = [y]
         return Box(y) if self.boxed else None

@@ -1,4 +1,4 @@
-"""Where shards rest, and which parameters travel packed."""
+"""Devices of shards, and the choice between packed and direct communication."""
 
 import math
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def test_the_threshold_decides_who_travels_packed(ranks: Ranks, direct_bytes: fl
 
 
 def by_backend(rank: int) -> dict[str, tuple[bool, ...]]:
-    """Return what is gathered into place of weights of 64 and 128 KiB on each of two ranks."""
+    """Return which weights of 64 and 128 KiB per rank are gathered directly."""
 
     def direct(**options: Any) -> tuple[bool, ...]:
         model = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(64, 1024, bias=False))

@@ -1,7 +1,7 @@
-"""What torch's own tests of `fully_shard` check, by torch's and by this package's alike.
+"""Facts that torch's own tests of `fully_shard` check, for torch and for this package.
 
-Each case runs twice with nothing but the import changed, and is compared with one process in
-float64 where it computes. ``torch_cases.md`` says which of torch's tests each of them restates.
+Each case runs with both libraries. Only the import differs. Results are compared with one process
+in float64. ``torch_cases.md`` lists which of torch's tests each test restates.
 """
 
 import gc
@@ -41,7 +41,7 @@ from .models import (
 
 Ranks = Callable[[int], RankPool]
 pytestmark = [
-    # That torch's does the same is seen by `nox -s long`.
+    # `nox -s long` also runs the cases with torch's `fully_shard`.
     pytest.mark.parametrize("by", ["ours", pytest.param("torch", marks=pytest.mark.long)]),
     pytest.mark.filterwarnings("default"),
 ]
@@ -104,7 +104,7 @@ def test_a_parent_manages_what_its_children_do_not(ranks: Ranks, by: str) -> Non
 
 
 def beside_replicate(rank: int, by: str) -> tuple[list[bool], Gradients]:
-    """Shard a root whose second block torch's `replicate` looks after."""
+    """Shard a root. Its second block is replicated by torch's `replicate`."""
     model = make(Net)
     apply: Any = replicate
     apply(model.blocks[1])
@@ -183,7 +183,7 @@ def layer_by_layer(rank: int, by: str) -> Gradients:
         block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)).double()
         model.append(block)
         wrap(by, block, 2)
-        gc.collect(1)  # what this block left, not all that the process has
+        gc.collect(1)  # collect the objects of this block only
     wrap(by, model, 2)
     model(input_of(rank)).pow(2).mean().backward()
     return gradients(model)
@@ -249,7 +249,7 @@ def test_what_is_cut_elsewhere_is_contiguous_everywhere(ranks: Ranks, by: str) -
 
 
 def between(rank: int, by: str) -> tuple[list[bool], Gradients, Gradients]:
-    """Look at parameters between forward and backward that are kept in two parts."""
+    """Return parameters that are resharded to two ranks between forward and backward."""
     model = net(by, 4, reshard_after_forward=2)
     loss = loss_of(model, tokens(rank))
     blocks = dict(model.blocks.named_parameters())
@@ -343,7 +343,7 @@ def test_steps_of_the_root_and_of_a_part_alone_take_turns(ranks: Ranks, by: str)
 
 
 class Chunks(nn.Module):
-    """A trunk and a head that the loss calls beside it, part by part."""
+    """A trunk, and a head that the loss calls separately for each part."""
 
     def __init__(self, tie: bool = False) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Chunks(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, batch: Tensor, head: bool = True) -> Tensor:
-        """Return logits, or what the head takes."""
+        """Return logits, or the input of the head if ``head`` is False."""
         x = self.body(self.embedding(batch))
         if self.broken:
             raise ArithmeticError
@@ -387,7 +387,7 @@ def chunks_of(by: str, tie: bool, grouped: bool = True, **options: Any) -> Any:
 
 
 def by_chunks(model: Any, batch: Tensor, scale: float, toggled: bool) -> bool:
-    """Run backward of the head for each part, then that of the rest; return if it stayed."""
+    """Run the head's backward per part, then the trunk's. Return if the head stayed unsharded."""
     x = model(batch, head=False)
     if toggled:
         model.head.set_reshard_after_forward(False)
@@ -635,8 +635,8 @@ def accumulated(
 
 
 ACCUMULATED = [
-    # shape, whose flags, reshard after forward, after backward, only the all-reduce waits;
-    # then gathers, reduce-scatters and all-reduces of a step
+    # (shape, modules with the flags, reshard after forward, reshard after backward, whether only
+    # the all-reduce is delayed, (all-gathers, reduce-scatters and all-reduces of a step))
     ((2,), "all", True, True, False, (24, 4, 0)),
     ((2,), "all", False, True, False, (12, 4, 0)),
     ((2,), "all", False, False, False, (4, 4, 0)),
@@ -860,7 +860,7 @@ OUT_OF: dict[str, Callable[[Any], Tensor]] = {
 
 
 class Carrier(nn.Module):
-    """A layer that takes and returns containers, and notes what dtype came."""
+    """A layer that takes and returns containers, and records the dtype of its input."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -1058,7 +1058,7 @@ class Expert(nn.Module):
 
 
 def shared_streams(rank: int, by: str) -> Gradients:
-    """Let two roots share what they communicate with."""
+    """Let two roots share their communication streams."""
     first, second = net(by, 2, kind=Mlps), net(by, 2, kind=Mlps)
     LIBRARIES[by].share_comm_ctx([first, second])
     for step in range(2):
@@ -1162,7 +1162,7 @@ def test_what_is_loaded_while_parameters_are_gathered_counts(
         assert worst(found, gradients(plain)) < 1e-12
 
 
-# Storage, and what no rank used
+# Storage, and parameters that no rank used
 
 
 def offloaded(rank: int, by: str) -> Gradients:
@@ -1241,7 +1241,7 @@ def test_tied_weights_of_two_units_are_refused(ranks: Ranks, by: str) -> None:
 
 
 def seen_by_hooks(rank: int, by: str) -> dict[str, bool]:
-    """Look at parameters in hooks that were there before sharding, and in those that came after."""
+    """Return the kinds of parameters in hooks registered before and after sharding."""
     model = make(Net)
     seen: dict[str, bool] = {}
 
@@ -1391,7 +1391,7 @@ def test_plain_values_loaded_while_gathered_count_or_are_refused(ranks: Ranks, b
 
 
 def beside_newer_replicate(rank: int, by: str) -> Gradients:
-    """Give one block to the `replicate` that torch makes of its own sharding."""
+    """Apply torch's newer `replicate`, which is built on FSDP, to one block."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as newer
 
     model = make(Net)
@@ -1408,7 +1408,7 @@ def test_what_the_newer_replicate_has_is_not_sharded_by_the_root(ranks: Ranks, b
 
 
 def inside_of_replicate(rank: int, by: str) -> Gradients:
-    """Shard a block of what torch's `replicate` gets."""
+    """Shard a block inside a module that torch's `replicate` replicates."""
     model = make(Net)
     wrap(by, model.blocks[1], 2)
     apply: Any = replicate

@@ -1,4 +1,4 @@
-"""Several steps, with what a training loop uses: clipping, scaling, other wrappers."""
+"""Training loops with clipping, a gradient scaler and other wrappers."""
 
 import itertools
 import math

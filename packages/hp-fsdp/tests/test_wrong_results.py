@@ -179,7 +179,7 @@ def expert_gradients(by: str, factor: float | None) -> tuple[Any, Any, list[str]
     x = torch.ones(1, 4)
 
     def step() -> None:
-        # Each of the 4 ranks has one token per expert: this expert gets those of two ranks.
+        # Each of the 4 ranks has one token per expert. This expert gets the tokens of two ranks.
         model(x, x.repeat(2, 1)).backward()
 
     texts = warned(step)
@@ -360,7 +360,7 @@ class Shared(nn.Module):
         self.kept = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits, and keep those of the second branch."""
+        """Return logits, and keep the logits of the second branch."""
         x = self.body(x)
         logits = self.head(self.norm(x))
         self.kept = self.head(x)
@@ -463,7 +463,7 @@ def test_a_second_derivative_is_right_or_names_the_setting(ranks: Ranks) -> None
         torch.testing.assert_close(pair.ours, pair.torchs)
 
 
-# Not solved by this package.
+# Reports that this package does not solve.
 
 
 class Gain(nn.Module):
