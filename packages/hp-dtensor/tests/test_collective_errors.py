@@ -1,4 +1,4 @@
-"""Collectives of which a part fails: nothing is left under way when the error is known."""
+"""Collectives that fail in part. No operation is in flight when the error is raised."""
 
 import time
 from collections.abc import Callable
@@ -24,24 +24,24 @@ KINDS = [pytest.param("all_gather", marks=pytest.mark.gloo), "broadcast"]
 
 
 class Broken(RuntimeError):
-    """What the tests raise."""
+    """Error that the tests raise."""
 
 
 class Watched:
-    """A work of c10d that may fail when it is awaited, once it has ended."""
+    """A c10d work handle. ``wait`` can raise after the operation has completed."""
 
     def __init__(self, work: Any, fails: bool) -> None:
         self.work, self.fails = work, fails
 
     def wait(self) -> None:
-        """Wait; raise if told to."""
+        """Wait, then raise if ``fails`` is True."""
         self.work.wait()
         if self.fails:
             raise Broken("wait")
 
 
 def failing(function: Any, start: int | None, wait: int | None, seen: list[Watched]) -> Any:
-    """Return a function of which one start or wait raises; odd ranks are late."""
+    """Return a function with one start or wait that raises. Odd ranks start late."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() % 2:
@@ -210,7 +210,7 @@ def test_a_new_timeout_of_a_group_holds_for_a_receive_too(ranks: Ranks) -> None:
 
 
 def sent_lazily(rank: int) -> list[bool]:
-    """Exchange complex and real tensors whose conjugation or sign is not in memory yet."""
+    """Exchange lazily conjugated and lazily negated tensors."""
     axis, peer = world_axis(), 1 - rank
     value = torch.tensor([1 + 2j]) * (rank + 1)
     sent = [torch.full((1,), float(rank)), value.conj(), value.conj().imag]

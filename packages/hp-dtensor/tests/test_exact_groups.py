@@ -85,9 +85,10 @@ def spelled(layout: Layout) -> list[theirs.Placement]:
 
 
 def unchanged(case: Case, axis: int) -> bool:
-    """Return whether every rank has the same part in both layouts as all that differ from it here.
+    """Return whether the two layouts are equal along an axis.
 
-    So it is where both replicate, hold the same partial values, or shard a dim with the axis first.
+    They are equal if both replicate, if both have the same partial values, or if both shard one dim
+    with the axis first.
     """
     old, new = (layout.placements[axis] for layout in (case.source, case.target))
     if not isinstance(old, Shard):
@@ -183,7 +184,7 @@ def test_on_a_mesh_of_the_world_two_axes_are_changed_without_the_third(ranks: Po
 
 
 def given_groups(rank: int) -> tuple[list[Any], list[str], list[tuple[int, ...]]]:
-    """The groups of a step over two of three axes, by what was given."""
+    """Return the groups of a step over two of three axes for several ``groups`` arguments."""
     mesh = cached("cube", lambda: init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES))
     half = cached(
         "halves", lambda: [dist.new_group(range(4)), dist.new_group(range(4, 8))][rank // 4]
@@ -236,7 +237,7 @@ def wrong_groups(rank: int) -> list[tuple[str, str]]:
     return said
 
 
-def test_what_is_no_sequence_of_groups_is_refused(ranks: Pools) -> None:
+def test_an_invalid_sequence_of_groups_raises(ranks: Pools) -> None:
     first, *others = ranks(8).run(wrong_groups)
     assert others == [first] * 7
     assert [name for name, _ in first] == ["LayoutError"] * 3

@@ -26,9 +26,9 @@ CASES: dict[str, Callable[[int], list[Tensor]]] = {
 
 
 def sent(rank: int, case: str, strided: bool) -> tuple[list[str], bool, bool]:
-    """Send to the next rank; return what reached gloo and whether the right values arrived.
+    """Send to the next rank. Return the operators that gloo got, and whether values are right.
 
-    Every second element of a strided output is not to be written to.
+    Every second element of a strided output must stay unchanged.
     """
     axis = world_axis()
     right, left = (rank + 1) % axis.size, (rank - 1) % axis.size
@@ -70,7 +70,7 @@ def test_tensors_of_inference_mode_are_staged_too(ranks: Ranks) -> None:
 
 
 class Broken(RuntimeError):
-    """What the test raises."""
+    """Error that the test raises."""
 
 
 class Failing:

@@ -1,4 +1,4 @@
-"""What carrying out a plan holds at once is no more than the plan says."""
+"""The measured peak memory of a plan is at most the predicted one."""
 
 import itertools
 import weakref
@@ -74,7 +74,7 @@ class Held(TorchDispatchMode):
 
 
 class Allocating(TorchCollectives):
-    """torch's collectives, but for what a fake group refuses: to receive without sending."""
+    """torch's collectives with an ``all_to_all`` that works in a fake group."""
 
     def all_to_all(
         self,
@@ -92,9 +92,9 @@ class Allocating(TorchCollectives):
 
 @pytest.fixture(scope="module", params=["in order", "turned round"])
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
-    """Give a mesh of ranks that allocate what they receive and move nothing.
+    """Return a mesh over a fake group, which allocates outputs and moves no data.
 
-    The ranks of a group ascend: they lie in the order of the mesh, or the other way round.
+    Ranks ascend within a group. Their order in the mesh is the same or the reverse.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
     if request.param == "in order":

@@ -159,7 +159,7 @@ def without_a_shape(rank: int) -> tuple[tuple[int, ...], str]:
     return tuple(x.shape), refused
 
 
-def test_ranks_that_infer_different_global_shapes_are_told(ranks: Pools) -> None:
+def test_ranks_that_infer_different_global_shapes_raise(ranks: Pools) -> None:
     """pytorch/torchtitan#4593: 5 elements on 2 ranks are 6 on rank 0 and 4 on rank 1."""
     answers = ranks(2).run(without_a_shape)
     for _, refused in answers:

@@ -183,7 +183,7 @@ def frozen_alone(world: int) -> list[Gradients]:
 
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize(("shape", "how"), [((2,), "sync"), ((2, 2), "all-reduce")])
-def test_what_is_frozen_between_microbatches_is_reduced_with_the_others_and_no_later(
+def test_parameters_frozen_between_microbatches_are_reduced_with_the_others(
     ranks: Ranks, shape: tuple[int, ...], how: str, options: str
 ) -> None:
     world = torch.Size(shape).numel()
@@ -223,7 +223,7 @@ def freezing_apart(rank: int, options: str) -> tuple[Gradients, bool]:
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_ranks_that_used_other_parameters_reduce_the_frozen_ones_alike(
+def test_ranks_that_used_different_parameters_reduce_the_same_frozen_ones(
     ranks: Ranks, options: str
 ) -> None:
     plain = make(Biased)
@@ -254,7 +254,7 @@ def freezing_late(rank: int, options: str) -> tuple[Gradients, Gradients]:
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_a_gradient_of_what_was_frozen_since_the_forward_is_dropped(
+def test_the_gradient_of_a_parameter_frozen_after_forward_is_dropped(
     ranks: Ranks, options: str
 ) -> None:
     without = {name: value for name, value in reference(2).items() if name != "head.weight"}
@@ -296,7 +296,7 @@ def cleared(rank: int, shape: tuple[int, ...], options: str, how: str) -> Gradie
         *(((2,), "module", options) for options in OPTIONS),
     ],
 )
-def test_zero_grad_drops_what_is_not_reduced_yet(
+def test_zero_grad_drops_unreduced_gradients(
     ranks: Ranks, shape: tuple[int, ...], how: str, options: str
 ) -> None:
     world = torch.Size(shape).numel()
@@ -316,7 +316,7 @@ def cleared_on_one(rank: int, options: str) -> Gradients:
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_one_rank_may_drop_its_part_of_what_is_not_reduced_yet(ranks: Ranks, options: str) -> None:
+def test_one_rank_may_drop_its_unreduced_gradients(ranks: Ranks, options: str) -> None:
     expected = {name: gradient / 2 for name, gradient in reference(1).items()}
     for found in ranks(2).run(cleared_on_one, options):
         assert worst(found, expected) < 1e-12
@@ -391,7 +391,7 @@ def shown_and_frozen(rank: int, options: str, shown_by: str) -> list[Gradients]:
 
 @pytest.mark.parametrize("shown_by", ["unshard", "a forward without backward", "forward"])
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_what_is_frozen_while_modules_have_it_unsharded_stays_frozen(
+def test_parameters_frozen_while_unsharded_stay_frozen(
     ranks: Ranks, options: str, shown_by: str
 ) -> None:
     expected = frozen_as_shown(make(Net), shown_by, [0, 1])

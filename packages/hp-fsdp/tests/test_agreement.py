@@ -255,7 +255,7 @@ def registered_in_order(rank: int) -> str:
     return str(caught.value)
 
 
-def test_alike_parameters_in_another_order_are_found(ranks: Ranks) -> None:
+def test_equal_parameters_in_another_order_are_found(ranks: Ranks) -> None:
     said = ranks(2).run(registered_in_order)
     assert said[0] == said[1]
     order = "'a.weight', 'b.weight' on rank 0, 'b.weight', 'a.weight' on rank 1"

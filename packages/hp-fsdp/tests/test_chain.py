@@ -258,7 +258,7 @@ def expected(way: Way) -> list[Gradients]:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one loss", "a loss each"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_whatever_else_takes_a_units_output_gradients_are_those_of_one_process(
+def test_gradients_equal_one_process_for_every_consumer_of_an_output(
     ranks: Ranks, way: Way, apart: bool
 ) -> None:
     cases: list[dict[str, Any]] = [

@@ -145,7 +145,7 @@ def equal(one: Gradients, other: Gradients) -> bool:
 
 
 @pytest.mark.filterwarnings("default")
-def test_saved_state_comes_back_bit_by_bit(ranks: Ranks) -> None:
+def test_saved_state_loads_bit_equal(ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for found in ranks(2).run(save_and_load, str(Path(folder) / "saved")):
             assert all(found.values()), found

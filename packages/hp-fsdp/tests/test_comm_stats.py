@@ -62,7 +62,7 @@ def trained(
     ],
     ids=str,
 )
-def test_the_counts_are_those_of_recording_collectives(
+def test_the_counts_equal_those_of_recording_collectives(
     ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     for stats, recorded, after in ranks(torch.Size(shape).numel()).run(trained, shape, options):

@@ -84,7 +84,7 @@ def compared(rank: int, mode: str, waits: bool) -> tuple[Gradients, Gradients, l
         ("one rank", False, [0]),
     ],
 )
-def test_gradients_have_the_bits_of_those_without(
+def test_gradients_are_bit_equal_to_those_without_custom_collectives(
     ranks: Ranks, mode: str, waits: bool, called: list[int]
 ) -> None:
     world = torch.Size(modes()[mode][0]).numel()
@@ -216,7 +216,7 @@ def refused(rank: int) -> list[str]:
     return said
 
 
-def test_what_cannot_communicate_is_refused_by_name(ranks: Ranks) -> None:
+def test_invalid_custom_collectives_raise_with_their_name(ranks: Ranks) -> None:
     for said in ranks(4).run(refused):
         kinds = ["TypeError", "TypeError", "ValueError", "AssertionError"]
         assert [kind in text for kind, text in zip(kinds, said, strict=True)] == [True] * 4

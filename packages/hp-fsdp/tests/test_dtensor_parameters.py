@@ -186,7 +186,7 @@ def gradient_elsewhere(rank: int) -> tuple[bool, dict[str, int]]:
     return torch.equal(taken, whole), {axis: t.calls for axis, t in record.by_axis.items()}
 
 
-def test_a_gradient_cut_otherwise_is_brought_home_and_counted(ranks: Ranks) -> None:
+def test_a_gradient_sharded_on_another_dim_is_gathered_and_counted(ranks: Ranks) -> None:
     assert ranks(2).run(gradient_elsewhere) == [(True, {"tp": 1})] * 2
 
 

@@ -167,7 +167,9 @@ LACKING = {
         for call in CALLS
     ],
 )
-def test_an_error_is_also_what_torch_raises(ranks: Ranks, call: Callable[[Any, Any], None]) -> None:
+def test_errors_are_instances_of_the_errors_of_torch(
+    ranks: Ranks, call: Callable[[Any, Any], None]
+) -> None:
     for as_torch, own, ours, other in ranks(2).run(raised, call):
         assert as_torch, (ours, other)
         assert own

@@ -302,7 +302,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_what_cannot_be_is_refused_by_name(ranks: Ranks) -> None:
+def test_invalid_extensions_raise(ranks: Ranks) -> None:
     for found in ranks(2).run(refused):
         errors = found[::2]
         assert {name for name, _ in errors} == {ParameterError.__name__}

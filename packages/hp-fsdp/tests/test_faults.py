@@ -130,7 +130,7 @@ def lost_gathers(rank: int, mode: str, when: str, interrupt: bool) -> list[bool]
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 @pytest.mark.parametrize("mode", LOST)
-def test_memory_of_a_gather_that_nobody_can_wait_for_is_not_used_again(
+def test_memory_of_a_gather_without_a_handle_is_not_reused(
     ranks: Ranks, mode: str, when: str
 ) -> None:
     world = math.prod(LOST[mode][0])
@@ -227,7 +227,7 @@ def failed_waits(rank: int, interrupt: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_after_a_wait_that_raised_weights_are_gathered_anew(ranks: Ranks, interrupt: bool) -> None:
+def test_after_a_wait_that_raised_weights_are_gathered_again(ranks: Ranks, interrupt: bool) -> None:
     for seen in ranks(2).run(failed_waits, interrupt):
         assert all(seen), seen
 
@@ -302,9 +302,7 @@ def failed_collectives(rank: int, kind: str) -> tuple[list[str], Gradients, Grad
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_reset_raises_only_errors_that_nobody_saw_and_is_clean_after_them(
-    ranks: Ranks, kind: str
-) -> None:
+def test_reset_raises_only_errors_that_were_not_raised_before(ranks: Ranks, kind: str) -> None:
     for said, found, expected in ranks(4).run(failed_collectives, kind):
         assert said == ["a collective", "", "a collective", ""]
         assert worst(found, expected) < 1e-12
@@ -338,7 +336,7 @@ def old_graph(rank: int, when: str) -> tuple[str, Gradients, Gradients]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_graph_over_memory_that_was_given_up_is_right_or_refused(ranks: Ranks, when: str) -> None:
+def test_a_graph_over_freed_memory_is_right_or_raises(ranks: Ranks, when: str) -> None:
     for said, found, expected in ranks(2).run(old_graph, when):
         assert said == "" or "modified by an inplace operation" in said
         assert worst(found, expected) < 1e-12
@@ -413,7 +411,7 @@ def reduction_by_hand(rank: int) -> tuple[list[str], Gradients, Gradients]:
     return said, gradients(model), expected
 
 
-def test_after_a_reduction_by_hand_that_raised_a_reset_comes_first(ranks: Ranks) -> None:
+def test_after_a_failed_explicit_reduction_a_reset_is_required(ranks: Ranks) -> None:
     for said, found, expected in ranks(2).run(reduction_by_hand):
         assert said[0] == "a start"
         assert len(said) == 3

@@ -60,7 +60,7 @@ def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
 
 @settings(deadline=None, max_examples=80)
 @given(SHAPES, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_each_rank_gets_its_part_of_rows_that_lie_by_rank(
+def test_each_rank_receives_its_rows_of_packed_gradients(
     shapes: list[tuple[int, ...]], degree: int, random: Any
 ) -> None:
     specs = []

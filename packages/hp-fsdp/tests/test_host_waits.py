@@ -163,9 +163,7 @@ def test_nor_does_one_that_sums_over_replicas(ranks: Ranks, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged"])
-def test_who_left_a_parameter_out_reads_once_whether_others_used_it(
-    ranks: Ranks, mode: str
-) -> None:
+def test_a_rank_that_skipped_a_parameter_reads_the_flags_once(ranks: Ranks, mode: str) -> None:
     tags = copied_tags(mode)
     flags = {"tolist": tags.get("tolist", 0) + 1}
     assert ranks(2).run(reads, (2,), False, MODES[mode]) == [flags, tags]

@@ -30,7 +30,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def generate(rank: int, how: str) -> tuple[list[int], list[bool]]:
-    """Return the number of all-gathers after each of four forwards, and which weights are unsharded."""
+    """Return the gathers after each of four forwards, and which weights are unsharded."""
     record = RecordingCollectives()
     option = False if how in ("option", "inference mode") else None
     model = shard(make(lambda: Net(2)), mesh_of((2,), ("fsdp",)), collectives=record)
@@ -72,7 +72,7 @@ def evaluate(rank: int) -> tuple[int, bool]:
     return record.by_axis["fsdp"].calls, all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_without_being_asked_to_stay_weights_are_given_up(ranks: Ranks) -> None:
+def test_weights_are_freed_unless_retention_is_requested(ranks: Ranks) -> None:
     assert ranks(2).run(evaluate) == [(12, True)] * 2
 
 
@@ -219,7 +219,7 @@ def closure_evaluates(rank: int) -> float:
     return float((logits - plain(tokens(rank))).abs().max().detach())
 
 
-def test_what_an_optimizers_closure_gathered_is_old_after_the_step(ranks: Ranks) -> None:
+def test_parameters_gathered_by_an_optimizer_closure_are_stale_after_the_step(ranks: Ranks) -> None:
     assert max(ranks(2).run(closure_evaluates)) < 1e-12
 
 

@@ -157,7 +157,7 @@ def test_the_threshold_counts_the_bytes_of_one_rank() -> None:
 
 @relaxed
 @given(shapes, itemsizes)
-def test_one_rank_needs_no_place_besides_its_shard(shapes: Shapes, itemsize: int) -> None:
+def test_one_rank_needs_no_memory_in_addition_to_its_shard(shapes: Shapes, itemsize: int) -> None:
     plan = planned(shapes, 1, itemsize)
     assert all(plan.direct)
     assert plan.output_starts == plan.shard_starts

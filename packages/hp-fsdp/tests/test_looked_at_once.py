@@ -58,7 +58,7 @@ def moved_under_a_graph(rank: int) -> tuple[Gradients, Gradients]:
     return found[0], found[1]
 
 
-def test_a_unit_that_a_graph_needs_is_not_laid_out_anew_by_a_pass_of_others(ranks: Ranks) -> None:
+def test_a_forward_of_other_units_does_not_reallocate_a_unit_in_a_graph(ranks: Ranks) -> None:
     for found, expected in ranks(2).run(moved_under_a_graph):
         assert worst(found, expected) < 1e-12
 
@@ -70,7 +70,7 @@ def another_units_fault(rank: int) -> bool:
     return model[0].weight.grad is not None
 
 
-def test_a_part_runs_alone_whatever_is_wrong_with_another(ranks: Ranks) -> None:
+def test_a_unit_runs_alone_if_another_unit_is_invalid(ranks: Ranks) -> None:
     assert ranks(2).run(another_units_fault) == [True, True]
 
 
@@ -128,13 +128,13 @@ def model_flags(module: nn.Module) -> list[bool]:
     return [p.requires_grad for p in module.parameters(recurse=False)]
 
 
-def test_what_trained_for_one_backward_alone_is_frozen_again(ranks: Ranks) -> None:
+def test_a_unit_unfrozen_for_one_backward_is_frozen_again(ranks: Ranks) -> None:
     for seen in ranks(2).run(frozen_again):
         assert seen == [[False]] * 2
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_what_was_unfrozen_trains_whatever_came_between(ranks: Ranks, interrupted: bool) -> None:
+def test_an_unfrozen_unit_trains_after_other_forwards(ranks: Ranks, interrupted: bool) -> None:
     for found in ranks(2).run(thawed_under_way, interrupted):
         assert all(found)
 
@@ -151,7 +151,7 @@ def marked(rank: int) -> list[bool]:
     return found
 
 
-def test_what_a_user_makes_of_a_gradient_is_not_in_the_next(ranks: Ranks) -> None:
+def test_changes_of_a_gradient_do_not_reach_the_next_one(ranks: Ranks) -> None:
     for found in ranks(2).run(marked):
         assert not any(found)
 
@@ -200,7 +200,7 @@ def trained_later(rank: int, added: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_a_sharded_optimizer_warns_of_what_it_does_not_step(ranks: Ranks, added: bool) -> None:
+def test_a_sharded_optimizer_warns_of_parameters_without_a_step(ranks: Ranks, added: bool) -> None:
     for said in ranks(2).run(trained_later, added):
         assert len(said) == (not added)
         assert all("['0.weight', '0.bias'] train, and this optimizer does not" in s for s in said)

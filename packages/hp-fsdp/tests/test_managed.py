@@ -289,7 +289,7 @@ def frozen_units(rank: int) -> tuple[list[int], Gradients, Gradients]:
     return calls, frozen, gradients(model)
 
 
-def test_only_what_trains_is_reduced(ranks: Ranks) -> None:
+def test_only_gradients_of_trained_parameters_are_reduced(ranks: Ranks) -> None:
     expected = reference(2)
     biases = {
         name: value

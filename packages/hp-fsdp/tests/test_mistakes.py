@@ -260,7 +260,7 @@ def copied(rank: int) -> list[bool]:
     return [isinstance(each, torch.distributed.fsdp.FSDPModule) for each in (made, loaded)]
 
 
-def test_a_copy_of_an_inner_module_belongs_to_nobody(ranks: Ranks) -> None:
+def test_a_copy_of_an_inner_module_belongs_to_no_unit(ranks: Ranks) -> None:
     assert ranks(2).run(copied) == [[True, True]] * 2
 
 

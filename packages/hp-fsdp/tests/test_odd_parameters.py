@@ -47,7 +47,7 @@ def quantised(rank: int, layout: Any) -> Gradients:
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
-def test_frozen_weights_of_eight_bits_lie_beside_trained_ones(ranks: Ranks, layout: str) -> None:
+def test_frozen_int8_weights_and_trained_weights_share_a_unit(ranks: Ranks, layout: str) -> None:
     torch.manual_seed(0)
     plain = Quantised()
     for rank in range(2):
@@ -140,9 +140,7 @@ def refused(rank: int, kind: str) -> tuple[str, list[str]]:
         ("inside", "1.0.weight is of a ScriptModule"),
     ],
 )
-def test_what_would_fail_or_be_lost_later_is_refused_by_name(
-    ranks: Ranks, kind: str, said: str
-) -> None:
+def test_unsupported_modules_raise_with_their_name(ranks: Ranks, kind: str, said: str) -> None:
     for found, left in ranks(2).run(refused, kind):
         assert said in found
         assert left == ["Sequential", "Parameter", "Parameter"]
@@ -185,7 +183,7 @@ def accepted(rank: int, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["frozen", "scaled", "overridden", "no parameters", "ignored"])
-def test_what_is_alike_and_loses_nothing_is_sharded(ranks: Ranks, kind: str) -> None:
+def test_similar_supported_modules_are_sharded(ranks: Ranks, kind: str) -> None:
     assert ranks(2).run(accepted, kind) == [True, True]
 
 

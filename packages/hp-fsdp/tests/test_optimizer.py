@@ -59,7 +59,7 @@ def train(
 
 
 @pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
-def test_every_elementwise_optimizer_gives_what_it_gives_one_by_one(
+def test_elementwise_optimizers_equal_their_steps_on_single_parameters(
     ranks: Ranks, kind: str
 ) -> None:
     flat = ranks(2).run(train, kind, (2,), True, False)
@@ -150,7 +150,7 @@ def state_moves(rank: int) -> dict[str, bool]:
     return result
 
 
-def test_states_are_those_of_the_optimizer_on_single_parameters(ranks: Ranks) -> None:
+def test_states_equal_the_optimizer_on_single_parameters(ranks: Ranks) -> None:
     for found in ranks(2).run(state_moves):
         assert all(found.values()), found
 
@@ -178,7 +178,7 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def test_what_cannot_be_stepped_together_is_refused(ranks: Ranks) -> None:
+def test_unsupported_optimizers_raise(ranks: Ranks) -> None:
     for said in ranks(2).run(refusals):
         assert said[0].startswith("LBFGS is not known to update every element alone")
         assert said[1].startswith("AdamW is not known")

@@ -172,7 +172,7 @@ def experts(rank: int, first: bool) -> str:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first pass", "third pass"])
-def test_experts_without_a_common_root_are_told_apart(ranks: Ranks, first: bool) -> None:
+def test_different_experts_without_a_common_root_raise(ranks: Ranks, first: bool) -> None:
     said = ranks(2).run(experts, first)
     assert said[0] == said[1]
     told = (
@@ -596,7 +596,7 @@ def compressed(rank: int, checked: bool) -> bool:
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_collectives_of_a_user_may_change_what_they_send(ranks: Ranks, checked: bool) -> None:
+def test_user_collectives_may_change_the_sent_values(ranks: Ranks, checked: bool) -> None:
     assert all(ranks(2).run(compressed, checked))
 
 
@@ -676,7 +676,7 @@ def one_replica_has_another_model(rank: int) -> float:
     return max(float((p.grad.full_tensor() - e.grad).abs().max()) for p, e in pairs)
 
 
-def test_replicas_whose_ranks_shard_other_models_too_train(ranks: Ranks) -> None:
+def test_replicas_train_if_their_ranks_shard_other_models_too(ranks: Ranks) -> None:
     for worst in ranks(4).run(one_replica_has_another_model):
         assert worst < 1e-12
 

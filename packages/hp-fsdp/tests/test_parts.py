@@ -327,7 +327,9 @@ def thawed(rank: int, how: str) -> Gradients:
 
 
 @pytest.mark.parametrize("how", ["kept after forward", "kept after backward", "by hand"])
-def test_what_is_unfrozen_by_its_shard_trains_from_the_next_forward(ranks: Ranks, how: str) -> None:
+def test_a_parameter_unfrozen_while_sharded_trains_from_the_next_forward(
+    ranks: Ranks, how: str
+) -> None:
     for found in ranks(2).run(thawed, how):
         assert worst(found, expected(whole)) < 1e-12
 
@@ -381,8 +383,6 @@ def thawed_while_waiting(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["gathered anew", "kept", "replaced"])
-def test_all_ranks_are_told_what_was_unfrozen_while_gradients_add_up(
-    ranks: Ranks, how: str
-) -> None:
+def test_unfreezing_during_accumulation_raises_on_all_ranks(ranks: Ranks, how: str) -> None:
     for said in ranks(2).run(thawed_while_waiting, how):
         assert "['1.weight'] were frozen when gradients of others began to add up" in said

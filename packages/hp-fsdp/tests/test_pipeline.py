@@ -217,7 +217,7 @@ def read_by_torch(rank: int) -> tuple[bool, bool, list[str], list[str], Gradient
     return all(is_sharded), isinstance(model[0].up, theirs.FSDPModule), own, texts, found
 
 
-def test_torchs_own_callers_are_served_or_told(ranks: Ranks) -> None:
+def test_callers_in_torch_work_or_raise(ranks: Ranks) -> None:
     plain = stages_of(1)[0]
     for replica in range(2):
         (plain(batch_of(0, replica)[0]).mul(2).pow(2).sum() / 2).backward()
@@ -250,7 +250,7 @@ def reduced_by_older_stages(rank: int) -> Gradients:
     return gradients(model)
 
 
-def test_stages_of_older_versions_find_what_they_read(ranks: Ranks) -> None:
+def test_pipeline_stages_of_older_versions_work(ranks: Ranks) -> None:
     plain = stages_of(1)[0]
     for step, replica in itertools.product(range(2), range(2)):
         (plain(batch_of(step, replica)[0]).pow(2).sum() / 2).backward()

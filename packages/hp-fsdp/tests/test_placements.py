@@ -192,7 +192,7 @@ def cut_unevenly(rank: int) -> list[Any]:
 
 
 @pytest.mark.nccl
-def test_ranks_decide_alike_where_other_axes_cut_unevenly(ranks: Ranks) -> None:
+def test_all_ranks_decide_equally_if_another_axis_shards_unevenly(ranks: Ranks) -> None:
     found = ranks(4).run(cut_unevenly)
     assert all(each == found[0] for each in found)
     cut, whole, uneven, too_few, even = found[0]

@@ -90,7 +90,7 @@ def manual(rank: int) -> dict[str, Any]:
     }
 
 
-def test_bf16_with_fp32_reduction_equals_the_same_by_hand(ranks: Ranks) -> None:
+def test_bf16_with_fp32_reduction_equals_a_manual_reference(ranks: Ranks) -> None:
     for found in ranks(4).run(manual):
         assert found["difference"] < 1e-6
         assert found["computing"] is BF16

@@ -98,7 +98,7 @@ def by_hand(rank: int) -> dict[str, bool]:
     return {"1": waiting, "2": there, "3": others, "4": back, "5": after, "6": saved}
 
 
-def test_unshard_reshard_and_reset_by_hand(ranks: Ranks) -> None:
+def test_explicit_unshard_reshard_and_reset(ranks: Ranks) -> None:
     for found in ranks(2).run(by_hand):
         assert all(found.values()), found
 
@@ -188,7 +188,7 @@ def gathers_of_unsharded(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.nccl
-def test_what_the_user_unsharded_is_not_gathered_again(ranks: Ranks) -> None:
+def test_units_unsharded_by_the_user_are_not_gathered_again(ranks: Ranks) -> None:
     for calls, blocks in ranks(2).run(gathers_of_unsharded):
         assert calls == blocks
 
@@ -445,7 +445,7 @@ def thawed(rank: int, where: str, to: bool, reset: bool) -> bool:
 @pytest.mark.parametrize(
     ("where", "reset"), [("forward", True), ("forward", False), ("backward", True)]
 )
-def test_what_is_frozen_after_an_exception_stays_so(
+def test_parameters_frozen_after_an_exception_stay_frozen(
     ranks: Ranks, where: str, reset: bool, to: bool
 ) -> None:
     assert ranks(2).run(thawed, where, to, reset) == [to, to]

@@ -50,9 +50,7 @@ def local(held: Any) -> Any:
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize("holder", list(HOLDERS))
-def test_what_a_user_holds_of_a_gradient_keeps_its_values(
-    ranks: Ranks, layout: str, holder: str
-) -> None:
+def test_kept_gradients_keep_their_values(ranks: Ranks, layout: str, holder: str) -> None:
     for kept, errors in ranks(2).run(steps, layout, holder):
         assert all(kept)
         assert max(errors) < 1e-12
@@ -74,7 +72,7 @@ def marked(rank: int, layout: str) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
-def test_attributes_of_a_gradient_are_not_those_of_the_next_step(ranks: Ranks, layout: str) -> None:
+def test_attributes_of_a_gradient_do_not_reach_the_next_step(ranks: Ranks, layout: str) -> None:
     assert ranks(2).run(marked, layout) == [[0, 0, 0]] * 2
 
 
@@ -91,7 +89,7 @@ def kept_by_a_hook(rank: int, width: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("width", [8, 512])
-def test_what_a_hook_keeps_of_the_reduced_gradient_stays(ranks: Ranks, width: int) -> None:
+def test_reduced_gradients_that_a_hook_keeps_stay_unchanged(ranks: Ranks, width: int) -> None:
     assert ranks(2).run(kept_by_a_hook, width) == [[True] * 3] * 2
 
 

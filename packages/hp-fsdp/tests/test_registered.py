@@ -149,7 +149,7 @@ def replaced_by_another_shape(rank: int, place: str) -> str:
 
 
 @pytest.mark.parametrize("place", ["a", "b"])
-def test_what_does_not_fit_is_refused_in_each_place_of_a_tied_weight(
+def test_invalid_replacements_of_a_tied_weight_raise_for_each_name(
     ranks: Ranks, place: str
 ) -> None:
     for said in ranks(2).run(replaced_by_another_shape, place):

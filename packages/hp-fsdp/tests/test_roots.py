@@ -241,7 +241,7 @@ def outside(rank: int) -> str:
     return ""
 
 
-def test_a_rank_outside_of_the_mesh_is_told(ranks: Ranks) -> None:
+def test_a_rank_outside_of_the_mesh_raises(ranks: Ranks) -> None:
     said = ranks(4).run(outside)
     for rank in (2, 3):
         assert said[rank].startswith(f"rank {rank} is not in DeviceMesh")
@@ -254,7 +254,7 @@ def three_axes(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_mesh_of_three_axes_is_refused_with_what_is_legal(ranks: Ranks) -> None:
+def test_a_mesh_of_three_axes_raises_with_the_legal_values(ranks: Ranks) -> None:
     for said in ranks(2).run(three_axes):
         assert said.startswith("a mesh of 3 axes; give one axis to shard over, or two")
 
@@ -273,7 +273,7 @@ def by_hand(rank: int) -> bool:
     return plain and sharded and same
 
 
-def test_resharding_by_hand_changes_no_value(ranks: Ranks) -> None:
+def test_explicit_reshard_changes_no_value(ranks: Ranks) -> None:
     assert all(ranks(2).run(by_hand))
 
 
@@ -308,7 +308,7 @@ def without_mesh(rank: int) -> dict[str, bool]:
     return facts
 
 
-def test_without_a_mesh_parameters_lie_on_the_mesh_that_torch_makes(ranks: Ranks) -> None:
+def test_without_a_mesh_parameters_are_on_the_same_mesh_as_with_torch(ranks: Ranks) -> None:
     for facts in ranks(2).run(without_mesh):
         assert all(facts.values()), facts
 

@@ -136,7 +136,7 @@ def gathers(log: Log) -> list[int]:
         (None, "root reshards", [3, 2, 1, 0], [3, 1, 0]),
     ],
 )
-def test_forward_gathers_every_unit_once_and_backward_those_that_were_given_up(
+def test_forward_gathers_every_unit_once_and_backward_the_resharded_ones(
     ranks: Ranks, option: bool | None, what: str, first: list[int], second: list[int]
 ) -> None:
     for steps in ranks(2).run(log_steps, option, what):
@@ -227,7 +227,7 @@ def log_ends(rank: int, grads: str) -> list[Log]:
 
 
 @pytest.mark.parametrize(("grads", "late"), [("copy", False), ("accumulate", True)])
-def test_what_packs_as_gradients_come_gathers_the_next_unit_only_at_its_end(
+def test_units_that_accumulate_prefetch_the_next_unit_at_their_end(
     ranks: Ranks, grads: str, late: bool
 ) -> None:
     for steps in ranks(2).run(log_ends, grads):
@@ -239,7 +239,7 @@ def test_what_packs_as_gradients_come_gathers_the_next_unit_only_at_its_end(
                 assert gathered < log.index(("reduce", unit))
 
 
-def test_prefetching_what_is_not_next_changes_no_gradient(ranks: Ranks) -> None:
+def test_prefetching_another_unit_changes_no_gradient(ranks: Ranks) -> None:
     for steps in ranks(2).run(log_steps, True, "misprefetch"):
         for forward, _, found in steps:
             assert gathers(forward) == [ROOT, 2, 0, 1]

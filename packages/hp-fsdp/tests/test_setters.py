@@ -126,7 +126,7 @@ def refusals(rank: int) -> dict[str, str]:
     return said
 
 
-def test_what_is_not_supported_is_refused_by_name(ranks: Ranks) -> None:
+def test_unsupported_setters_raise_with_their_name(ranks: Ranks) -> None:
     for said in ranks(4).run(refusals):
         assert all(name in message for name, message in said.items()), said
 
@@ -175,7 +175,7 @@ def counted(rank: int, setting: str, shape: tuple[int, ...]) -> tuple[Gradients,
         ("rest by hand", 16, 4),
     ],
 )
-def test_microbatches_reduce_as_they_are_told(
+def test_microbatches_follow_the_synchronisation_flags(
     ranks: Ranks, setting: str, reductions: int, sums: int
 ) -> None:
     expected = reference(4, steps=(0, 1, 2))
@@ -202,7 +202,7 @@ def changed_between(rank: int) -> tuple[Gradients, bool]:
     return gradients(model), kept
 
 
-def test_kept_parameters_are_gathered_anew_after_an_optimizer_step(ranks: Ranks) -> None:
+def test_retained_parameters_are_gathered_again_after_an_optimizer_step(ranks: Ranks) -> None:
     plain = make(Net)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(2):
@@ -260,7 +260,7 @@ def prefetched(
     return seen, gradients(model)
 
 
-def test_explicit_prefetch_gathers_what_it_is_told_to(ranks: Ranks) -> None:
+def test_explicit_prefetch_gathers_the_given_modules(ranks: Ranks) -> None:
     tag = 1  # one element says which unit it is
     sizes = [WIDTH * WIDTH * (n + 1) + tag for n in range(4)]
     for (plain, expected), (told, found) in zip(
@@ -411,7 +411,7 @@ def no_gather(rank: int) -> tuple[Gradients, int, int]:
     return gradients(model), calls[0], calls[1]
 
 
-def test_what_backward_does_not_need_is_not_gathered_for_it(ranks: Ranks) -> None:
+def test_units_that_backward_does_not_need_are_not_gathered(ranks: Ranks) -> None:
     for found, with_it, without in ranks(2).run(no_gather):
         assert worst(found, reference(2)) < 1e-12
         assert without == with_it - 1

@@ -250,7 +250,7 @@ def sharded(model: Any) -> list[bool]:
         (None, [True, True, True, False], [True, True, False, False], [True] * 4),
     ],
 )
-def test_who_reshards_after_forward(
+def test_units_that_reshard_after_forward(
     ranks: Ranks,
     option: bool | None,
     first: list[bool],

@@ -94,7 +94,7 @@ def staged(rank: int, degree: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_shards_are_brought_to_where_they_are_gathered(ranks: Ranks, degree: int) -> None:
+def test_offloaded_shards_are_copied_to_the_device_of_the_gather(ranks: Ranks, degree: int) -> None:
     for seen in ranks(degree).run(staged, degree):
         assert seen == [True] * 6
 
@@ -115,7 +115,9 @@ def thresholds(rank: int, direct_bytes: float) -> tuple[Gradients, list[tuple[in
 
 
 @pytest.mark.parametrize("direct_bytes", [0, 512, math.inf])
-def test_the_threshold_decides_who_travels_packed(ranks: Ranks, direct_bytes: float) -> None:
+def test_the_threshold_decides_which_parameters_are_packed(
+    ranks: Ranks, direct_bytes: float
+) -> None:
     for found, parts in ranks(2).run(thresholds, direct_bytes):
         assert worst(found, reference(2)) < 1e-12
         for size, direct in parts:

@@ -188,7 +188,7 @@ def check(
         ("two at once", (2, 2), "reduce_gradients", "between steps", False),
     ],
 )
-def test_accumulated_gradients_are_those_of_one_process_without_races(
+def test_accumulated_gradients_equal_one_process_without_races(
     ranks: Ranks,
     mode: str,
     shape: tuple[int, ...],

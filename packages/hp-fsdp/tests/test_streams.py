@@ -315,7 +315,7 @@ def left_out(rank: int, options: dict[str, Any], everywhere: bool) -> tuple[bool
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged", "offload"])
-def test_what_a_rank_left_out_is_found_behind_the_reduction(
+def test_unused_parameters_of_a_rank_are_found_after_the_reduction(
     ranks: Ranks, mode: str, everywhere: bool
 ) -> None:
     assert ranks(2).run(left_out, MODES[mode], everywhere) == [(True, [])] * 2

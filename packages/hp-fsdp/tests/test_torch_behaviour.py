@@ -98,7 +98,7 @@ def gathered_by_root(rank: int, by: str) -> set[str]:
     return {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
 
 
-def test_a_parent_manages_what_its_children_do_not(ranks: Ranks, by: str) -> None:
+def test_a_parent_manages_the_remaining_parameters(ranks: Ranks, by: str) -> None:
     for found in ranks(2).run(gathered_by_root, by):
         assert found == {"embedding.weight", "head.weight", "head.bias"}
 
@@ -116,7 +116,7 @@ def beside_replicate(rank: int, by: str) -> tuple[list[bool], Gradients]:
     return plain, gradients(model)
 
 
-def test_what_replicate_has_is_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
+def test_replicated_modules_are_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
     for sharded, found in ranks(2).run(beside_replicate, by):
         assert not any(sharded)
         assert worst(found, reference(2)) < 1e-12
@@ -239,7 +239,7 @@ def contiguous(rank: int, by: str) -> dict[str, bool]:
 
 
 @pytest.mark.nccl
-def test_what_is_cut_elsewhere_is_contiguous_everywhere(ranks: Ranks, by: str) -> None:
+def test_parameters_sharded_on_another_dim_are_contiguous(ranks: Ranks, by: str) -> None:
     for seen in ranks(4).run(contiguous, by):
         assert len(seen) == 10
         assert all(seen.values()), seen
@@ -421,7 +421,7 @@ def toggled(rank: int, by: str, tie: bool, option: bool) -> list[tuple[bool, Gra
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("option", [False, True])
-def test_a_head_stays_gathered_between_chunks_when_told_to(
+def test_a_head_stays_unsharded_between_chunks_if_requested(
     ranks: Ranks, by: str, tie: bool, option: bool
 ) -> None:
     plain = make(CHUNKS[tie])
@@ -980,7 +980,7 @@ def forward_mode(rank: int, by: str, warm: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_tangents_go_through_what_is_frozen(ranks: Ranks, by: str, warm: bool) -> None:
+def test_tangents_go_through_frozen_parameters(ranks: Ranks, by: str, warm: bool) -> None:
     plain = make(Mlps)
     for rank, (found,) in enumerate(ranks(2).run(forward_mode, by, warm)):
         jvp: Any = torch.func.jvp
@@ -1149,7 +1149,7 @@ def loaded_while_gathered(rank: int, by: str, part: bool) -> Gradients:
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_what_is_loaded_while_parameters_are_gathered_counts(
+def test_values_loaded_while_parameters_are_unsharded_are_used(
     ranks: Ranks, by: str, part: bool
 ) -> None:
     plain = make(Net)
@@ -1191,9 +1191,7 @@ def not_used(rank: int, by: str, everyone: bool) -> tuple[str, Gradients]:
 
 
 @pytest.mark.parametrize("everyone", [False, True])
-def test_what_ranks_did_not_use_is_reduced_with_zeros(
-    ranks: Ranks, by: str, everyone: bool
-) -> None:
+def test_unused_parameters_are_reduced_with_zeros(ranks: Ranks, by: str, everyone: bool) -> None:
     """A parameter that no rank used has a zero gradient under torch, and None here."""
     plain = make(Two)
     for rank in range(2):
@@ -1260,7 +1258,7 @@ def seen_by_hooks(rank: int, by: str) -> dict[str, bool]:
     return seen
 
 
-def test_hooks_of_a_user_see_what_they_see_under_torch(ranks: Ranks, by: str) -> None:
+def test_user_hooks_see_the_same_parameters_as_with_torch(ranks: Ranks, by: str) -> None:
     for seen in ranks(2).run(seen_by_hooks, by):
         assert seen == {
             "before, on the way in": False,
@@ -1402,7 +1400,7 @@ def beside_newer_replicate(rank: int, by: str) -> Gradients:
 
 
 @pytest.mark.nccl
-def test_what_the_newer_replicate_has_is_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
+def test_modules_of_the_newer_replicate_are_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
     for found in ranks(2).run(beside_newer_replicate, by):
         assert worst(found, reference(2)) < 1e-12
 

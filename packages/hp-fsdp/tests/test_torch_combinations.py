@@ -156,7 +156,7 @@ def in_parts(
         (False, 1, "nobody", False),
     ],
 )
-def test_what_a_part_of_a_unit_returns_is_cast_too(
+def test_outputs_of_one_module_of_a_unit_are_cast(
     ranks: Ranks, by: str, tie: bool, option: Any, cast_by: str, again: bool
 ) -> None:
     plain = make(lambda: Trunk(tie))
@@ -312,7 +312,7 @@ def overlapping(rank: int, by: str, sharded: bool) -> list[float]:
     return losses
 
 
-def test_gathers_by_hand_run_beside_other_communication(ranks: Ranks, by: str) -> None:
+def test_explicit_unshards_overlap_other_communication(ranks: Ranks, by: str) -> None:
     expected = ranks(2).run(overlapping, by, False)
     for found, wanted in zip(ranks(2).run(overlapping, by, True), expected, strict=True):
         assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-9
@@ -585,7 +585,9 @@ def three_roots(rank: int, by: str, shape: tuple[int, ...]) -> list[Gradients]:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_three_roots_on_one_mesh_keep_apart(ranks: Ranks, by: str, shape: tuple[int, ...]) -> None:
+def test_three_roots_on_one_mesh_are_independent(
+    ranks: Ranks, by: str, shape: tuple[int, ...]
+) -> None:
     expected = []
     for n in range(3):
         plain = make(Mlps)
@@ -613,7 +615,7 @@ def prefetching(rank: int, by: str, shape: tuple[int, ...]) -> list[Gradients]:
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_prefetch_by_hand_changes_no_gradient(
+def test_explicit_prefetch_changes_no_gradient(
     ranks: Ranks, by: str, shape: tuple[int, ...]
 ) -> None:
     world = torch.Size(shape).numel()
@@ -891,7 +893,7 @@ def tangent(rank: int, by: str) -> tuple[Tensor, Tensor]:
     return out.detach(), found.detach()
 
 
-def test_a_tangent_of_what_is_not_used_is_zero(ranks: Ranks, by: str) -> None:
+def test_the_tangent_of_an_unused_input_is_zero(ranks: Ranks, by: str) -> None:
     for out, found in ranks(2).run(tangent, by):
         assert torch.equal(out, torch.full((10,), 24.0, dtype=BF16))
         assert torch.equal(found, torch.zeros(10, dtype=BF16))

@@ -31,7 +31,7 @@ def counted(rank: int, shape: tuple[int, ...]) -> tuple[Counts, PlanReport]:
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_traffic_is_what_the_plan_says(ranks: Ranks, shape: tuple[int, ...]) -> None:
+def test_traffic_equals_the_plan(ranks: Ranks, shape: tuple[int, ...]) -> None:
     degree = shape[-1]
     for counts, plan in ranks(4 if len(shape) == 2 else degree).run(counted, shape):
         # report order: the root, then the blocks; root and last block are gathered once

@@ -87,7 +87,7 @@ def around(rank: int, mode: str) -> tuple[dict[str, Tensor], Gradients, dict[str
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_transforms_are_those_of_one_process_and_leave_no_trace(ranks: Ranks, mode: str) -> None:
+def test_transforms_equal_one_process_and_leave_no_trace(ranks: Ranks, mode: str) -> None:
     plain: Any = make(Two)
     expected = [transformed(plain, input_of(rank)) for rank in range(2)]
     for rank in range(2):
@@ -129,7 +129,7 @@ def late(rank: int, mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backward_that_comes_after_others_gathers_again(ranks: Ranks, mode: str) -> None:
+def test_a_backward_after_other_backwards_gathers_again(ranks: Ranks, mode: str) -> None:
     for rank, found in enumerate(ranks(2).run(late, mode)):
         output, back = vjp(make(Two), input_of(rank))
         assert worst(found, {"vjp": back(torch.sin(output))[0].detach()}) < 1e-12
@@ -143,7 +143,7 @@ def by_parameters(rank: int, mode: str) -> Gradients:
 
 
 @pytest.mark.parametrize("mode", ["copy", "ragged"])
-def test_what_a_transform_gave_is_differentiated_by_the_parameters(ranks: Ranks, mode: str) -> None:
+def test_results_of_a_transform_have_gradients_of_the_parameters(ranks: Ranks, mode: str) -> None:
     plain: Any = make(Two)
     for rank in range(2):
         (grad(scalar(plain))(input_of(rank)).pow(2).sum() / 2).backward()

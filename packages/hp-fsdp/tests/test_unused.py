@@ -172,7 +172,7 @@ def in_every_way(rank: int, shape: tuple[int, ...], name: str) -> dict[str, Grad
     ],
     ids=str,
 )
-def test_what_no_rank_used_has_no_gradient_and_the_rest_that_of_one_process(
+def test_unused_parameters_have_no_gradient_and_others_equal_one_process(
     ranks: Ranks, shape: tuple[int, ...], name: str
 ) -> None:
     world = torch.Size(shape).numel()
@@ -206,7 +206,7 @@ def in_low_precision(
     ],
     ids=str,
 )
-def test_who_used_what_is_known_in_every_dtype_and_with_every_factor(
+def test_used_parameters_are_known_for_every_dtype_and_factor(
     ranks: Ranks, param: Any, reduce: Any, factor: float | None
 ) -> None:
     expected = reference(4, (0, 1))
@@ -322,7 +322,7 @@ def test_ten_steps_of_adamw_are_those_of_one_process_and_of_torch(ranks: Ranks, 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["exact", "flat", "ragged"])
-def test_ten_steps_are_those_of_one_process_where_ranks_differ(
+def test_ten_steps_equal_one_process_if_ranks_use_different_parameters(
     ranks: Ranks, world: int, kind: str
 ) -> None:
     expected = trained_alone(world, True)
@@ -363,7 +363,9 @@ def stepped(rank: int, name: str, flat: bool) -> tuple[Gradients, Gradients, lis
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "RMSprop"])
-def test_optimizers_on_flat_shards_skip_what_has_no_gradient(ranks: Ranks, name: str) -> None:
+def test_optimizers_on_flat_shards_skip_parameters_without_gradient(
+    ranks: Ranks, name: str
+) -> None:
     flat, single = (ranks(2).run(stepped, name, is_flat) for is_flat in (True, False))
     for (mine, my_moments, mine_known), (theirs, their_moments, known) in zip(
         flat, single, strict=True
@@ -383,7 +385,7 @@ def clipped(rank: int) -> tuple[float, float]:
     return norms[0], norms[1]
 
 
-def test_clipping_takes_part_on_all_ranks_alike(ranks: Ranks) -> None:
+def test_all_ranks_take_part_in_clipping(ranks: Ranks) -> None:
     expected = torch.stack([g.norm() for g in reference(4, (0,)).values()]).norm().item()
     for ours, theirs in ranks(4).run(clipped):
         assert abs(ours - expected) < 1e-12 * expected
@@ -506,7 +508,7 @@ def nested(rank: int) -> list[Gradients]:
     return seen
 
 
-def test_nested_units_and_units_that_run_twice_are_reduced_alike(ranks: Ranks) -> None:
+def test_nested_units_and_units_that_run_twice_are_reduced_equally(ranks: Ranks) -> None:
     expected = []
     for step in range(3):
         plain: Any = make(Outside)
