@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import profile
 
 from hp_cp import (
     Contiguous,
@@ -265,20 +266,18 @@ def test_a_known_attention_asks_for_its_group_once_and_is_planned_once() -> None
         for _ in range(3):
             before = mesh.asked
             calls: list[str] = []
-            sys.setprofile(partial(note, calls))
-            try:
-                context_parallel_attention(
-                    q,
-                    k,
-                    v,
-                    mesh,
-                    mask=CAUSAL,
-                    layout=Counted(),
-                    seq_len=16,
-                    collectives=collectives,
-                )
-            finally:
-                sys.setprofile(None)
+            call = partial(
+                context_parallel_attention,
+                q,
+                k,
+                v,
+                mesh,
+                mask=CAUSAL,
+                layout=Counted(),
+                seq_len=16,
+                collectives=collectives,
+            )
+            profile(call, partial(note, calls))
             names = [Path(file).name for file in calls]
             planning = sum(name in ("_plan.py", "_layouts.py", "_masks.py") for name in names)
             asked.append(mesh.asked - before)
@@ -332,11 +331,7 @@ def test_a_known_call_is_one_look_up_and_a_loop_over_launches_and_sends(
     options: dict[str, Any], most: int
 ) -> None:
     call, files = known_call(8, options), list[str]()
-    sys.setprofile(partial(note, files))
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    profile(call, partial(note, files))
     assert sum("hp_cp" in file for file in files) <= most
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import FinishedWork
 from torch import Tensor
 
 from hp_cp import (
@@ -32,17 +33,6 @@ def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blockwise, "merge", lambda *parts, **options: None)
 
 
-class Done:
-    """A work that was never begun."""
-
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def wait(self) -> list[Tensor]:
-        """Return what was given."""
-        return self._outputs
-
-
 class Listed:
     """`Collectives` that move nothing, and list each call: ranks, name, whether it moves a thing.
 
@@ -52,23 +42,25 @@ class Listed:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def _listed(self, axis: Any, name: str, outputs: Sequence[Tensor], joins: bool = True) -> Done:
+    def _listed(
+        self, axis: Any, name: str, outputs: Sequence[Tensor], joins: bool = True
+    ) -> FinishedWork:
         if axis.size > 1:
             self.calls.append((axis.ranks, name, joins))
-        return Done(list(outputs))
+        return FinishedWork(list(outputs))
 
     def all_gather(
         self, axis: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
-    ) -> Done:
+    ) -> FinishedWork:
         """List."""
         assert outputs is not None
         return self._listed(axis, "all_gather", outputs)
 
-    def reduce_scatter(self, axis: Any, *args: Any, **options: Any) -> Done:
+    def reduce_scatter(self, axis: Any, *args: Any, **options: Any) -> FinishedWork:
         """List."""
         raise NotImplementedError
 
-    def all_reduce(self, axis: Any, tensors: Sequence[Tensor], op: str = "sum") -> Done:
+    def all_reduce(self, axis: Any, tensors: Sequence[Tensor], op: str = "sum") -> FinishedWork:
         """List."""
         return self._listed(axis, "all_reduce", tensors)
 
@@ -79,18 +71,20 @@ class Listed:
         send_splits: Sequence[int] | None = None,
         receive_splits: Sequence[int] | None = None,
         output: Tensor | None = None,
-    ) -> Done:
+    ) -> FinishedWork:
         """List."""
         assert receive_splits is not None
         received = input.new_empty((sum(receive_splits), *input.shape[1:]))
         return self._listed(axis, "all_to_all", [received])
 
-    def send_recv(self, axis: Any, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Done:
+    def send_recv(
+        self, axis: Any, sends: Mapping[int, Any], receives: Mapping[int, Any]
+    ) -> FinishedWork:
         """List."""
         joins = any(peer != axis.index for peer in (*sends, *receives))
         return self._listed(axis, "send_recv", [], joins)
 
-    def broadcast(self, axis: Any, *args: Any, **options: Any) -> Done:
+    def broadcast(self, axis: Any, *args: Any, **options: Any) -> FinishedWork:
         """List."""
         raise NotImplementedError
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_pool import WrappedMapping
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import register_pytree_node
@@ -317,34 +318,6 @@ class Partly:
     rest: int = field(init=False)
 
 
-class Wrapper(MutableMapping[str, Any]):
-    """A mapping whose items are those of another one."""
-
-    def __init__(self, label: str, items: MutableMapping[str, Any]) -> None:
-        self.label = label
-        self.items_of = items
-
-    def __getitem__(self, key: str) -> Any:
-        """Return an item."""
-        return self.items_of[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Set an item."""
-        self.items_of[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        """Remove an item."""
-        del self.items_of[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys."""
-        return iter(self.items_of)
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self.items_of)
-
-
 register_pytree_node(Registered, lambda r: ([r.x], None), lambda new, _: Registered(*new))
 
 X = torch.arange(16).view(2, 8)
@@ -357,8 +330,8 @@ X = torch.arange(16).view(2, 8)
         (OrderedDict(x=X), lambda t: t["x"]),
         (defaultdict(lambda: X, x=X), lambda t: t["x"]),
         (UserDict(x=X), lambda t: t["x"]),
-        (Wrapper("a dict", {"x": X}), lambda t: t["x"]),
-        (Wrapper("another", UserDict(x=X)), lambda t: t["x"]),
+        (WrappedMapping("a dict", {"x": X}), lambda t: t["x"]),
+        (WrappedMapping("another", UserDict(x=X)), lambda t: t["x"]),
         (ChainMap({"x": X}, {"y": X}), lambda t: t["x"]),
         (MappingProxyType({"x": X}), lambda t: t["x"]),
         (Batch(X), lambda t: t.x),
@@ -436,7 +409,10 @@ class Labelled(Fixed):
         ({"x": [[1, 2, 3]]}, "type dict holds no tensor"),
         (3, "3 holds no tensor"),
         (Fixed(x=X), "type Fixed holds a container that cannot be made again"),
-        (Wrapper("a", Wrapper("b", {"x": X})), "a copy.copy of it shares its items; give a dict"),
+        (
+            WrappedMapping("a", WrappedMapping("b", {"x": X})),
+            "a copy.copy of it shares its items; give a dict",
+        ),
         (Labelled("a"), "its class makes another mapping of a dict; give a dict"),
     ],
     ids=lambda value: type(value).__name__,
@@ -456,7 +432,7 @@ def test_what_would_not_be_cut_is_refused(tree: Any, said: str) -> None:
 
 def test_a_refused_mapping_keeps_its_items() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
-    tree = Wrapper("a", Wrapper("b", {"x": X, "y": X.T}))
+    tree = WrappedMapping("a", WrappedMapping("b", {"x": X, "y": X.T}))
     for seq_dim in (0, {"x": 0, "y": 1}):
         with pytest.raises(InputError):
             shard_sequence(tree, mesh, None, seq_dim)

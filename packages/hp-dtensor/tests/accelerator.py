@@ -1,4 +1,4 @@
-"""Tensors that report an accelerator as their device and record what a process group gets."""
+"""Tensors that report an accelerator as their device and record calls of process groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class OnAccelerator(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnAccelerator":
-        """Make the outer tensor, which has no memory."""
+        """Create the outer tensor, which has no memory."""
         make: Any = Tensor._make_wrapper_subclass
         how = {"dtype": inner.dtype, "strides": inner.stride(), "device": "cuda:0"}
         made: OnAccelerator = make(cls, inner.shape, **how)
@@ -33,7 +33,7 @@ class OnAccelerator(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function as it is, except for a method that asks for the driver of the device."""
+        """Call a function unchanged, except ``copy_``, which needs the driver of the device."""
         copy = vars(torch)["ops"].aten.copy_.default
         with torch._C.DisableTorchFunctionSubclass():
             return (copy if func is Tensor.copy_ else func)(*args, **(kwargs or {}))
@@ -42,7 +42,7 @@ class OnAccelerator(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on the CPU tensors; what it makes is on the accelerator."""
+        """Run an operator on the CPU tensors. New tensors are on the accelerator."""
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d":

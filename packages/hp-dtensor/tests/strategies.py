@@ -96,7 +96,7 @@ def free_layouts(
 
 @st.composite
 def made_ragged(draw: st.DrawFn, layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Draw ragged runs on one axis of a layout; other axes leave the runs' dims where they must."""
+    """Draw ragged runs on one axis. Other axes do not shard the runs' dims unevenly."""
     axis = draw(st.integers(0, len(layout.mesh_shape) - 1))
     dims = tuple(range(draw(st.integers(1, len(shape)))))
     placements = list(layout.placements)

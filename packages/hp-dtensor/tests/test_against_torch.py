@@ -1,4 +1,4 @@
-"""Where users of torch's DTensor expect the same: counts of collectives, parts, labels, copies."""
+"""Same results as torch's DTensor: numbers of collectives, local tensors, placements, copies."""
 
 import copy
 import io
@@ -54,7 +54,7 @@ ONE_AXIS = [
     Counted((P,), (S0,), 1, 1),
     Counted((P,), (S1,), 1, 1),
     Counted((R,), (R,), 0, 0),
-    Counted((P,), (P,), 0, 1),  # the gradient given is partial, and comes back reduced
+    Counted((P,), (P,), 0, 1),  # the gradient is partial and is reduced in backward
     Counted((S0,), (S1,), 1, 1),
 ]
 ONE_RANK_ON_AN_AXIS = [
@@ -76,7 +76,7 @@ TWO_AXES = [
 
 
 class Moved(NamedTuple):
-    """What one rank got: its part, the gradient's, their placements, and what was called."""
+    """Results of one rank: local tensor, gradient, their placements, and the calls."""
 
     local: Tensor
     grad: Tensor

@@ -43,7 +43,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def spelled(layout: Layout) -> Any:
-    """Return torch's placements, beside ragged runs those of other axes; None if it has none."""
+    """Return torch's placements without the ragged axis, or None if torch has none."""
     if layout.ragged is not None:
         if any(isinstance(p, StridedShard) for p in layout.placements):
             return None
@@ -65,7 +65,7 @@ def drawn(draw: st.DrawFn) -> Case:
 
 
 class Moved(NamedTuple):
-    """What a rank got: its part, the gradient's, bytes received and predicted."""
+    """Results of one rank: local tensor, gradient, received bytes and predicted bytes."""
 
     local: Tensor
     grad: Tensor

@@ -60,7 +60,7 @@ def whole(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
-    """Return what a rank holds, laid as its local tensor."""
+    """Return the local tensor of a rank."""
     for dim, ranges in enumerate(layout.intervals_at(tuple(full.shape), layout.coordinate(rank))):
         parts = [full.narrow(dim, lo, hi - lo) for lo, hi in ranges]
         full = torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
@@ -72,7 +72,7 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
 
 
 def laid(full: Tensor, layout: Layout, rank: int, grad: bool = False) -> Any:
-    """Return the tensor as it lies on this rank."""
+    """Return the tensor in a layout, or a `NonMember` if this rank holds no part."""
     mesh = mesh_of(layout)
     if not layout.holds(rank):
         return NonMember(layout, tuple(full.shape), full.dtype)
@@ -323,7 +323,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
     return texts
 
 
-def test_wrong_targets_raise_on_every_rank_alike(ranks: Pools) -> None:
+def test_wrong_targets_raise_on_every_rank(ranks: Pools) -> None:
     first, *others = ranks(WORLD).run(refused)
     assert [name for name, _ in first] == [
         kind.__name__ for kind in (LayoutError, LayoutError, LayoutError, NoPlanError, MeshError)
@@ -404,7 +404,7 @@ def test_only_the_ranks_of_both_meshes_share_the_group_and_agree_in_one_all_redu
 
 
 def disagreeing(rank: int) -> list[tuple[str, Tensor | None]]:
-    """Rank 2 means another dtype in the second of three calls, whose kind is known."""
+    """Make three calls. In the second call, rank 2 has another dtype."""
     group = cached("impatient", lambda: dist.new_group(range(WORLD), timeout=timedelta(seconds=5)))
     source, target, _ = APART[2]
     mesh = mesh_of(target)

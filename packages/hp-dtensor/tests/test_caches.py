@@ -1,4 +1,4 @@
-"""What is remembered between calls holds no mesh and no group, is bounded, and can be dropped."""
+"""Caches hold no mesh and no group, have a bounded size, and can be cleared."""
 
 import gc
 import weakref
@@ -31,7 +31,7 @@ _prepare: Any = import_module(plan_transfer.__module__.rpartition("._")[0] + "._
 
 @pytest.fixture(autouse=True)
 def nothing_moves() -> Iterator[None]:
-    """Make a world of eight ranks of which this is one, whose calls are over at once."""
+    """Create a fake world of eight ranks. Its collectives complete at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
     yield
     dist.destroy_process_group()
@@ -86,7 +86,7 @@ def test_a_mesh_goes_when_its_last_tensor_does(use: str) -> None:
     assert gone() is None
 
 
-def test_caches_can_be_dropped_and_calls_then_plan_anew() -> None:
+def test_calls_plan_again_after_the_caches_were_cleared() -> None:
     mesh = cube()
     x = source(mesh)
     first = explain(x, (S1, S0, R))

@@ -1,4 +1,4 @@
-"""torch's call shape and torch's placements are taken beside ours, and compare equal to ours."""
+"""Functions accept torch's argument order and placements, which compare equal to ours."""
 
 from collections.abc import Callable
 from typing import Any
@@ -117,7 +117,7 @@ PAIRS: list[tuple[Any, Any]] = [
 ]
 
 
-def test_our_placements_equal_torchs_both_ways_and_hash_alike() -> None:
+def test_placements_equal_torchs_both_ways_with_equal_hashes() -> None:
     for number, (ours, theirs_) in enumerate(PAIRS):
         assert ours == theirs_
         assert theirs_ == ours

@@ -37,7 +37,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 def errors(
     rank: int, call: Callable[[int, CheckedCollectives, DeviceMesh], Any], *shape: int
 ) -> str:
-    """Return what the call of this rank raises, or nothing."""
+    """Return the error text of this rank's call, or an empty text."""
     mesh = mesh_of(*shape)
     try:
         call(rank, CheckedCollectives(deadline=DEADLINE), mesh)
@@ -219,9 +219,7 @@ def late(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_comes_after_its_peers_gave_up_raises_what_they_did(
-    ranks: Ranks, size: int
-) -> None:
+def test_a_late_rank_raises_the_error_of_its_peers(ranks: Ranks, size: int) -> None:
     found = ranks(size).run(errors, late, size)
     assert len(set(found)) == 1
     assert "ranks have waited" in found[0]
@@ -274,7 +272,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("call", FAULTS, ids=lambda call: call.__name__)
-def test_what_one_rank_alone_gives_wrong_is_one_error_on_all_ranks(
+def test_a_wrong_argument_on_one_rank_is_one_error_on_all_ranks(
     ranks: Ranks, call: Callable[..., Any]
 ) -> None:
     found = ranks(2).run(errors, call, 2)
@@ -283,7 +281,7 @@ def test_what_one_rank_alone_gives_wrong_is_one_error_on_all_ranks(
     assert FAULTS[call] in found[0]
 
 
-def test_ranks_without_a_call_and_splits_of_another_length_are_told(ranks: Ranks) -> None:
+def test_ranks_without_a_call_and_wrong_splits_raise(ranks: Ranks) -> None:
     found = ranks(2).run(errors, no_part, 2)
     assert "ranks have waited" in found[0]
     assert found[1] == ""
@@ -299,7 +297,7 @@ def own_message(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> Non
 
 
 @pytest.mark.nccl
-def test_what_a_rank_alone_sends_itself_wrong_is_an_error_on_its_peers_too(ranks: Ranks) -> None:
+def test_a_wrong_send_of_a_rank_to_itself_is_an_error_on_its_peers_too(ranks: Ranks) -> None:
     for text in ranks(2).run(errors, own_message, 2):
         assert "rank 1 sends itself float32 [3] over tp and receives float32 [2]" in text
 
@@ -328,7 +326,7 @@ def made_by_one(rank: int) -> str:
     return ""
 
 
-def test_objects_out_of_step_are_told_by_their_numbers() -> None:
+def test_objects_out_of_step_are_named_by_their_numbers() -> None:
     pool = RankPool(2)
     try:
         first, other = pool.run(made_by_one)
@@ -380,7 +378,7 @@ def test_a_shared_store_checks_a_simulated_world() -> None:
 
 
 class Noting:
-    """A stand-in for a recorder of calls in flight: passes calls on and notes their names."""
+    """Forwards calls to other collectives and records their names."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.noted = inner, list[str]()
@@ -436,7 +434,7 @@ def groups_in_turn(rank: int, crossed: bool) -> str:
     return ""
 
 
-def test_calls_over_two_groups_of_the_same_ranks_are_told_apart(ranks: Ranks) -> None:
+def test_calls_over_two_groups_of_the_same_ranks_are_distinguished(ranks: Ranks) -> None:
     assert ranks(2).run(groups_in_turn, False) == ["", ""]
     first, other = ranks(2).run(groups_in_turn, True)
     assert first == other
@@ -469,20 +467,20 @@ def split_groups(rank: int, crossed: bool) -> str:
     axes = []
     for number in range(2):
         group: Any = dist.new_group([0, 1])
-        # Of the ranks, and of how many groups a rank is in.
+        # torch derives the name from the ranks and the number of groups.
         group._set_group_name(sha1(f"0_1_{2 + number + 5 * rank}".encode()).hexdigest())
         group._set_group_desc(f"default_pg:split:{number}")
         axes.append(Axis("tp", group, (0, 1)))
     checked = CheckedCollectives(deadline=60)
     try:
         for axis in axes[:: -1 if crossed and rank == 1 else 1]:
-            checked.check(axis, "plan", "alike")
+            checked.check(axis, "plan", "equal")
     except RankMismatchError as error:
         return str(error)
     return ""
 
 
-def test_groups_that_were_split_are_told_apart_by_their_description(ranks: Ranks) -> None:
+def test_split_groups_are_distinguished_by_their_description(ranks: Ranks) -> None:
     assert ranks(2).run(split_groups, False) == ["", ""]
     first, other = ranks(2).run(split_groups, True)
     assert first == other
@@ -491,7 +489,7 @@ def test_groups_that_were_split_are_told_apart_by_their_description(ranks: Ranks
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_to_all", "send_recv"])
-def test_tensors_on_different_devices_are_told(operation: str) -> None:
+def test_tensors_on_different_devices_raise(operation: str) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def live(rank: int, collectives: SimulatedCollectives) -> str:

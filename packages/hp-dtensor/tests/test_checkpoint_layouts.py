@@ -107,7 +107,7 @@ def ranks_of(name: str) -> int:
         ("one process", "ragged"),
     ],
 )
-def test_what_one_layout_saves_another_loads_with_its_moments(
+def test_checkpoints_with_moments_load_in_another_layout(
     ranks: Pools, tmp_path: Path, source: str, target: str
 ) -> None:
     model, optimizer = trained(whole(SHAPE, 1), 3)
@@ -137,7 +137,7 @@ def by_fsdp(rank: int, path: str, seed: int, restore: bool) -> tuple[Tensor, Ten
     return weight.full_tensor().detach(), optimizer.state[weight]["exp_avg"].full_tensor()
 
 
-def test_ragged_tensors_and_torchs_fsdp_load_what_the_other_saved(
+def test_ragged_tensors_and_torchs_fsdp_load_checkpoints_of_each_other(
     ranks: Pools, tmp_path: Path
 ) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")

@@ -1,4 +1,4 @@
-"""What the planner chooses: within memory, by price, and why."""
+"""Plans that the planner chooses by memory and cost, and their explanations."""
 
 import math
 from collections.abc import Sequence
@@ -51,9 +51,7 @@ def check_within(made: list[Any] | NoPlanError, limit: int) -> None:
 
 @settings(deadline=None, max_examples=120)
 @given(cases(partial=True), st.integers(0, 4000))
-def test_a_plan_holds_no_more_than_allowed_or_says_what_the_least_is(
-    case: Case, limit: int
-) -> None:
+def test_a_plan_is_within_the_limit_or_the_error_names_the_minimum(case: Case, limit: int) -> None:
     made = plans(case, limit)
     if isinstance(made, NoPlanError):
         assert made.max_bytes == limit < made.best_peak
@@ -116,7 +114,7 @@ def test_several_partial_axes_are_reduced_at_once_where_one_group_has_just_them(
     assert apart.time > together.time
 
 
-def test_replicas_on_another_mesh_share_what_arrives() -> None:
+def test_replicas_on_another_mesh_share_received_data() -> None:
     pair = Layout((1,), (R,)), Layout((8,), (R,), ranks=range(1, 9))
     plan = explain(*pair, shape=(4096, 4096), rank=3)
     assert [step.kind for step in plan.steps] == ["transfer", "all_gather"]
@@ -186,7 +184,7 @@ def test_a_way_at_no_cost_is_named_in_the_note() -> None:
     assert _plan.make_plan(*pair, (8, 2), 0, cost=cost, groups=none).time > 0
 
 
-def test_a_step_of_unequal_receivers_costs_what_they_receive_on_average() -> None:
+def test_a_step_of_unequal_receivers_costs_their_average() -> None:
     pair = Layout((4,), (StridedShard(0, 2),)), Layout((4,), (S0,))
     plans = [
         explain(*pair, shape=(1024, 1024), rank=rank, cost=AlphaBeta(alpha=0.0, beta=1.0))

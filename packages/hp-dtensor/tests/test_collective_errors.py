@@ -1,4 +1,4 @@
-"""Collectives of which a part fails: nothing is left under way when the error is known."""
+"""Collectives that fail in part. No operation is in flight when the error is raised."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool, cached
+from rank_pool import RankPool
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import Axis, TorchCollectives, collectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
+
+from .meshes import world_axis
 
 Ranks = Callable[[int], RankPool]
 LARGE = 2**19  # of float32: gloo gathers such tensors one by one
@@ -23,32 +24,24 @@ KINDS = [pytest.param("all_gather", marks=pytest.mark.gloo), "broadcast"]
 
 
 class Broken(RuntimeError):
-    """What the tests raise."""
+    """Error that the tests raise."""
 
 
 class Watched:
-    """A work of c10d that may fail when it is awaited, once it has ended."""
+    """A c10d work handle. ``wait`` can raise after the operation has completed."""
 
     def __init__(self, work: Any, fails: bool) -> None:
         self.work, self.fails = work, fails
 
     def wait(self) -> None:
-        """Wait; raise if told to."""
+        """Wait, then raise if ``fails`` is True."""
         self.work.wait()
         if self.fails:
             raise Broken("wait")
 
 
-def world() -> Axis:
-    mesh: DeviceMesh = cached(
-        "mesh of the world",
-        lambda: init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("w",)),
-    )
-    return Axis.of(mesh)
-
-
 def failing(function: Any, start: int | None, wait: int | None, seen: list[Watched]) -> Any:
-    """Return a function of which one start or wait raises; odd ranks are late."""
+    """Return a function with one start or wait that raises. Odd ranks start late."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() % 2:
@@ -63,7 +56,7 @@ def failing(function: Any, start: int | None, wait: int | None, seen: list[Watch
 
 def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dict[str, Any]:
     """Gather or broadcast three large tensors, of which one fails."""
-    axis, seen = world(), list[Watched]()
+    axis, seen = world_axis(), list[Watched]()
     inputs = [torch.full((LARGE,), 10.0 * i + rank) for i in range(3)]
     outputs: list[Tensor]
     said = []
@@ -123,7 +116,7 @@ def test_waiting_waits_for_all_and_raises_the_first_error_every_time(
 
 def abandoned(rank: int, kind: str) -> list[bool]:
     """Drop works and tensors under way, use memory of that size at once, then communicate on."""
-    axis, carrier, seen = world(), TorchCollectives(), []
+    axis, carrier, seen = world_axis(), TorchCollectives(), []
     for _ in range(20):
         if rank:
             time.sleep(0.001)
@@ -217,8 +210,8 @@ def test_a_new_timeout_of_a_group_holds_for_a_receive_too(ranks: Ranks) -> None:
 
 
 def sent_lazily(rank: int) -> list[bool]:
-    """Exchange complex and real tensors whose conjugation or sign is not in memory yet."""
-    axis, peer = world(), 1 - rank
+    """Exchange lazily conjugated and lazily negated tensors."""
+    axis, peer = world_axis(), 1 - rank
     value = torch.tensor([1 + 2j]) * (rank + 1)
     sent = [torch.full((1,), float(rank)), value.conj(), value.conj().imag]
     arriving = [torch.zeros(1), torch.zeros(1, dtype=torch.complex64).conj(), torch.zeros(1)]
@@ -237,7 +230,7 @@ def test_lazily_conjugated_tensors_are_sent_and_received(ranks: Ranks) -> None:
 
 def send_fails(rank: int) -> tuple[list[str], bool]:
     """Start a receive, then a send that raises on rank 0."""
-    axis, said = world(), []
+    axis, said = world_axis(), []
     x, arriving = torch.full((4,), 5.0 + rank), torch.zeros(4)
 
     def send(*args: Any) -> Any:

@@ -152,7 +152,7 @@ def swap_uneven(collectives: Collectives, axis: Axis) -> list[Tensor]:
 
 
 def swap_in_pairs(collectives: Collectives, axis: Axis) -> list[Tensor]:
-    """Every rank has rows for itself alone, of a width of its own."""
+    """Every rank sends rows to itself only. Widths differ between ranks."""
     me, n = axis.index, axis.size
     rows = [3 if peer == me else 0 for peer in range(n)]
     return collectives.all_to_all(axis, numbers(me, 3, 2 + me), rows, rows).wait()
@@ -221,7 +221,7 @@ def scatter_into_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
 
 def spread_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     whole = numbers(axis.index, 3, 4)
-    # The source's has other strides than those of its peers.
+    # The source tensor has other strides than the tensors of its peers.
     part = whole.T[::2].T if axis.index else whole[:, ::2].clone()
     collectives.broadcast(axis, [part]).wait()
     return [whole[:, 1::2], part]
@@ -262,7 +262,7 @@ PROGRAMS: list[Program] = [
     gather_into_strided,
     scatter_into_strided,
 ]
-# What each program must give on each of n ranks, by the collective's definition.
+# Expected results of each program on each of n ranks.
 EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
     gather: lambda me, n: [torch.cat([numbers(r, 3, 2) for r in range(n)])],
     gather_list: lambda me, n: [
@@ -414,7 +414,7 @@ def test_torch_collectives_give_the_definition(ranks: Callable[[int], RankPool],
 
 
 def prepared(rank: int, n: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
-    """Start what is prepared once over and over, with other numbers each time."""
+    """Start prepared collectives several times with different values."""
     SIZE[0] = n
     axis, carrier = world_axis(), TorchCollectives()
     own, whole = torch.zeros(3, dtype=dtype), torch.zeros(3 * n, dtype=dtype)
@@ -438,7 +438,7 @@ def prepared(rank: int, n: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
 @pytest.mark.nccl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_is_prepared_communicates_each_time_that_it_is_started(
+def test_a_prepared_collective_communicates_at_each_start(
     ranks: Callable[[int], RankPool], n: int, dtype: torch.dtype
 ) -> None:
     for rank, found in enumerate(ranks(n).run(prepared, n, dtype)):
@@ -867,10 +867,10 @@ def test_messages_of_another_dtype_fail_as_they_do_between_processes() -> None:
     ("sends", "receives"),
     [({}, [(2,)]), ([(2,)], {}), ([(1,)], [(2,)]), ([(2,), (2,)], [(2,)])],
 )
-def test_what_a_rank_sends_itself_is_what_it_receives_from_itself(
+def test_a_rank_receives_from_itself_exactly_the_tensors_it_sends(
     sends: Any, receives: Any
 ) -> None:
-    """One-sided parts would stay as they are, others would be broadcast."""
+    """Without the check, parts would stay unchanged or be broadcast."""
     sent = {0: [torch.ones(shape) for shape in sends]} if sends else {}
     places = {0: [torch.zeros(shape) for shape in receives]} if receives else {}
     carriers = SimulatedCollectives(SimulatedWorld(1), 0), TorchCollectives()
@@ -939,7 +939,7 @@ def test_a_simulated_world_keeps_nothing_of_calls_that_are_over() -> None:
 
 
 class Named:
-    """A backend that only tells its name."""
+    """A backend that has only a name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -950,7 +950,7 @@ class Named:
 
 
 class Served(dist.ProcessGroup):
-    """A group of two whose backend is ``by`` for CPUs; other devices have none."""
+    """A group of two ranks with the backend ``by`` for CPUs and none for other devices."""
 
     def __init__(self, by: str) -> None:
         super().__init__(0, 2)  # type: ignore[call-arg]
@@ -973,7 +973,7 @@ def test_a_mean_is_left_to_the_backend_that_has_it_whatever_the_group_is_called(
 
 
 def by_a_registered_name(rank: int) -> tuple[str, list[Tensor]]:
-    """Make a group by a name of one's own for gloo; the default names of torch know nothing."""
+    """Create a gloo group with a registered backend name."""
 
     def make() -> dist.ProcessGroup:
         def create(store: Any, index: int, size: int, timeout: Any) -> Any:
@@ -985,7 +985,7 @@ def by_a_registered_name(rank: int) -> tuple[str, list[Tensor]]:
 
     group = cached("a group by a registered name", make)
     axis = Axis("data", group, (0, 1))
-    small = [numbers(axis.index, 2), numbers(axis.index + 9, 4)]  # what gloo gathers packed
+    small = [numbers(axis.index, 2), numbers(axis.index + 9, 4)]  # gloo gathers them packed
     gathered = TorchCollectives().all_gather(axis, small).wait()
     mean = TorchCollectives().all_reduce(axis, [numbers(axis.index, 3)], "avg").wait()
     return backend_of(group, torch.device("cpu")), [*gathered, *mean]

@@ -1,4 +1,4 @@
-"""The comparison with one process names what differs, and the usual cause of each factor."""
+"""The comparison with one process names the differences and the usual cause of each factor."""
 
 import subprocess
 import sys

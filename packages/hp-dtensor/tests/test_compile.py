@@ -90,9 +90,7 @@ def compiled_and_not(rank: int, backend: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_values_and_gradients_are_bitwise_those_of_eager(
-    ranks: Pools, backend: str
-) -> None:
+def test_compiled_values_and_gradients_are_bit_equal_to_eager(ranks: Pools, backend: str) -> None:
     full = whole((7, 6)).requires_grad_()
     y = full * 3 + 1
     whole_result = y * y * 5
@@ -155,7 +153,7 @@ def priced(rank: int) -> list[str]:
 
 
 def test_the_way_back_in_a_graph_is_the_cheapest_under_the_same_cost(ranks: Pools) -> None:
-    """One call over one axis where calls cost, one over both that moves less where bytes do."""
+    """One axis if calls are expensive. Both axes, with fewer bytes, if bytes are expensive."""
     for calls, bytes_ in ranks(4).run(priced):
         assert '"kind":"all_to_all","axes":[0]' in calls
         assert '"kind":"direct","axes":[0,1]' in bytes_
@@ -222,7 +220,7 @@ def sizes(rank: int) -> list[Tensor]:
     return [*without, *(compiled(x).to_local().detach() for x in xs)]
 
 
-def test_another_size_is_planned_anew_with_gradients_or_without(ranks: Pools) -> None:
+def test_another_size_is_planned_again_with_and_without_gradients(ranks: Pools) -> None:
     for rank, results in enumerate(ranks(2).run(sizes)):
         for rows, result in zip((4, 8, 4, 6) * 2, results, strict=True):
             expected = 2 * part(whole((rows, 6)), Layout((2,), (S1,)), rank)
@@ -269,12 +267,12 @@ def refused(rank: int) -> list[str]:
         try:
             torch.compile(call, backend="eager", fullgraph=True)()
             texts.append("nothing raised")
-        except (RuntimeError, ValueError) as error:  # dynamo makes errors of its own of ours
+        except (RuntimeError, ValueError) as error:  # dynamo wraps our errors in its own
             texts.append(str(error))
     return texts
 
 
-def test_what_a_graph_cannot_hold_is_refused_on_every_rank_with_the_reason(ranks: Pools) -> None:
+def test_unsupported_calls_in_a_graph_raise_on_every_rank_with_the_reason(ranks: Pools) -> None:
     reasons = [
         "LayoutError('1 placements for a mesh of shape (2, 2); give 2",
         "NoPlanError('no plan from",
@@ -296,7 +294,7 @@ def test_what_a_graph_cannot_hold_is_refused_on_every_rank_with_the_reason(ranks
 
 @settings(deadline=None, max_examples=50)
 @given(case=st.sampled_from([(2,), (4,), (2, 2), (2, 3)]).flatmap(lambda mesh: cases(mesh=mesh)))
-def test_a_plan_comes_back_from_its_text(case: Case) -> None:
+def test_a_plan_can_be_read_from_its_text(case: Case) -> None:
     written = import_module(f"{_package}._compile")
     stages = import_module(f"{_package}._groups")
     group = type("Group", (), {"group_name": "7"})()

@@ -46,7 +46,7 @@ WORLD = 4
 
 
 def absent(rank: int, **other: Any) -> Any:
-    """Return the tensor, or what stands for it, where rank 2 may say something else of it."""
+    """Return the tensor or its `NonMember`. On rank 2, fields in ``other`` are replaced."""
     x = laid(whole(SHAPE), SOURCE, rank)
     return replace(x, **other) if rank == 2 else x
 
@@ -93,7 +93,7 @@ def misshapen(rank: int) -> Any:
 
 
 def refusal(rank: int, what: str) -> tuple[str, torch.Tensor | None]:
-    """Return why a call was refused, and what the next one that all mean alike gives."""
+    """Return the error of a call, and the result of the next call without a disagreement."""
     for layout in (SOURCE, TARGET, ONE, THREE):
         mesh_of(layout)
     try:
@@ -205,7 +205,7 @@ def _named_groups() -> Any:
 
 
 def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does() -> None:
-    pool = RankPool(WORLD)  # of its own: groups of earlier tests have their own timeouts
+    pool = RankPool(WORLD)  # a new pool, because groups of earlier tests have other timeouts
     try:
         answers = pool.run(between_submeshes)
     finally:
@@ -222,7 +222,7 @@ def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does() 
 
 
 def where_the_world_makes_groups(rank: int) -> str:
-    """As where NCCL was initialised eagerly, whose groups all ranks make together."""
+    """Simulate eager NCCL initialisation: all ranks of the world must create groups together."""
     target = Layout((2,), (S1,), ranks=(1, 2))
     x: Any = NonMember(Layout((1,), (R,), ranks=(0,)), SHAPE, torch.double)
     there = mesh_of(target)
@@ -240,7 +240,7 @@ def where_the_world_makes_groups(rank: int) -> str:
 
 
 def test_a_group_that_only_the_world_can_make_is_asked_for() -> None:
-    pool = RankPool(WORLD)  # of its own, where no earlier test has made the group
+    pool = RankPool(WORLD)  # a new pool, in which no earlier test has created the group
     try:
         *found, outside = pool.run(where_the_world_makes_groups)
     finally:

@@ -1,4 +1,4 @@
-"""Layouts say what torch's placements say."""
+"""Layouts and torch's placements describe the same local tensors."""
 
 import math
 from importlib import import_module
@@ -66,10 +66,10 @@ def test_a_factor_that_no_order_explains_means_blocks_here_and_there() -> None:
     st.integers(1, 24),
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3),
 )
-def test_blocks_are_what_torchs_strided_shard_splits(
+def test_blocks_equal_the_splits_of_torchs_strided_shard(
     length: int, nested: list[tuple[int, int]]
 ) -> None:
-    """Torch splits placement by placement; where it spells an order, only even lengths agree."""
+    """torch splits axis by axis. With a shard order, results agree for even lengths only."""
     degrees = tuple(degree for degree, _ in nested)
     placements = [_torch.strided_shard(0, factor) for _, factor in nested]
     layout = _convert.to_layout(placements, degrees, 1)
@@ -84,14 +84,14 @@ def test_blocks_are_what_torchs_strided_shard_splits(
         assert ours == part.tolist()
 
 
-def test_what_torch_cannot_say_is_refused_by_name() -> None:
+def test_layouts_that_torch_cannot_express_raise() -> None:
     with pytest.raises(LayoutError, match=r"hold Ragged\(0: \[3, 1\]\) on mesh axis 0"):
         _convert.to_torch(Layout((2,), (RaggedShard((0,), (3, 1)),)))
     with pytest.raises(LayoutError, match="read in mesh order"):
         _convert.to_torch(Layout((4, 2), (StridedShard(0, 2), Shard(0)), {0: (0, 1)}))
 
 
-def test_what_has_no_layout_is_refused_by_name() -> None:
+def test_placements_without_a_layout_raise() -> None:
     with pytest.raises(LayoutError, match="no layout for 'R' on mesh axis 0"):
         _convert.to_layout(("R",), (2,), 1)
     with pytest.raises(LayoutError, match="1 placements for a mesh of shape"):

@@ -101,7 +101,7 @@ def transfers(rank: int) -> list[str]:
             x = dt.distribute_tensor(VALUES, old, [dt.Shard(0)] * old.ndim, src_data_rank=None)
         y = redistribute(x, [Shard(1)] * new.ndim, mesh=new, groups=[group])
         total = torch.ones(1)
-        dist.all_reduce(total, group=group)  # torch compares how many calls came before it
+        dist.all_reduce(total, group=group)  # torch compares the number of earlier calls
         if not isinstance(y, NonMember) and not torch.equal(redistribute(y).to_local(), VALUES):
             wrong.append(f"{there} -> {back}")
     return wrong

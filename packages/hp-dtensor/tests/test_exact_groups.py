@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from hypothesis import given, settings
-from rank_pool import RankPool, cached
+from rank_pool import FinishedWork, RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -46,28 +46,17 @@ for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_
     setattr(Seen, _name, _seen(_name))
 
 
-class Over:
-    """A call that is over, of which nothing arrived."""
-
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def wait(self) -> list[Tensor]:
-        """Return the outputs."""
-        return self._outputs
-
-
 class Unmoved(Seen):
     """Collectives that keep their axes and move nothing."""
 
 
-def _unmoved(name: str) -> Callable[..., Over]:
-    def call(self: Unmoved, axis: Axis, inputs: Any, *args: Any, **options: Any) -> Over:
+def _unmoved(name: str) -> Callable[..., FinishedWork]:
+    def call(self: Unmoved, axis: Axis, inputs: Any, *args: Any, **options: Any) -> FinishedWork:
         self.axes.append(axis)
         if name == "send_recv":
-            return Over(list(args[0].values()))
+            return FinishedWork(list(args[0].values()))
         if name == "all_reduce":
-            return Over(inputs)
+            return FinishedWork(inputs)
         tensors = inputs if isinstance(inputs, list) else [inputs]
         lengths = [x.shape[0] for x in tensors]
         if name == "all_gather":
@@ -77,7 +66,7 @@ def _unmoved(name: str) -> Callable[..., Over]:
         elif args:
             lengths = [sum(args[1])]
         made = zip(tensors, lengths, strict=True)
-        return Over([x.new_zeros((length, *x.shape[1:])) for x, length in made])
+        return FinishedWork([x.new_zeros((length, *x.shape[1:])) for x, length in made])
 
     return call
 
@@ -96,9 +85,10 @@ def spelled(layout: Layout) -> list[theirs.Placement]:
 
 
 def unchanged(case: Case, axis: int) -> bool:
-    """Return whether every rank has the same part in both layouts as all that differ from it here.
+    """Return whether the two layouts are equal along an axis.
 
-    So it is where both replicate, hold the same partial values, or shard a dim with the axis first.
+    They are equal if both replicate, if both have the same partial values, or if both shard one dim
+    with the axis first.
     """
     old, new = (layout.placements[axis] for layout in (case.source, case.target))
     if not isinstance(old, Shard):
@@ -194,7 +184,7 @@ def test_on_a_mesh_of_the_world_two_axes_are_changed_without_the_third(ranks: Po
 
 
 def given_groups(rank: int) -> tuple[list[Any], list[str], list[tuple[int, ...]]]:
-    """The groups of a step over two of three axes, by what was given."""
+    """Return the groups of a step over two of three axes for several ``groups`` arguments."""
     mesh = cached("cube", lambda: init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES))
     half = cached(
         "halves", lambda: [dist.new_group(range(4)), dist.new_group(range(4, 8))][rank // 4]
@@ -247,7 +237,7 @@ def wrong_groups(rank: int) -> list[tuple[str, str]]:
     return said
 
 
-def test_what_is_no_sequence_of_groups_is_refused(ranks: Pools) -> None:
+def test_an_invalid_sequence_of_groups_raises(ranks: Pools) -> None:
     first, *others = ranks(8).run(wrong_groups)
     assert others == [first] * 7
     assert [name for name, _ in first] == ["LayoutError"] * 3

@@ -55,7 +55,7 @@ def global_values(layout: Layout, shape: tuple[int, ...]) -> Tensor:
 
 
 def part(values: Tensor, layout: Layout, shape: tuple[int, ...], rank: int) -> Tensor:
-    """Return what ``rank`` holds: its coordinate's values where partial, then its box."""
+    """Return the local tensor of ``rank``: the box in the values of its partial coordinate."""
     coordinate = layout.coordinate(rank)
     index = [i if values.shape[axis] > 1 else 0 for axis, i in enumerate(coordinate)]
     box = layout.box_at(shape, coordinate)
@@ -73,7 +73,7 @@ def expected(values: Tensor, case: Case, rank: int) -> Tensor:
 
 
 def group_finder(plan: Any, collectives: SimulatedCollectives) -> Callable[[Any], Any]:
-    """Return how to find the group of a step, named by its axes; that of all between meshes."""
+    """Return a function that returns the group of a step: its axes, or all ranks."""
 
     def find(step: Any) -> Any:
         layout, axes = step.source, step.axes
@@ -127,7 +127,7 @@ def run(
 
 @settings(deadline=None, max_examples=150)
 @given(cases(), st.sampled_from([None, frozenset()]))
-def test_all_ranks_get_their_slice_and_receive_what_was_predicted(
+def test_all_ranks_get_their_slice_and_receive_the_predicted_bytes(
     case: Case, spanned: frozenset[tuple[int, ...]] | None
 ) -> None:
     values = global_values(case.source, case.shape)
@@ -158,7 +158,7 @@ def test_partial_values_are_reduced_over_exactly_their_axes(
 
 
 class Listening:
-    """Collectives that note, for each set of ranks, what is called."""
+    """Collectives that record the calls for each group of ranks."""
 
     def __init__(self, inner: Collectives) -> None:
         self._inner = inner
@@ -198,10 +198,11 @@ def moved(
     cost: AlphaBeta | None = None,
     single: bool = False,
 ) -> list[tuple[Tensor | None, int, int]]:
-    """Carry out a case without partial values in a world of which some ranks are in no mesh.
+    """Execute a case without partial values. Some ranks of the world are in no mesh.
 
-    What each rank has in the end, how many bytes it received, and how many were predicted. Parts
-    are ``given`` or cut from a global tensor; with ``single`` only single axes have groups.
+    Returns the local tensor of each rank, the received bytes and the predicted bytes. ``given`` are
+    the input parts. If it is None, they are slices of a global tensor. If ``single`` is True, only
+    single axes have groups.
     """
     full = torch.arange(1, 1 + math.prod(case.shape)).view(case.shape).double()
     groups: frozenset[tuple[int, ...]] | None = frozenset() if single else None
@@ -221,7 +222,7 @@ def moved(
 
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
-    """Return what a rank holds of a global tensor, laid as its local tensor."""
+    """Return the local tensor of a rank."""
     grid = layout.intervals_at(tuple(full.shape), layout.coordinate(rank))
     for dim, ranges in enumerate(grid):
         parts = [full.narrow(dim, lo, hi - lo) for lo, hi in ranges]
@@ -236,7 +237,7 @@ def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
 
 @settings(deadline=None, max_examples=250)
 @given(free_cases(world=WORLD), st.sampled_from(COSTS), st.booleans())
-def test_any_layouts_on_any_two_meshes_give_slices_and_receive_what_was_predicted(
+def test_any_layouts_on_any_two_meshes_give_slices_and_receive_the_predicted_bytes(
     case: Case, cost: AlphaBeta | None, single: bool
 ) -> None:
     """Strided, ragged, overlapping, disjoint, permuted; with idle ranks."""

@@ -6,15 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from rank_pool import RankPool, cached
+from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import Axis, TorchCollectives
+from hp_dtensor import TorchCollectives
 
 from .accelerator import OnAccelerator, recorded
+from .meshes import world_axis
 
 Ranks = Callable[[int], RankPool]
 pytestmark = pytest.mark.gloo
@@ -26,20 +25,12 @@ CASES: dict[str, Callable[[int], list[Tensor]]] = {
 }
 
 
-def world() -> Axis:
-    mesh: DeviceMesh = cached(
-        "mesh of the world",
-        lambda: init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("w",)),
-    )
-    return Axis.of(mesh)
-
-
 def sent(rank: int, case: str, strided: bool) -> tuple[list[str], bool, bool]:
-    """Send to the next rank; return what reached gloo and whether the right values arrived.
+    """Send to the next rank. Return the operators that gloo got, and whether values are right.
 
-    Every second element of a strided output is not to be written to.
+    Every second element of a strided output must stay unchanged.
     """
-    axis = world()
+    axis = world_axis()
     right, left = (rank + 1) % axis.size, (rank - 1) % axis.size
     given, expected = CASES[case](rank), CASES[case](left)
     memory = [torch.zeros((*x.shape, 2), dtype=x.dtype) for x in given]
@@ -65,7 +56,7 @@ def test_only_cpu_memory_reaches_send_and_receive(ranks: Ranks, case: str, strid
 
 
 def sent_under_inference(rank: int) -> bool:
-    axis, peer = world(), 1 - rank
+    axis, peer = world_axis(), 1 - rank
     with torch.inference_mode():
         place = torch.zeros(2)
         own = OnAccelerator(torch.full((2,), float(rank)))
@@ -79,7 +70,7 @@ def test_tensors_of_inference_mode_are_staged_too(ranks: Ranks) -> None:
 
 
 class Broken(RuntimeError):
-    """What the test raises."""
+    """Error that the test raises."""
 
 
 class Failing:
@@ -96,7 +87,7 @@ class Failing:
 
 def failed(rank: int) -> tuple[list[str], bool]:
     """Let the second of two receives fail; return the errors, and if the outputs are unchanged."""
-    axis, peer = world(), 1 - rank
+    axis, peer = world_axis(), 1 - rank
     recv, calls = ProcessGroup.recv, list[Any]()
 
     def failing(*args: Any) -> Any:
@@ -125,7 +116,7 @@ def test_after_an_error_of_a_wait_nothing_is_copied_back(ranks: Ranks) -> None:
 
 
 def reduced(rank: int) -> tuple[list[str], list[bool]]:
-    axis, collectives = world(), TorchCollectives()
+    axis, collectives = world_axis(), TorchCollectives()
     n, total = axis.size, sum(range(axis.size))
     parts = [torch.full((3,), float(rank)), torch.full((2,), rank), torch.full((2,), rank + 1j)]
     expected = [
@@ -156,7 +147,7 @@ def memory_of(x: Any) -> Tensor:
 
 def others(rank: int) -> tuple[list[str], list[bool]]:
     """Run the other collectives on one tensor and on two."""
-    axis, collectives = world(), TorchCollectives()
+    axis, collectives = world_axis(), TorchCollectives()
     n = axis.size
     own, rows = torch.full((2,), float(rank)), torch.arange(2.0 * n)
     whole = torch.arange(float(n)).repeat_interleave(2)

@@ -277,7 +277,7 @@ def test_equal_meshes_keep_their_own_groups(ranks: Pools) -> None:
 
 
 def groupless(rank: int) -> tuple[str, str, bool]:
-    """What is said of meshes without groups: a part of the world, and all of it."""
+    """Return the errors for meshes without groups: a part of the world, and the whole world."""
     names = ("i", "j")
     part_of_world = DeviceMesh(
         "cpu", torch.tensor(GRID), mesh_dim_names=names, _init_backend=False, _rank=rank

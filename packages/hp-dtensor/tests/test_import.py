@@ -1,4 +1,4 @@
-"""The names at the root; layouts and plans work where torch is not installed."""
+"""Public names. Layouts and plans work without torch."""
 
 import doctest
 import subprocess
@@ -52,7 +52,7 @@ def test_the_root_has_few_names_and_few_errors() -> None:
 @pytest.mark.parametrize(
     "name", ["Layout", "Partial", "RaggedShard", "Replicate", "Shard", "StridedShard"]
 )
-def test_examples_of_layouts_give_what_they_show(name: str) -> None:
+def test_examples_of_layouts_are_right(name: str) -> None:
     finder = doctest.DocTestFinder(recurse=False)
     (example,) = finder.find(getattr(ROOT, name), name, globs=dict(vars(ROOT)))
     result = doctest.DocTestRunner().run(example)

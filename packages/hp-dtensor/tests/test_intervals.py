@@ -45,7 +45,7 @@ def test_pieces_are_torch_chunks_of_blocks(
 
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 40), splits)
-def test_who_holds_a_position_inverts_pieces(
+def test_the_holder_of_a_position_inverts_pieces(
     length: int, nested: tuple[tuple[int, int], ...]
 ) -> None:
     for index in torch_parts(length, nested):

@@ -128,7 +128,7 @@ def test_placements_come_in_the_order_of_the_axes(placements: Any) -> None:
         RaggedShard((0,), {1, 3})  # type: ignore[arg-type]
 
 
-def test_errors_say_what_is_legal() -> None:
+def test_errors_name_the_legal_values() -> None:
     with pytest.raises(LayoutError, match="give 2, one for each axis"):
         Layout((2, 2), (R,))
     with pytest.raises(LayoutError, match="0 to 1"):
@@ -167,7 +167,7 @@ def test_boxes_of_nested_shards_ascend_in_shard_order(length: int, degrees: list
 
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
-    """Draw a layout of any kind and the shape of a tensor that can lie so."""
+    """Draw a layout of any kind and a valid tensor shape for it."""
     shape = draw(shapes)
     return draw(free_layouts(draw(st.sampled_from(MESHES)), shape)), shape
 
@@ -270,7 +270,7 @@ def test_evenly_spaced_ranks_cost_nothing_and_compare_equal() -> None:
     assert shuffled == Layout((3,), (S0,), ranks=[5, 1, 9])
 
 
-def test_wrong_ragged_and_strided_shards_say_what_is_legal() -> None:
+def test_errors_of_ragged_and_strided_shards_name_the_legal_values() -> None:
     with pytest.raises(LayoutError, match=r"degree 2; give 2 sizes"):
         Layout((2,), (RaggedShard((0,), (1, 2, 3)),))
     with pytest.raises(LayoutError, match=r"sum to 5; they must sum to 6"):

@@ -119,7 +119,7 @@ def refused(rank: int, dtype: torch.dtype, op: str) -> str:
         (torch.int64, "AVG", "nothing"),
     ],
 )
-def test_what_nccl_does_not_know_is_refused(
+def test_calls_that_nccl_does_not_support_raise(
     nccl_ranks: Ranks, dtype: torch.dtype, op: str, words: str
 ) -> None:
     assert all(words in found for found in nccl_ranks(2).run(refused, dtype, op))

@@ -1,4 +1,4 @@
-"""What carrying out a plan holds at once is no more than the plan says."""
+"""The measured peak memory of a plan is at most the predicted one."""
 
 import itertools
 import weakref
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
+from rank_pool import FinishedWork
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -72,19 +73,8 @@ class Held(TorchDispatchMode):
             del self._alive[address]
 
 
-class Allocated:
-    """A call that is over."""
-
-    def __init__(self, outputs: list[Tensor]) -> None:
-        self._outputs = outputs
-
-    def wait(self) -> list[Tensor]:
-        """Return the outputs."""
-        return self._outputs
-
-
 class Allocating(TorchCollectives):
-    """torch's collectives, but for what a fake group refuses: to receive without sending."""
+    """torch's collectives with an ``all_to_all`` that works in a fake group."""
 
     def all_to_all(
         self,
@@ -97,14 +87,14 @@ class Allocating(TorchCollectives):
         """Exchange row blocks."""
         if input.numel() or receive_splits is None:
             return super().all_to_all(axis, input, send_splits, receive_splits, output)
-        return Allocated([input.new_empty(sum(receive_splits))])
+        return FinishedWork([input.new_empty(sum(receive_splits))])
 
 
 @pytest.fixture(scope="module", params=["in order", "turned round"])
 def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
-    """Give a mesh of ranks that allocate what they receive and move nothing.
+    """Return a mesh over a fake group, which allocates outputs and moves no data.
 
-    The ranks of a group ascend: they lie in the order of the mesh, or the other way round.
+    Ranks ascend within a group. Their order in the mesh is the same or the reverse.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
     if request.param == "in order":

@@ -1,4 +1,4 @@
-"""What carrying out a plan holds is within ``max_bytes``, on one mesh and between any two."""
+"""The measured peak memory is within ``max_bytes``, on one mesh and between two meshes."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -65,7 +65,7 @@ def mesh_of(layout: Layout, meshes: Meshes) -> DeviceMesh:
 
 
 def prepared_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
-    """Return what is prepared for this rank: of a tensor, or of what says where it is."""
+    """Return the prepared redistribution of this rank."""
     source, target, shape = case
     here = source.holds(dist.get_rank())
     x = _prepare.TensorSpec(
@@ -86,7 +86,7 @@ def prepared_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
 
 
 def measured(prepared: Any) -> int:
-    """Return the most bytes that were alive at once, what was given and the result at least."""
+    """Return the peak number of live bytes, which include the input and the result."""
     local = torch.ones(prepared.local_shape or (0,))
     with Held(local) as mode:
         result = _execute.start(prepared.steps, local, Allocating())()
@@ -97,9 +97,7 @@ def measured(prepared: Any) -> int:
 
 @settings(deadline=None, max_examples=80)
 @given(case=drawn())
-def test_what_is_held_is_within_the_limit_and_what_the_plan_says(
-    meshes: Meshes, case: Case
-) -> None:
+def test_measured_memory_is_within_the_limit_and_the_plan(meshes: Meshes, case: Case) -> None:
     free = prepared_of(case, meshes, None)
     assume(free.steps is not None and free.plan.steps)
     assert measured(free) <= free.plan.peak_bytes
@@ -113,8 +111,10 @@ def test_what_is_held_is_within_the_limit_and_what_the_plan_says(
     assert measured(tight) <= tight.plan.peak_bytes <= least
 
 
-def test_a_transfer_holds_what_it_packs_and_what_arrives_beside_both_parts(meshes: Meshes) -> None:
-    """Of its columns and of its rows a rank keeps an eighth."""
+def test_a_transfer_needs_memory_for_both_parts_and_for_sent_and_received_elements(
+    meshes: Meshes,
+) -> None:
+    """A rank keeps an eighth of its columns and of its rows."""
     rank = dist.get_rank()
     source = Layout((8,), (Shard(1),))
     target = Layout((2, 4), (Shard(0), Shard(0)))

@@ -49,7 +49,7 @@ def dense_cases(draw: st.DrawFn, mesh: tuple[int, ...]) -> Ragged:
 
 
 class Distributed(NamedTuple):
-    """What one rank got."""
+    """Results of one rank."""
 
     local: Tensor
     full: Tensor
@@ -178,7 +178,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
     return texts
 
 
-def test_wrong_arguments_are_named_on_every_rank_alike_before_communication(ranks: Pools) -> None:
+def test_wrong_arguments_raise_on_every_rank_before_communication(ranks: Pools) -> None:
     first, *others = ranks(4).run(refused)
     assert others == [first] * 3
     kinds: list[type[LayoutError]] = [MeshError, LayoutError, LayoutError]
@@ -196,7 +196,7 @@ def test_wrong_arguments_are_named_on_every_rank_alike_before_communication(rank
 
 
 class Tied(nn.Module):
-    """A model whose output weight is its embedding."""
+    """A model with one weight for embedding and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_partial_values_are_reduced_and_nothing_else_moves(ranks: Pools) -> None
 
 
 def ordered(rank: int) -> tuple[bool, str, list[bool], Tensor, str]:
-    """Use tensors whose spec has a shard order that their placements do not show."""
+    """Use tensors with a shard order in the spec that the placements do not have."""
     made: list[DTensor] = []
     entry = import_module("torch.distributed.tensor._dtensor_spec").ShardOrderEntry
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("x", "y", "z"))

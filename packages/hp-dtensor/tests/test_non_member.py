@@ -1,4 +1,4 @@
-"""An absent tensor says what others hold, and refuses to be used."""
+"""A `NonMember` has the metadata of the tensor and raises in computations."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def test_every_use_as_a_tensor_says_where_the_tensor_is(use: str) -> None:
     assert isinstance(info.value, TypeError)
 
 
-def test_it_carries_what_the_others_hold_and_no_data() -> None:
+def test_it_has_the_metadata_of_the_other_ranks_and_no_data() -> None:
     assert (ABSENT.layout, ABSENT.shape, ABSENT.dtype) == (LAYOUT, (6, 3), torch.float32)
     assert NonMember(LAYOUT, [6, 3], torch.float32) == ABSENT  # type: ignore[arg-type]
     assert NonMember(LAYOUT, (6, 4), torch.float32) != ABSENT

@@ -170,7 +170,7 @@ def test_an_axis_without_a_group_of_its_own_is_named_and_the_worlds_is_not_taken
 
 
 @pytest.mark.parametrize("wrong", ["gloo", object(), TorchCollectives])
-def test_what_is_no_collectives_is_named(wrong: Any) -> None:
+def test_invalid_collectives_raise_with_their_type(wrong: Any) -> None:
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0])
     with pytest.raises(ValueError, match=r"collectives=.*use TorchCollectives\(\)"):
@@ -179,7 +179,7 @@ def test_what_is_no_collectives_is_named(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["pp", 0])
-def test_what_is_no_axis_of_stages_is_named(wrong: Any, eight: DeviceMesh) -> None:
+def test_an_invalid_axis_of_stages_raises(wrong: Any, eight: DeviceMesh) -> None:
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0])
     for pp in (wrong, eight, eight["a", "b"]):

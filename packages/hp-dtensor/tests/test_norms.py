@@ -1,7 +1,6 @@
-"""The norm over mixed meshes is that of one process that holds every gradient whole."""
+"""The norm of gradients on several meshes equals the norm in one process."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ import torch
 import torch.distributed.tensor as theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool, cached
+from rank_pool import RankPool, cached, profile
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -93,7 +92,7 @@ def test_norm_and_gradients_equal_those_of_one_process(ranks: Pools, order: floa
         for mine, parameter in zip(after, alone, strict=True):
             assert parameter.grad is not None
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=0.0)
-        # Three sets of ranks: the whole world (fsdp, dp x tp, efsdp x ep alike), tp, none.
+        # Three sets of ranks: the whole world (fsdp, dp x tp, efsdp x ep), tp, none.
         assert calls == 2
 
 
@@ -227,7 +226,7 @@ def refused(rank: int) -> list[str]:
     return names
 
 
-def test_every_rank_refuses_alike_and_scales_nothing(ranks: Pools) -> None:
+def test_every_rank_raises_and_scales_nothing(ranks: Pools) -> None:
     errors = [kind.__name__ for kind in (LayoutError, LayoutError, RuntimeError, ValueError)]
     for rank, names in enumerate(ranks(4).run(refused)):
         assert names == [*errors, "nan" if rank == 2 else "1.0"]
@@ -236,7 +235,7 @@ def test_every_rank_refuses_alike_and_scales_nothing(ranks: Pools) -> None:
 def poisoned(
     rank: int, kind: str, order: float, value: float, where: int
 ) -> tuple[str, float, int]:
-    """Return the error, the norm without one, and the calls, where one rank has a bad gradient."""
+    """Return the error or the norm, and the calls, if one rank has a bad gradient."""
     mesh, pp = mesh_of(("fsdp",)), None
     local = torch.tensor([1.0, value if rank == where else 2.0])
     if kind == "plain":
@@ -379,7 +378,7 @@ def test_complex_gradients_are_clipped_as_torchs_function_does(order: float, for
     st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=12),
     st.sampled_from([1.0, 2.0, math.inf]),
 )
-def test_gradients_side_by_side_in_one_memory_are_clipped_as_those_apart(
+def test_adjacent_and_separate_gradients_are_clipped_equally(
     kinds: list[tuple[int, bool]], order: float
 ) -> None:
     flat = torch.randn(sum(size for size, _ in kinds), dtype=torch.float64)
@@ -412,7 +411,7 @@ def test_small_gradients_side_by_side_are_measured_in_one_call() -> None:
 
 
 def calls_of(count: int, size: int, kind: Callable[[Tensor], Tensor]) -> int:
-    """Return the calls of a clip, those of functions in C too; gradients lie side by side."""
+    """Return the number of Python and C calls of a clip. Gradients are adjacent in memory."""
     flat, found = torch.ones(count, size), [0]
     parameters = [nn.Parameter(kind(torch.zeros(size))) for _ in range(count)]
     for parameter, gradient in zip(parameters, flat, strict=True):
@@ -422,9 +421,7 @@ def calls_of(count: int, size: int, kind: Callable[[Tensor], Tensor]) -> int:
         found[0] += event in ("call", "c_call")
 
     clip_grad_norm_(parameters, 1.0)
-    sys.setprofile(note)
-    clip_grad_norm_(parameters, 1.0)
-    sys.setprofile(None)
+    profile(lambda: clip_grad_norm_(parameters, 1.0), note)
     return found[0]
 
 

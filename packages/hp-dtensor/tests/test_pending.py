@@ -121,7 +121,7 @@ def test_every_kind_of_plan_can_be_waited_for(ranks: Pools, kinds: tuple[str, ..
 
 
 def written_into(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[str]:
-    """Return the errors of results whose input was written into, also without a gradient."""
+    """Write to the inputs of pending results. Return the errors, with and without gradients."""
     found, given = [], (source, shape, rank)
     crosses = source.mesh_shape != target.mesh_shape  # gradients do not pass between meshes
     for grad in (not crosses, False):
@@ -138,7 +138,7 @@ def written_into(rank: int, source: Layout, target: Layout, shape: tuple[int, ..
 
 
 @pytest.mark.parametrize("kinds", [kinds for kinds in WAYS if kinds], ids="+".join)
-def test_what_is_being_sent_must_not_be_written_into(ranks: Pools, kinds: tuple[str, ...]) -> None:
+def test_tensors_in_flight_must_not_be_written(ranks: Pools, kinds: tuple[str, ...]) -> None:
     for found in ranks(4).run(written_into, *WAYS[kinds]):
         assert len(found) == 2
         assert all("written into between redistribute" in words for words in found)
@@ -175,7 +175,7 @@ class Late:
 
 
 class LateCollectives(TorchCollectives):
-    """Collectives that count what was started and what was waited for."""
+    """Collectives that count starts and waits."""
 
     def __init__(self) -> None:
         self.started = self.waited = 0
@@ -195,7 +195,7 @@ for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_
 
 @pytest.fixture
 def nothing_moves() -> Iterator[None]:
-    """Make a world of four ranks of which this is one, whose calls are over at once."""
+    """Create a fake world of four ranks. Its collectives complete at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
     dist.destroy_process_group()
@@ -284,5 +284,5 @@ def test_after_a_failure_every_wait_raises_the_same_error(fails: int) -> None:
             pending.wait()
         errors.append(info.value)
     assert errors[0] is errors[1] is errors[2]
-    # Nothing that was started is left unwaited for, and nothing is started anew.
+    # Every started collective was waited for, and none was started again.
     assert collectives.started == collectives.waited == fails

@@ -113,7 +113,7 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]],
 
 @settings(deadline=None, max_examples=200)
 @given(grids(), st.booleans())
-def test_parts_of_a_grid_are_what_chunks_in_turn_give(
+def test_parts_of_a_grid_equal_successive_chunks(
     case: tuple[tuple[int, ...], list[tuple[int, int, int]], list[int]], ordered: bool
 ) -> None:
     part, grid, order = case

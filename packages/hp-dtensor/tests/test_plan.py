@@ -116,7 +116,7 @@ def test_slicing_before_the_reduction_halves_what_it_receives() -> None:
 
 
 def test_latency_and_bandwidth_decide() -> None:
-    """Over one axis the bytes go in one small group; over both only what is missing goes."""
+    """One axis means one small group. Both axes mean that only missing elements are sent."""
     pair = Layout((2, 2), (S0, R)), Layout((2, 2), (S1, S0))
     latency = explain(*pair, shape=(64, 64), cost=AlphaBeta(alpha=1.0, beta=0.0))
     bandwidth = explain(*pair, shape=(64, 64), cost=AlphaBeta(alpha=0.0, beta=1.0))

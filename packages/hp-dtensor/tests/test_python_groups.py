@@ -58,7 +58,7 @@ def known(name: str) -> str:
 
 
 def overridden(old_names: bool, lists: bool) -> dict[str, str]:
-    """Return what a subclass overrides: under new or old names, with or without lists."""
+    """Return the methods that a subclass overrides, with new or old names."""
     methods = [*SINGLES, "allreduce", "broadcast", "send", "recv", *(LISTS if lists else ())]
     return {
         (RENAMED.get(name, name) if old_names else known(name)): known(name) for name in methods

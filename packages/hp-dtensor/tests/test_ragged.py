@@ -37,7 +37,7 @@ def ragged_cases(draw: st.DrawFn, mesh: tuple[int, ...]) -> Ragged:
     for degree in mesh:
         sharded = draw(st.sampled_from([None, *range(len(shape))]))
         if sharded is not None and sharded in dims:
-            # Runs lie in frames of equal lengths.
+            # Runs are in frames of equal lengths.
             shape = (*shape[:sharded], shape[sharded] * degree, *shape[sharded + 1 :])
         placements.append(R if sharded is None else Shard(sharded))
     placements[axis] = R
@@ -95,7 +95,7 @@ def gathered(rank: int, batch: list[Ragged]) -> list[tuple[Tensor, Tensor, int, 
 
 
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
-def test_the_whole_tensor_comes_together_with_no_byte_too_many(
+def test_the_whole_tensor_is_gathered_without_unneeded_bytes(
     ranks: Pools, mesh: tuple[int, ...]
 ) -> None:
     @settings(deadline=None, max_examples=3)
@@ -113,7 +113,7 @@ def test_the_whole_tensor_comes_together_with_no_byte_too_many(
 
 
 def masked(x: Any, y: Any) -> Any:
-    """Write one value where ``x`` is larger."""
+    """Set elements of a copy of ``y`` to 0.5 if ``x`` is larger."""
     z = y.clone()
     z[x > y] = 0.5
     return z
@@ -148,7 +148,7 @@ def computed(rank: int, batch: list[Ragged]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)])
-def test_elementwise_operators_on_parts_are_those_on_the_whole(
+def test_elementwise_operators_on_parts_equal_the_whole(
     ranks: Pools, mesh: tuple[int, ...]
 ) -> None:
     @settings(deadline=None, max_examples=2)

@@ -1,4 +1,4 @@
-"""Activations and losses of ragged tensors: values and gradients are those of whole tensors."""
+"""Activations and losses of ragged tensors equal those of whole tensors, with gradients."""
 
 from collections.abc import Callable
 from functools import partial

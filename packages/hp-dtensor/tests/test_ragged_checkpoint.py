@@ -1,4 +1,4 @@
-"""A checkpoint keeps boxes: what ragged tensors save, other layouts load, bit for bit."""
+"""Checkpoints of ragged tensors load in other layouts, bit-equal."""
 
 import copy
 import io

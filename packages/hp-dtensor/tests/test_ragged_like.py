@@ -1,14 +1,14 @@
-"""Another ragged tensor that lies as one does, from a part, without a look at the layout."""
+"""``RaggedTensor.like``: a ragged tensor with the same layout, from a local tensor."""
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from rank_pool import RankPool
+from rank_pool import RankPool, profile
 from torch import Tensor
 
 from hp_dtensor import Layout, LayoutError, RaggedShard
@@ -20,10 +20,10 @@ UNEVEN = Ragged(Layout((4,), (RaggedShard((0,), (5, 1, 0, 4)),)), (10, 3))
 
 
 class Made(NamedTuple):
-    """What one rank got."""
+    """Results of one rank."""
 
     full: Tensor
-    placed_alike: bool
+    same_layout: bool
     dtype: torch.dtype
     tracked: tuple[bool, bool]
     grad: Tensor
@@ -42,7 +42,7 @@ def made(rank: int, batch: list[Ragged]) -> list[Made]:
         results.append(
             Made(
                 full=y.full_tensor(),
-                placed_alike=alike and y.shape == x.shape,
+                same_layout=alike and y.shape == x.shape,
                 dtype=x.like(leaf.detach().bfloat16()).dtype,
                 tracked=(y.requires_grad, z.requires_grad),
                 grad=leaf.grad,
@@ -51,14 +51,14 @@ def made(rank: int, batch: list[Ragged]) -> list[Made]:
     return results
 
 
-def test_it_lies_alike_with_the_values_the_dtype_and_the_gradient_of_the_part(ranks: Pools) -> None:
+def test_it_has_the_same_layout_and_the_values_dtype_and_gradient_of_the_part(ranks: Pools) -> None:
     @settings(deadline=None, max_examples=2)
     @given(st.lists(ragged_cases((2, 2)), min_size=BATCH, max_size=BATCH))
     def check(batch: list[Ragged]) -> None:
         for rank, results in enumerate(ranks(4).run(made, batch)):
             for case, result in zip(batch, results, strict=True):
                 assert torch.equal(result.full, whole(case.shape, 2))
-                assert result.placed_alike
+                assert result.same_layout
                 assert result.dtype == torch.bfloat16
                 assert result.tracked == (False, True)
                 assert torch.equal(result.grad, part_of(whole(case.shape, 4), case, rank))
@@ -67,7 +67,7 @@ def test_it_lies_alike_with_the_values_the_dtype_and_the_gradient_of_the_part(ra
 
 
 def shared(rank: int) -> tuple[bool, bool, bool]:
-    """Whether the part is not copied, keeps what is done to it, and stays apart as an object."""
+    """Return whether memory is shared, writes are visible, and ``requires_grad`` is separate."""
     x = ragged_of(whole(UNEVEN.shape), UNEVEN, rank)
     local = part_of(whole(UNEVEN.shape, 2), UNEVEN, rank)
     y = x.like(local)
@@ -105,14 +105,10 @@ def calls(rank: int) -> int:
         nonlocal count
         count += event == "call"
 
-    sys.setprofile(note)
-    try:
-        x.like(local)
-    finally:
-        sys.setprofile(None)
+    profile(partial(x.like, local), note)
     return count
 
 
 def test_it_costs_a_few_calls_however_large_the_layout(ranks: Pools) -> None:
-    """A part goes through `like`, what it shares with `from_local`, and the constructor."""
+    """The calls are `like`, a helper that `from_local` shares, and the constructor."""
     assert max(ranks(4).run(calls)) <= 6

@@ -61,7 +61,7 @@ def refused(rank: int) -> list[str]:
     return texts[:-2]
 
 
-def test_what_works_on_memory_is_refused_on_every_rank_alike(ranks: Pools) -> None:
+def test_operators_on_memory_raise_on_every_rank(ranks: Pools) -> None:
     first, *others = ranks(4).run(refused)
     assert others == [first] * 3
     assert all("to_local()" in text for text in first)
@@ -72,13 +72,13 @@ def looked_at(rank: int) -> tuple[int, tuple[int, ...], int, int]:
     return x.data_ptr(), x.stride(), x.nbytes, x.element_size()
 
 
-def test_sizes_are_those_of_the_whole_and_the_address_is_none(ranks: Pools) -> None:
+def test_sizes_describe_the_whole_tensor_and_the_address_is_none(ranks: Pools) -> None:
     """torch takes address 0 for a tensor of tensors: it clones such ones instead of storages."""
     assert ranks(4).run(looked_at) == [(0, (3, 1), 240, 8)] * 4
 
 
 def replaced(rank: int) -> tuple[Tensor, Tensor]:
-    """Set data to that of a tensor that lies alike; return both parts after a write to it."""
+    """Set ``data`` to a tensor with the same layout. Return both parts after a write."""
     x: Any = ragged_of(whole(UNEVEN.shape), UNEVEN, rank).requires_grad_()
     y = ragged_of(whole(UNEVEN.shape, 2), UNEVEN, rank)
     x.data = y
@@ -88,7 +88,7 @@ def replaced(rank: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.nccl
-def test_data_is_shared_with_what_it_was_set_to(ranks: Pools) -> None:
+def test_set_data_shares_memory(ranks: Pools) -> None:
     for rank, (mine, given) in enumerate(ranks(4).run(replaced)):
         assert torch.equal(mine, 2 * part_of(whole(UNEVEN.shape, 2), UNEVEN, rank))
         assert torch.equal(mine, given)
@@ -105,7 +105,7 @@ SAVED: list[Callable[[Any], Any]] = [lambda x: x.to_local() ** 2, lambda x: (x *
 
 
 def written(rank: int) -> list[str]:
-    """What backward says of a part, or a tensor, that was saved and then written to."""
+    """Return the errors of backward after in-place writes to saved tensors."""
     texts = []
     for write in WRITES.values():
         for saved in SAVED:
@@ -142,7 +142,7 @@ def test_a_part_with_a_gradient_is_written_to_without_grad_only(ranks: Pools) ->
 
 
 def identities(rank: int) -> list[bool]:
-    """Whether operators that write return what they were given."""
+    """Return whether in-place operators return their argument."""
     x, y = (ragged_of(whole(UNEVEN.shape, seed), UNEVEN, rank) for seed in (1, 2))
     twin = x.like(x.to_local())
     exponent = torch.empty_like(x, dtype=torch.int32)
@@ -158,7 +158,7 @@ def identities(rank: int) -> list[bool]:
     ]
 
 
-def test_what_was_written_to_is_returned_also_where_two_share_a_part(ranks: Pools) -> None:
+def test_in_place_operators_return_the_written_tensor(ranks: Pools) -> None:
     assert ranks(4).run(identities) == [[True] * 6] * 4
 
 

@@ -1,4 +1,4 @@
-"""Clipping reads where ragged gradients lie: every element counts once."""
+"""Norms of ragged gradients count every element once."""
 
 import math
 from collections.abc import Callable

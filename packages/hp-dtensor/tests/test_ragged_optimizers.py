@@ -79,7 +79,7 @@ def trained(
     return found
 
 
-Make = Callable[[Tensor, Ragged], Tensor]  # what a rank holds of the whole tensor of a case
+Make = Callable[[Tensor, Ragged], Tensor]  # returns the local part of a case's whole tensor
 
 
 def inputs(world: int, make: Make) -> tuple[list[nn.Parameter], list[list[Tensor]]]:
@@ -106,7 +106,7 @@ def stepped(rank: int, name: str, world: int) -> list[dict[str, tuple[type, Tens
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_bitwise_those_of_one_process_on_the_same_elements(
+def test_steps_are_bit_equal_to_one_process_on_the_same_elements(
     ranks: Pools, name: str, world: int
 ) -> None:
     for rank, results in enumerate(ranks(world).run(stepped, name, world)):
@@ -198,7 +198,7 @@ def local(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [None, 0, 3])
-def test_a_gradient_scaler_skips_a_step_on_all_ranks_alike(
+def test_a_gradient_scaler_skips_a_step_on_all_ranks(
     ranks: Pools, bad: int | None, fused: bool
 ) -> None:
     stepped = (4.0, True, True) if bad is None else (2.0, True, True)

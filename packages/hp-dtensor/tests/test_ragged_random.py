@@ -55,10 +55,10 @@ def filled(rank: int, seeds: bool) -> list[tuple[Tensor, list[list[float]]]]:
 
 
 @pytest.mark.parametrize("seeds", [False, True])
-def test_random_fills_are_alike_on_replicas_and_different_on_parts(
+def test_random_fills_are_equal_on_replicas_and_different_on_shards(
     ranks: Pools, seeds: bool
 ) -> None:
-    """Whether ranks have the same seed or seeds of their own."""
+    """Random fills are right with equal seeds and with different seeds on the ranks."""
     answers = ranks(4).run(filled, seeds)
     for number in range(len(CASES) * len(FILLS)):
         name = list(FILLS)[number % len(FILLS)]
@@ -170,7 +170,7 @@ def reduced(rank: int) -> list[tuple[list[Tensor], list[Tensor]]]:
     return results
 
 
-def test_sums_means_and_norms_are_those_of_one_process_with_their_gradients(
+def test_sums_means_and_norms_and_their_gradients_equal_one_process(
     ranks: Pools,
 ) -> None:
     for results in ranks(4).run(reduced):
@@ -265,7 +265,7 @@ def drawn_in_another_order(rank: int) -> Tensor:
     return x.to_local()
 
 
-def test_replicas_draw_alike_on_a_mesh_in_any_order(ranks: Pools) -> None:
+def test_replicas_draw_equal_numbers_on_a_mesh_in_any_order(ranks: Pools) -> None:
     first, *others = ranks(4).run(drawn_in_another_order)
     assert all(torch.equal(first, other) for other in others)
 

@@ -1,4 +1,4 @@
-"""Sums, means and norms of ragged tensors are what torch makes of the whole tensor."""
+"""Sums, means and norms of ragged tensors equal torch's results for the whole tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def refusals(rank: int) -> list[str]:
     return found
 
 
-def test_what_a_reduction_would_leave_undone_is_refused(ranks: Ranks) -> None:
+def test_invalid_arguments_of_reductions_raise(ranks: Ranks) -> None:
     for found in ranks(2).run(refusals):
         for text in found[:3]:
             assert text.startswith("TypeError")

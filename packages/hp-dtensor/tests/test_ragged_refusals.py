@@ -1,4 +1,4 @@
-"""What ragged tensors refuse: other operators, other operands, layouts that do not fit."""
+"""Errors of ragged tensors: unsupported operators, operands and layouts."""
 
 import math
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def refused(rank: int) -> list[str]:
     return texts
 
 
-def test_other_operators_and_operands_are_refused_on_every_rank_alike(ranks: Pools) -> None:
+def test_other_operators_and_operands_raise_on_every_rank(ranks: Pools) -> None:
     first, *others = ranks(4).run(refused)
     assert others == [first] * 3
     assert all("redistribute" in text for text in first)
@@ -95,7 +95,7 @@ def misplaced(rank: int) -> list[tuple[str, str]]:
     return texts
 
 
-def test_layouts_that_do_not_fit_are_named_on_every_rank_alike(ranks: Pools) -> None:
+def test_layouts_that_do_not_fit_raise_on_every_rank(ranks: Pools) -> None:
     first, *others = ranks(4).run(misplaced)
     assert others == [first] * 3
     assert [name for name, _ in first] == [
@@ -123,6 +123,6 @@ def no_collectives(rank: int) -> str:
     return str(info.value)
 
 
-def test_what_is_no_collectives_is_named(ranks: Pools) -> None:
+def test_invalid_collectives_raise_with_their_type(ranks: Pools) -> None:
     for text in ranks(4).run(no_collectives):
         assert text.startswith("collectives='gloo' does not have the methods of Collectives; use ")

@@ -1,4 +1,4 @@
-"""What pickle, torch.save and asynchronous checkpoints keep of a ragged tensor."""
+"""Ragged tensors in pickle, torch.save and asynchronous checkpoints."""
 
 import copy
 import pickle
@@ -102,7 +102,7 @@ def test_a_load_that_does_not_know_the_class_names_its_module(ranks: Pools, tmp_
 
 
 def copied(rank: int) -> list[tuple[bool, ...]]:
-    """Whether each copy lies alike, has the values, the kind and a memory of its own."""
+    """Return whether each copy has the same layout, type and values, and separate memory."""
     facts: list[tuple[bool, ...]] = []
     for case, x in zip(CASES, tensors(rank), strict=True):
         for y in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
@@ -128,7 +128,7 @@ def test_deep_copies_and_pickles_are_tensors_of_their_own(ranks: Pools) -> None:
 
 
 def odd_frames(rank: int) -> tuple[bool, bool]:
-    """Whether a pickle keeps frames that axes cut in an order of their own."""
+    """Return whether a pickle keeps a shard order of the other axes."""
     mesh: DeviceMesh = cached(
         "order", lambda: init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     )
@@ -148,7 +148,7 @@ def test_a_pickle_keeps_the_order_in_which_axes_cut_the_frames(ranks: Pools) -> 
 
 
 def staged(rank: int, path: str) -> list[Tensor]:
-    """Save while the tensors change; return what a load into other tensors finds."""
+    """Change tensors during an asynchronous save. Return the loaded values."""
     state = {str(i): x.detach() for i, x in enumerate(tensors(rank))}
     future: Any = async_save(dict(state), checkpoint_id=path)
     for x in state.values():
@@ -228,7 +228,7 @@ def loaded(rank: int, broadcast: bool) -> list[tuple[str, bool]]:
     if broadcast:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         weights, state = (weights, state) if rank == 0 else ({}, {})
-    # torch keeps the very tensors that it is given where they are whole and stay so.
+    # torch keeps references to whole tensors, so copy them.
     set_model_state_dict(other, copy.deepcopy(weights), options=options)
     set_optimizer_state_dict(other, others, copy.deepcopy(state), options=options)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -273,7 +273,7 @@ def wrongly_loaded(rank: int) -> str:
     return str(info.value)
 
 
-def test_a_full_tensor_of_another_shape_is_refused_on_every_rank_alike(ranks: Pools) -> None:
+def test_a_full_tensor_of_another_shape_raises_on_every_rank(ranks: Pools) -> None:
     first, *others = ranks(4).run(wrongly_loaded)
     assert others == [first] * 3
     assert "0.weight" in first

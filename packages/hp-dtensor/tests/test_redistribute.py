@@ -329,7 +329,7 @@ def test_second_derivatives_pass_and_nothing_to_do_is_the_same_tensor(ranks: Poo
 
 
 def submesh(rank: int) -> tuple[list[str], Tensor, Tensor, str]:
-    """Return what moves, and where to, on the inner axis of a (2, 2) mesh."""
+    """Redistribute on the inner axis of a (2, 2) mesh. Return the calls and the results."""
     pair = cached("line", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")))
     line = pair["y"]
     full = whole((6, 4))
@@ -403,7 +403,7 @@ def misused(rank: int) -> list[tuple[str, str]]:
     return texts
 
 
-def test_arguments_of_another_kind_are_named_with_what_is_legal(ranks: Pools) -> None:
+def test_arguments_of_wrong_types_raise_with_the_legal_types(ranks: Pools) -> None:
     first, *others = ranks(4).run(misused)
     assert others == [first] * 3
     kinds = [LayoutError] * 6 + [MeshError] * 2 + [LayoutError] * 2
@@ -419,7 +419,7 @@ def test_arguments_of_another_kind_are_named_with_what_is_legal(ranks: Pools) ->
     assert "rank=3 and itemsize=None beside a tensor, which has its own" in first[9][1]
 
 
-def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks: Pools) -> None:
+def test_wrong_targets_raise_on_every_rank_before_communication(ranks: Pools) -> None:
     first, *others = ranks(4).run(refused)
     assert [name for name, _ in first] == [
         kind.__name__
@@ -499,7 +499,7 @@ def test_sums_with_averages_cost_no_more_than_sums(ranks: Pools) -> None:
 
 
 def products(rank: int) -> list[list[theirs.Placement]]:
-    """The placements of a result that keeps products on one axis, as they were given."""
+    """Return the placements of results with products on one axis."""
     found = []
     for name in ("product", "prod"):
         x = DTensor.from_local(

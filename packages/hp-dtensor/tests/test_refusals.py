@@ -1,4 +1,4 @@
-"""What cannot be done is refused on every rank alike, before any communication."""
+"""Invalid calls raise on every rank before communication."""
 
 from collections.abc import Callable
 from typing import Any

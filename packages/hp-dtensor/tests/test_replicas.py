@@ -23,7 +23,7 @@ Pools = Callable[[int], RankPool]
 
 
 class Model(nn.Module):
-    """Two parameters and a buffer whose values are given."""
+    """Two parameters and a buffer with given values."""
 
     def __init__(self, **values: Tensor) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_a_tensor_without_replicas_is_never_different(ranks: Pools) -> None:
     assert ranks(4).run(_sharded, "everywhere", 3) == [""] * 4
 
 
-def test_what_is_no_collectives_is_named() -> None:
+def test_invalid_collectives_raise_with_their_type() -> None:
     door = SimulatedCollectives(SimulatedWorld(1), 0)
     wrong: Any = "gloo"
     with pytest.raises(ValueError, match="'gloo' does not have the methods of Collectives"):

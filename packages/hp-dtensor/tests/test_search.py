@@ -22,10 +22,10 @@ _cost: Any = import_module(f"{_package}._cost")
 
 
 class Discounted(AlphaBeta):
-    """A model with a rule of its own: long messages cost nothing more."""
+    """A cost model with an upper bound on the cost of a message."""
 
     def seconds(self, axes: Any, ranks: int, received: float) -> float:
-        """Return a price that stops to grow."""
+        """Return a cost that is constant above 8 bytes."""
         return 1e-6 + 1e-6 * min(received, 8.0)
 
 
@@ -67,7 +67,7 @@ def relaxed(search: Any, wide: bool) -> float:
 def test_the_search_finds_the_cheapest_of_all_steps(
     mesh: tuple[int, ...], cost: AlphaBeta, data: st.DataObject
 ) -> None:
-    """Where only single axes and pairs have groups."""
+    """Only single axes and pairs of axes have groups."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple))
     # Plans are searched for without axes of one rank, which mean nothing.
     src = _layout.replicated(data.draw(layouts(mesh, len(shape), ("sum",))))
@@ -131,7 +131,7 @@ def expanded(
 
 
 def test_a_search_on_four_axes_ends_before_its_bound_on_work() -> None:
-    """Also that for the least memory, and one at prices of which nothing is known."""
+    """Includes the search for the least memory, and a search with an unknown cost model."""
     for limit in (None, 1):
         for cost in (Priced(),):
             counts = [

@@ -22,7 +22,7 @@ from hp_dtensor.sources import (
 )
 
 Shape = tuple[int, ...]
-Made = tuple[Source, Tensor]  # an expression, and what torch makes of the same tensors
+Made = tuple[Source, Tensor]  # an expression, and torch's result for the same tensors
 
 
 class Files:

@@ -1,24 +1,26 @@
-"""Every value that torch's own tests of redistribution check on CPU, checked of ours.
+"""The values that torch's own tests of redistribution check on CPU, for torch and for hp-dtensor.
 
-The cases are those of pytorch's ``test/distributed/tensor/test_redistribute.py`` at its commit
-0133e92a. Torch and `hp_dtensor.redistribute` both run each of them, and each result is compared
-with a slice of the whole tensor. `CommDebugMode` and `RecordingCollectives` count collectives.
+The cases are from ``test/distributed/tensor/test_redistribute.py`` of pytorch at commit 0133e92a.
+torch and `hp_dtensor.redistribute` both run each case. Each result is compared with a slice of the
+whole tensor. `CommDebugMode` and `RecordingCollectives` count collectives.
 
-Cases with three axes run on 8 ranks, all others but those on a (4, 2) mesh on 4. Of the sweeps over
-shard orders every second to twelfth order is taken; large tensors are smaller here. Of the cases of
-all sweeps every fifth always runs, all by `nox -s long`.
+Cases with three axes or a (4, 2) mesh run on 8 ranks, all others on 4 ranks. Sweeps over shard
+orders use every second to twelfth order. Large tensors are smaller here. Every fifth case of a
+sweep always runs. `nox -s long` runs all cases.
 
 Not restated:
 
-- ``forward_dtype``: not a parameter of ours; a cast before the call gives the same, tested here.
-- ``backward_dtype``: not a parameter of ours. It sets the dtype in which a gradient is
-  communicated; the gradient that arrives has the dtype of ``x`` in both, tested here.
+- ``forward_dtype``: hp-dtensor has no such parameter. A cast before the call has the same effect,
+  which is tested here.
+- ``backward_dtype``: hp-dtensor has no such parameter. It sets the dtype in which a gradient is
+  communicated. The gradient has the dtype of ``x`` in both libraries, which is tested here.
 - ``Redistribute.apply`` from replicated to partial: private. The public call raises in both.
 - ``shard_dim_alltoall``, ``_TransformInfo``, ``_optimize_transform_infos``, ``redistribute_cost``,
   the choice of a planner, traces of its steps, a view instead of a split after a gather: private
-  functions of torch. Their effects, values and numbers of collectives, are tested here.
-- The warning that a mesh lacks a flattened one: ours does not warn; `explain` has a note.
-- ``_MaskPartial`` as a target: torch skips its test; ours raises, see ``test_torch_partials.py``.
+  functions of torch. Their results and numbers of collectives are tested here.
+- The warning that a mesh has no flattened mesh: hp-dtensor does not warn. `explain` has a note.
+- ``_MaskPartial`` as a target: torch skips its test. hp-dtensor raises, see
+  ``test_torch_partials.py``.
 - Local tensor mode, which simulates all ranks in one process: the cases are the same.
 """
 
@@ -86,7 +88,7 @@ def case(
     orders: Sequence[dict[int, tuple[int, ...]]] = ({}, {}),
     **more: Any,
 ) -> Case:
-    """Read ``"S0,R -> R,P"``; the orders are those of the axes before and after."""
+    """Parse ``"S0,R -> R,P"``. ``orders`` are the shard orders before and after."""
     sides = [tuple(KINDS[word] for word in side.split(",")) for side in name.split(" -> ")]
     degrees = mesh or MESHES[len(sides[0])]
     source, target = (Layout(degrees, *side) for side in zip(sides, orders, strict=True))
@@ -140,7 +142,7 @@ def laid_out(full: Tensor, layout: Layout, rank: int, flattened: tuple[str, ...]
 
 
 class Result(NamedTuple):
-    """What a rank has afterwards, and the collectives that it called forward and backward."""
+    """Results of one rank, and its collectives in forward and backward."""
 
     local: Tensor
     labels: str
@@ -194,7 +196,7 @@ def calls_of(mode: CommDebugMode, recorder: RecordingCollectives) -> int:
 
 
 def expected(given: Case, rank: int) -> Tensor:
-    """Return a rank's slice of the reduced tensor, or of its term where an axis stays partial."""
+    """Return a rank's slice of the reduced tensor. Axes that stay partial are not reduced."""
     source, target = given.source, given.target
     axes = zip(source.placements, target.placements, strict=True)
     reduced = [old.op if isinstance(old, Partial) and old != new else None for old, new in axes]
@@ -211,9 +213,9 @@ def expected(given: Case, rank: int) -> Tensor:
 
 
 def expected_grad(given: Case, rank: int, keeps: bool) -> tuple[Tensor, str]:
-    """Return a rank's gradient and placements: replicated where the source is partial.
+    """Return a rank's gradient and placements. It is replicated if the source is partial.
 
-    With ``keeps``, as in torch, it is partial where the target is partial too.
+    If ``keeps`` is True, as in torch, it is partial if the target is partial too.
     """
     source, scale, back = given.source, 1, []
     for degree, old, new in zip(
@@ -316,7 +318,7 @@ GROUPS: dict[str, list[Case]] = {
 }
 # Collectives of torch and of ours, each forward and backward, in the cases where they differ.
 DIFFERENT: dict[str, Calls] = {
-    # Ours takes more: where the result stays partial, torch's gradient does too; ours is reduced.
+    # hp-dtensor needs more: if the result is partial, torch's gradient is partial, ours is reduced.
     "partial values that stay": {
         "P -> P": ((0, 0), (0, 1)),
         "P,S0 -> P,S0": ((0, 0), (0, 1)),
@@ -368,7 +370,7 @@ def test_values_gradients_and_layouts_are_torchs(ranks: Pools, group: str) -> No
 
 
 def orders(ndim: int) -> list[Layout]:
-    """Return all layouts of a (2, 2, 2) mesh whose axes all shard, in all orders."""
+    """Return all layouts of a (2, 2, 2) mesh with three sharded axes, in all orders."""
     found = []
     for dims in itertools.product(range(ndim), repeat=3):
         axes = [[axis for axis in range(3) if dims[axis] == dim] for dim in range(ndim)]
@@ -465,7 +467,7 @@ def test_a_partial_gradient_is_summed_in_one_collective(ranks: Pools, torchs: bo
 
 
 def negative(rank: int) -> list[tuple[str, bool]]:
-    """Return the placements that negative dims give, and whether the memory is that of x."""
+    """Return the placements for negative dims, and whether the memory of x is shared."""
     results = []
     for old, dim in (("S1", -1), ("S0", -1), ("S1", -2)):
         x = laid_out(whole((12, 3)), Layout((4,), (KINDS[old],)), rank)
@@ -476,7 +478,7 @@ def negative(rank: int) -> list[tuple[str, bool]]:
 
 
 def strided(rank: int) -> list[Tensor]:
-    """Return what torch's strided shard with a dim from the end gives, by torch and by ours."""
+    """Return torch's and our result for a strided shard with a negative dim."""
     full, mesh = whole((8, 4)), mesh_of((4, 2))
     to = [_StridedShard(-2, split_factor=2), theirs.Shard(-2)]
     x = laid_out(full, Layout((4, 2), (KINDS["R"], KINDS["R"])), rank)
@@ -490,7 +492,9 @@ def test_a_strided_shard_from_the_end_is_the_shard_order(ranks: Pools) -> None:
         assert all(torch.equal(local, part) for local in locals_)
 
 
-def test_negative_dims_count_from_the_end_and_what_is_in_place_is_not_copied(ranks: Pools) -> None:
+def test_negative_dims_count_from_the_end_and_unchanged_layouts_are_not_copied(
+    ranks: Pools,
+) -> None:
     last, first = (str((theirs.Shard(dim),)) for dim in (1, 0))
     wanted = [*[(last, True)] * 2, *[(last, False)] * 2, *[(first, False)] * 2]
     assert ranks(4).run(negative) == [wanted] * 4

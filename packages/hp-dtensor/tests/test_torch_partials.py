@@ -179,7 +179,7 @@ def explained(rank: int) -> tuple[str, str, str, str]:
     return text, str(made.value), str(asked.value), " ".join(sorted(collectives.by_axis))
 
 
-def test_what_torch_reduces_is_explained_and_cannot_be_asked_for(ranks: Pools) -> None:
+def test_partials_of_torch_are_explained_and_no_valid_target(ranks: Pools) -> None:
     first, *others = ranks(4).run(explained)
     text, made, asked, counted = first
     assert "reduced by torch" in text

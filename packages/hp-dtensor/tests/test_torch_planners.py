@@ -1,4 +1,4 @@
-"""No plan is dearer than those of torch's planners, at the same prices."""
+"""No plan costs more than the plans of torch's planners with the same cost model."""
 
 import itertools
 import math
@@ -92,7 +92,7 @@ def their_price(
 def test_no_plan_is_dearer_than_torchs_greedy_or_min_cost_one(
     shape: tuple[int, ...], examples: int, model: AlphaBeta, single: bool
 ) -> None:
-    """Also where only the single axes have groups, which is all that torch's steps use."""
+    """Includes meshes with groups for single axes only, as torch's steps use."""
     generator = torch.Generator().manual_seed(len(shape))
     kinds = (R, S0, S1, P)
     pairs = [

@@ -1,4 +1,4 @@
-"""Transfers: what all ranks plan alone fits together and moves no element too many."""
+"""Transfers: the plans of all ranks match, and each rank receives only missing elements."""
 
 from itertools import product
 from typing import Any
@@ -41,7 +41,7 @@ def check_sends_match(plans: dict[int, Any]) -> None:
 
 
 def check_moves(case: Case, plans: dict[int, Any]) -> None:
-    """Simulated, every rank ends with its slice, having received what it lacked and no more."""
+    """Simulate the plans. Every rank has its slice and received only missing elements."""
     source, target, shape = case
     full = np.arange(1, 1 + int(np.prod(shape, dtype=int))).reshape(shape)
     for rank, plan in plans.items():
@@ -67,7 +67,7 @@ def cells(box: Box) -> tuple[slice, ...]:
 
 @settings(deadline=None, max_examples=300)
 @given(cases())
-def test_what_one_rank_sends_another_expects(case: Case) -> None:
+def test_sent_boxes_equal_the_expected_ones(case: Case) -> None:
     check_sends_match(planned(case))
 
 

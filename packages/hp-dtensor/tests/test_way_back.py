@@ -59,7 +59,7 @@ def costs(rank: int) -> list[dict[str, int]]:
 
 
 def test_the_way_back_is_the_cheapest_under_the_same_cost(ranks: Pools) -> None:
-    """One call over the outer axis and a slice, or one over both that moves only what lacks."""
+    """One call over the outer axis and a slice, or one call over both axes with fewer bytes."""
     answers = ranks(4).run(costs)
     assert sum(sum(seen[0].values()) for seen in answers) > sum(
         sum(seen[1].values()) for seen in answers
@@ -80,7 +80,7 @@ def bounded(rank: int, compiled: bool) -> list[str]:
         call(leaf(replicated))
     try:
         call(leaf(replicated))
-    except (NoPlanError, RuntimeError) as error:  # the compiler wraps what tracing raises
+    except (NoPlanError, RuntimeError) as error:  # the compiler wraps errors of tracing
         texts.append(f"{type(error).__name__}: {error}")
     return texts
 
@@ -123,7 +123,7 @@ IDENTITIES: list[tuple[list[theirs.Placement], Any]] = [
 
 
 def unchanged(rank: int, compiled: bool) -> list[tuple[list[str], Tensor, bool]]:
-    """Return the layout and value of gradients that are partial where the result is given."""
+    """Return layouts and values of gradients that are partial if the result is partial."""
     results = []
     for placements, target in IDENTITIES:
         for started in (False, True):

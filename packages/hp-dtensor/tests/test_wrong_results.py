@@ -9,13 +9,13 @@ has the fault. If a newer torch has repaired it, the test fails with a text that
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
-from rank_pool import TORCH_2_11, RankPool, cached
+from rank_pool import TORCH_2_11, Pair, RankPool, cached, expect_fault, outcome
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -37,33 +37,6 @@ Pools = Callable[[int], RankPool]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 BLOCKS = _StridedShard(0, split_factor=2)
 RANKS = 4
-
-
-class Pair(NamedTuple):
-    """The results of torch and of this package on one rank: tensors, numbers or error texts."""
-
-    torchs: Any
-    ours: Any
-
-
-def still(fault: bool, report: str) -> None:
-    """Fail with a clear text if the installed torch no longer has the fault of a report."""
-    if fault:
-        return
-    if TORCH_2_11:
-        pytest.skip(f"torch 2.11 does not have the fault of {report}")
-    pytest.fail(
-        f"torch {torch.__version__} no longer has the fault of {report}, which is good news: move "
-        "its row on the page wrong-results to the repaired ones, and test only the right result"
-    )
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or the name and the text of its error."""
-    try:
-        return call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
@@ -112,7 +85,7 @@ def test_uneven_rows_are_gathered_over_a_flattened_mesh(ranks: Pools) -> None:
         assert torch.equal(sharded.ours, full.chunk(2)[rank % 2])
     fault = all(gathered.torchs[:, 0].tolist() == [0, 3, 6, 0, 9] for gathered, _ in answers)
     fault &= not torch.equal(answers[1][1].torchs, full[3:])
-    still(fault, "pytorch/pytorch#194457")
+    expect_fault(fault, "pytorch/pytorch#194457")
 
 
 def to_another_mesh(rank: int) -> tuple[bool, Pair]:
@@ -130,7 +103,7 @@ def test_equal_placements_on_another_mesh_move_the_tensor(ranks: Pools) -> None:
     for rank, (moved, pair) in enumerate(ranks(RANKS).run(to_another_mesh)):
         assert torch.equal(pair.ours, full.chunk(RANKS)[RANKS - 1 - rank])
         fault &= not moved and torch.equal(pair.torchs, full.chunk(RANKS)[rank])
-    still(fault, "pytorch/pytorch#126795")
+    expect_fault(fault, "pytorch/pytorch#126795")
 
 
 ORDER = (3, 1, 0, 2)  # the ranks of a mesh along its axis
@@ -155,7 +128,7 @@ def test_ranks_of_a_mesh_may_have_any_order(ranks: Pools) -> None:
         assert torch.equal(distributed.ours, part)
         faults.append(not torch.equal(gathered.torchs, full))
         faults.append(rank == 1 or not torch.equal(distributed.torchs, part))
-    still(all(faults), "pytorch/pytorch#193224")
+    expect_fault(all(faults), "pytorch/pytorch#193224")
 
 
 def of_unequal_parts(rank: int) -> Pair:
@@ -176,7 +149,7 @@ def test_parts_that_are_no_chunks_are_refused_or_ragged(ranks: Pools) -> None:
         assert pair.ours.startswith("RankMismatchError: rank 0 cannot take part in redistribute")
         assert "the local tensor has shape [2]" in pair.ours
         fault &= pair.torchs.tolist() == wrong
-    still(fault, "pytorch/pytorch#144109")
+    expect_fault(fault, "pytorch/pytorch#144109")
 
 
 def without_a_shape(rank: int) -> tuple[tuple[int, ...], str]:
@@ -186,14 +159,14 @@ def without_a_shape(rank: int) -> tuple[tuple[int, ...], str]:
     return tuple(x.shape), refused
 
 
-def test_ranks_that_infer_different_global_shapes_are_told(ranks: Pools) -> None:
+def test_ranks_that_infer_different_global_shapes_raise(ranks: Pools) -> None:
     """pytorch/torchtitan#4593: 5 elements on 2 ranks are 6 on rank 0 and 4 on rank 1."""
     answers = ranks(2).run(without_a_shape)
     for _, refused in answers:
         assert refused.startswith("RankMismatchError")
         assert "[6]" in refused
         assert "[4]" in refused
-    still([shape for shape, _ in answers] == [(6,), (4,)], "pytorch/torchtitan#4593")
+    expect_fault([shape for shape, _ in answers] == [(6,), (4,)], "pytorch/torchtitan#4593")
 
 
 def blocks_of_blocks(rank: int, rows: int) -> Pair:
@@ -213,7 +186,7 @@ def test_blocks_of_blocks_are_gathered(ranks: Pools, report: str, wrong: list[in
     """pytorch/pytorch#168134 (uneven) and #178735: two axes split a dim into blocks."""
     answers = ranks(RANKS).run(blocks_of_blocks, len(wrong))
     assert all(torch.equal(pair.ours, torch.arange(float(len(wrong)))) for pair in answers)
-    still(all(pair.torchs.tolist() == wrong for pair in answers), report)
+    expect_fault(all(pair.torchs.tolist() == wrong for pair in answers), report)
 
 
 # Wrong numbers of torch's operators: redistribute first.
@@ -233,7 +206,7 @@ def test_a_number_is_added_once_to_a_reduced_tensor(ranks: Pools) -> None:
     answers = ranks(RANKS).run(added_number)
     assert all(pair.ours == 28 + 10 for pairs in answers for pair in pairs)
     found = [[pair.torchs for pair in pairs] for pairs in answers]
-    still(found == [[28 + 10, 28 + RANKS * 10]] * RANKS, "pytorch/pytorch#163193")
+    expect_fault(found == [[28 + 10, 28 + RANKS * 10]] * RANKS, "pytorch/pytorch#163193")
 
 
 def read_as_number(rank: int) -> Pair:
@@ -245,7 +218,7 @@ def test_item_of_a_reduced_tensor_is_the_sum_of_all_ranks(ranks: Pools) -> None:
     """pytorch/pytorch#144054 and #166638: item() returns the partial value of the rank."""
     answers = ranks(RANKS).run(read_as_number)
     assert all(pair.ours == 28 for pair in answers)
-    still([pair.torchs for pair in answers] == [1, 5, 9, 13], "pytorch/pytorch#144054")
+    expect_fault([pair.torchs for pair in answers] == [1, 5, 9, 13], "pytorch/pytorch#144054")
 
 
 # Hangs.
@@ -275,7 +248,7 @@ def test_a_rank_that_gathers_alone_learns_which_rank_is_missing(ranks: Pools) ->
     assert ours.startswith("RankMismatchError")
     assert "the last calls: ranks [0]: redistribute" in ours
     assert "ranks [1]: " in ours
-    still("Timed out" in torchs and seconds > SECONDS * 0.9, "areal-project/AReaL#187")
+    expect_fault("Timed out" in torchs and seconds > SECONDS * 0.9, "areal-project/AReaL#187")
 
 
 # Errors.
@@ -311,7 +284,7 @@ def test_gradients_of_all_meshes_have_one_norm(
     answers = ranks(RANKS).run(clipped, plain)
     for pair in answers:
         torch.testing.assert_close(pair.ours, expected)
-    still(all(pair.torchs.startswith(error) for pair in answers), report)
+    expect_fault(all(pair.torchs.startswith(error) for pair in answers), report)
 
 
 def to_a_new_mesh(rank: int) -> tuple[str, str, Pair]:
@@ -329,7 +302,7 @@ def test_a_tensor_goes_to_a_mesh_of_another_shape(ranks: Pools) -> None:
         assert torch.equal(pair.ours, full.chunk(RANKS)[rank])
         fault &= "ValueError: Cannot distribute a DTensor" in str(distributed)
         fault &= "NotImplementedError: Cross device mesh" in str(moved)
-    still(fault, "pytorch/pytorch#109437")
+    expect_fault(fault, "pytorch/pytorch#109437")
 
 
 def flat_view(rank: int) -> Pair:
@@ -344,7 +317,9 @@ def test_a_view_works_after_a_redistribution(ranks: Pools) -> None:
     answers = ranks(RANKS).run(flat_view)
     assert all(torch.equal(pair.ours, torch.arange(24.0)) for pair in answers)
     error = "RuntimeError: Cannot flatten unevenly sharded tensor"
-    still(all(str(pair.torchs).startswith(error) for pair in answers), "pytorch/pytorch#143372")
+    expect_fault(
+        all(str(pair.torchs).startswith(error) for pair in answers), "pytorch/pytorch#143372"
+    )
 
 
 # Repaired in torch 2.13.

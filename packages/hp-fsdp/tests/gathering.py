@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-# What torch's fully_shard and DTensor need to be of the same class again.
+# Operators of torch's fully_shard and DTensor whose results must keep the class.
 KEPT = {
     "aten.detach.default",
     "aten.new_zeros.default",
@@ -22,14 +22,14 @@ KEPT = {
 
 
 class Wrapped(Tensor):
-    """Plain values, a switch that makes hooks fail, and notes of how hooks were called."""
+    """Plain values, a record of the hook calls, and a switch that makes a hook raise."""
 
     plain: Tensor
     notes: list[str]
 
     @staticmethod
     def __new__(cls, plain: Tensor, notes: list[str] | None = None) -> "Wrapped":
-        """Look like ``plain``."""
+        """Return a tensor with the metadata of ``plain``."""
         made: Wrapped = Tensor._make_wrapper_subclass(
             cls,
             plain.shape,
@@ -41,19 +41,19 @@ class Wrapped(Tensor):
         return made
 
     def __init__(self, plain: Tensor, notes: list[str] | None = None) -> None:
-        """Hold ``plain``; copies and parts share the notes."""
+        """Store ``plain``. Copies and slices share the list ``notes``."""
         self.plain = plain
         self.notes = [] if notes is None else notes
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Name the class and what it holds."""
+        """Return the name of the class and the plain values."""
         return f"{type(self).__name__}({self.plain})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with plain values; keep the class where only memory or shape changes."""
+        """Compute with plain values; keep the class for the operators in ``KEPT``."""
         notes: list[list[str]] = []
 
         def unwrap(wrapped: Wrapped) -> Tensor:
@@ -69,31 +69,25 @@ class Wrapped(Tensor):
         return out
 
     def write(self, out: Tensor, values: Tensor) -> None:
-        """Write where autograd does not see it, as torch's `fully_shard` demands."""
+        """Write without autograd, as torch's `fully_shard` requires."""
         out.data.copy_(values)
 
     def note(self, what: str) -> None:
-        """Note a call; fail if a test asked for it."""
+        """Record a call. Raise if the test requested a failure of this call."""
         self.notes.append(what)
         if f"fail {what}" in self.notes:
             self.notes.remove(f"fail {what}")
             raise ArithmeticError(what)
 
 
-class Halved(Wrapped):
-    """Gathers bfloat16, pads uneven rows; the hook takes all five arguments."""
+class Restored(Wrapped):
+    """A class whose post-all-gather hook creates the unsharded values or writes them to `out`."""
 
-    padded = True
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the rows in bfloat16, zeros below."""
-        self.note(f"pre over {mesh.size()} of {mesh.ndim}-D, {type(module).__name__}")
-        rows = -(-outer_size[0] // mesh.size()) if self.padded else len(self.plain)
-        half = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
-        half[: len(self.plain)] = self.plain
-        return (half,), (tuple(outer_size), tuple(outer_stride), mp_policy.param_dtype)
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the unsharded values in ``dtype``, and the tensors that hold memory for them."""
+        raise NotImplementedError
 
     def fsdp_post_all_gather(
         self,
@@ -103,19 +97,41 @@ class Halved(Wrapped):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the rows in the parameter's dtype; or write them."""
+        """Return the unsharded values and the tensors to free, or write the values to ``out``."""
         self.note("post" if out is None else "post out")
-        (half,) = all_gather_outputs
-        rows = half[: metadata[0][0]]
-        if out is not None:
-            self.write(out, rows)
-            return None
-        whole = rows.to(param_dtype, copy=True)
+        whole, inner = self.restored(all_gather_outputs, metadata, param_dtype)
+        if out is None:
+            return whole, inner
+        self.write(out, whole)
+        return None
+
+
+class Halved(Restored):
+    """Gathers bfloat16 and pads uneven rows. Its hook takes all five arguments."""
+
+    padded = True
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the rows in bfloat16, padded with zeros."""
+        self.note(f"pre over {mesh.size()} of {mesh.ndim}-D, {type(module).__name__}")
+        rows = -(-outer_size[0] // mesh.size()) if self.padded else len(self.plain)
+        half = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
+        half[: len(self.plain)] = self.plain
+        return (half,), (tuple(outer_size), tuple(outer_stride), mp_policy.param_dtype)
+
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the rows without padding."""
+        (half,) = outputs
+        whole = half[: metadata[0][0]].to(dtype, copy=True)
         return whole, (half, whole)
 
 
-class EightBits(Wrapped):
-    """Gathers integers of eight bits and each rank's scale; the hook takes the mesh alone."""
+class EightBits(Restored):
+    """Gathers int8 values and one scale per rank. Its hook takes only the mesh."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Return values and a scale."""
@@ -123,63 +139,45 @@ class EightBits(Wrapped):
         scale = self.plain.abs().max() / 127
         return ((self.plain / scale).round().to(torch.int8), scale), "eight bits"
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: Sequence[Tensor],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return what values and scales stand for; or write it."""
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the values multiplied by the scale of their rank."""
         if metadata != "eight bits":
             raise AssertionError(metadata)
-        self.note("post" if out is None else "post out")
-        values, scales = all_gather_outputs
-        by_rank = values.view(len(scales), -1).to(param_dtype) * scales[:, None].to(param_dtype)
+        values, scales = outputs
+        by_rank = values.view(len(scales), -1).to(dtype) * scales[:, None].to(dtype)
         whole = by_rank.view(values.shape)
-        if out is not None:
-            self.write(out, whole)
-            return None
         return whole, (whole,)
 
 
-class Blocks(Wrapped):
-    """Gathers integers of eight bits and one scale for each block of four rows."""
+class Blocks(Restored):
+    """Gathers int8 values and one scale for each block of four rows."""
 
     ROWS = 4
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the values and the scales of this rank's blocks; it may have none."""
+        """Return the values and the scales of this rank's blocks. A rank can have no blocks."""
         self.note(f"pre of {len(self.plain)} rows")
         return quantized(self.plain), None
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: Sequence[Tensor],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return what values and scales stand for; or write it."""
-        self.note("post" if out is None else "post out")
-        whole = dequantized(*all_gather_outputs).to(param_dtype)
-        if out is not None:
-            self.write(out, whole)
-            return None
+    def restored(
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the values multiplied by the scale of their block."""
+        whole = dequantized(*outputs).to(dtype)
         return whole, (whole,)
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values of eight bits, and one scale for each block of four rows."""
+    """Return int8 values and one scale for each block of four rows."""
     blocks = rows.split(Blocks.ROWS) if len(rows) else ()
     scales = torch.tensor([block.abs().max().item() / 127 for block in blocks])
     return (rows / spread(scales, rows)).round().to(torch.int8), scales
 
 
 def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    """Return what values and scales stand for."""
+    """Return the values multiplied by the scales of their blocks."""
     return values * spread(scales, values)
 
 
@@ -194,7 +192,7 @@ def elements_of_block(parameter: Tensor) -> int:
 
 
 class Whole(Wrapped):
-    """Gathers plain values, and modules compute with its own class over what arrived."""
+    """Gathers plain values. Modules compute with this class over the gathered values."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Return the rows."""
@@ -208,7 +206,7 @@ class Whole(Wrapped):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wrap what arrived; later it arrives in the same place."""
+        """Wrap the gathered values. Later gathers must use the same memory."""
         self.note("post" if out is None else "post out")
         (values,) = all_gather_outputs
         if out is None:
@@ -219,7 +217,7 @@ class Whole(Wrapped):
 
 
 def rounded(kind: type[Wrapped], whole: Tensor, degree: int) -> Tensor:
-    """Return what modules compute with when ``degree`` ranks gather the rows of ``whole``."""
+    """Return the unsharded values after ``degree`` ranks gathered the rows of ``whole``."""
     if issubclass(kind, Halved):
         return whole.to(torch.bfloat16).to(whole.dtype)
     if issubclass(kind, Whole):
@@ -232,7 +230,7 @@ def rounded(kind: type[Wrapped], whole: Tensor, degree: int) -> Tensor:
 
 
 class Layers(nn.Module):
-    """Two linear layers with a bias, whose weights have all-gather extensions."""
+    """Two linear layers with a bias. Their weights have all-gather extensions."""
 
     def __init__(self, kind: type[Wrapped] | None, hidden: int = 12) -> None:
         super().__init__()
@@ -243,6 +241,6 @@ class Layers(nn.Module):
             self.down.weight = nn.Parameter(kind(self.down.weight.detach()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return as many features as came."""
+        """Return a tensor of the same shape as ``x``."""
         out: Tensor = self.down(torch.tanh(self.up(x)))
         return out

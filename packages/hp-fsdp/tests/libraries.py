@@ -1,4 +1,4 @@
-"""Both libraries that the same test runs by, and what it builds with either."""
+"""torch's `fully_shard` and this package's, with models that a test can build with both."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hp_fsdp import fully_shard
 
 from .models import WIDTH, Net, make, mesh_of
 
-# The package by whatever name it is imported: copies live under other roots.
+# The package under the name by which it is imported. Vendored copies have other names.
 LIBRARIES: dict[str, Any] = {
     "torch": theirs,
     "ours": sys.modules[fully_shard.__module__.rpartition(".")[0]],
@@ -30,7 +30,7 @@ def wrap(by: str, module: Any, *shape: int, **options: Any) -> Any:
 
 
 def net(by: str, *shape: int, kind: Any = Net, **options: Any) -> Any:
-    """Return a model with blocks of which each is a unit, and the root."""
+    """Return a model in which each block is a unit, and so is the root."""
     model = make(kind)
     for block in model.blocks:
         wrap(by, block, *shape, **options)
@@ -43,7 +43,7 @@ def input_of(rank: int, step: int = 0, rows: int = 4) -> Tensor:
 
 
 class Mlps(nn.Module):
-    """A layer of the root's own and three blocks."""
+    """A layer that belongs to the root, and three blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Mlps(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the last block gives."""
+        """Return the output of the last block."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -61,7 +61,7 @@ class Mlps(nn.Module):
 
 
 class OwnMemory:
-    """Communicates as torch does, in memory of its own, and notes each call."""
+    """Custom collectives that allocate their own memory and record each call."""
 
     def __init__(self, slots: int = 0, waits: bool = False) -> None:
         self.calls: list[tuple[int, int]] = []  # elements sent, ranks
@@ -70,7 +70,7 @@ class OwnMemory:
         self._waits = waits
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return new memory, or that of the slots in turn."""
+        """Return new memory, or the memory of the next slot."""
         if not self._memory:
             return torch.full(tuple(size), -7, dtype=dtype, device=device)
         self._next += 1

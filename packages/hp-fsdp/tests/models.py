@@ -1,4 +1,4 @@
-"""Small models and what every test does with them: build, feed, compare with one process."""
+"""Small models, and functions to build them, run them and compare them with one process."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ Gradients = dict[str, Tensor]
 
 
 class Block(nn.Module):
-    """Shapes that do not divide, are smaller than the group, are direct (``up``) and packed."""
+    """Parameters that are uneven, smaller than the group, gathered directly (``up``), or packed."""
 
     def __init__(self, hidden: int = 36) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` and what the block adds."""
+        """Return ``x`` plus the output of the layers."""
         y = self.down(torch.tanh(self.up(self.norm(x))))
         return cast(Tensor, x + y * self.one + x * self.table.sum(0))
 
@@ -76,7 +76,7 @@ def mesh_of(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 
 
 def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    """Shard every block, then the root; what has 256 bytes and divides is gathered directly."""
+    """Shard every block, then the root. Even parameters of 256 bytes are gathered directly."""
     table: Any = mock.patch.object(_offsets, "DIRECT_BYTES_OF", {})
     with mock.patch.object(_offsets, "DIRECT_BYTES", 256), table:
         for block in model.blocks:
@@ -85,7 +85,7 @@ def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, in memory of its own."""
+    """Return a copy of the unsharded tensor."""
     found = tensor.detach()
     whole: Any = found.full_tensor() if isinstance(found, DTensor | RaggedTensor) else found
     return cast(Tensor, whole.clone())
@@ -96,7 +96,7 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def in_one_run(sharded: Iterable[Any]) -> bool:
-    """Return whether this rank's parts lie in one buffer: they take no more room than in one."""
+    """Return whether this rank's shards are in one buffer, judged by the memory they span."""
     starts, ends, room = [], [], 0
     for p in sharded:
         local = p.to_local()

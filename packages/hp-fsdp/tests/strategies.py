@@ -1,4 +1,4 @@
-"""What the tests draw: shapes of parameters and sizes of groups."""
+"""Hypothesis strategies for shapes of parameters and sizes of groups."""
 
 from hypothesis import strategies as st
 

@@ -57,9 +57,9 @@ class Given:
 def watched(
     device: Device, model: Any, offloaded: bool = False, own: bool = False
 ) -> Iterator[None]:
-    """Let a sharded model, whose forward ran before, use the device's streams inside.
+    """Let a sharded model use the streams of the simulated device inside the context.
 
-    With ``own`` it gathers and scatters by objects as a user's.
+    The model must have run a forward. If ``own`` is True, it communicates with custom collectives.
     """
     unit: Any = unit_of(model)
     schedule = unit.schedule
@@ -74,10 +74,10 @@ def watched(
             group.scatters = CustomReduceScatter(given, group.collectives)
         group._plan = None
         shard = device.of(group.layout.shard, "compute")
-        for view in group.layout.shards:  # storages of their own over the same memory
+        for view in group.layout.shards:  # separate storages over the same memory
             device.memory[view.untyped_storage()._cdata] = shard
         if offloaded:
-            # Another device in name, so that shards and their gradients are taken to rest there.
+            # A device with another name, so that shards and gradients are offloaded to it.
             group.config = replace(group.config, rest=torch.device("cpu", 0), pinned=True)
             device.on_host(group.layout.shard)
     schedule._pinned = offloaded
@@ -126,6 +126,6 @@ def _patches(device: Device, own: bool) -> list[Any]:
 
 @torch.no_grad()
 def descend(p: Any, rate: float = 0.1) -> None:
-    """Step as an optimizer does, on what this rank has of a parameter and its gradient."""
+    """Subtract this rank's gradient from its shard, as SGD does."""
     part = local_of if hasattr(p, "_local_tensor") else type(p).to_local
     part(p).sub_(part(p.grad), alpha=rate)

@@ -76,7 +76,7 @@ def test_gradients_that_someone_keeps_are_not_overwritten(ranks: Ranks) -> None:
 
 
 class Choosing(Net):
-    """Runs only the blocks that it is told to."""
+    """Runs only the blocks in ``chosen``."""
 
     chosen: tuple[int, ...] = (0, 1, 2)
 
@@ -169,7 +169,7 @@ def freezing(rank: int, shape: tuple[int, ...], options: str, how: str) -> list[
 
 
 def frozen_alone(world: int) -> list[Gradients]:
-    """Return what one process has after the same steps."""
+    """Return the gradients of one process after the same steps."""
     model = make(Net)
     seen = []
     for steps, frozen in (((0, 1), True), ((2,), True), ((3,), False)):
@@ -184,7 +184,7 @@ def frozen_alone(world: int) -> list[Gradients]:
 
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize(("shape", "how"), [((2,), "sync"), ((2, 2), "all-reduce")])
-def test_what_is_frozen_between_microbatches_is_reduced_with_the_others_and_no_later(
+def test_parameters_frozen_between_microbatches_are_reduced_with_the_others(
     ranks: Ranks, shape: tuple[int, ...], how: str, options: str
 ) -> None:
     world = torch.Size(shape).numel()
@@ -195,7 +195,7 @@ def test_what_is_frozen_between_microbatches_is_reduced_with_the_others_and_no_l
 
 
 class Biased(Net):
-    """Uses the bias of its head only where it is told to."""
+    """Uses the bias of its head only if ``uses_bias`` is True."""
 
     uses_bias = True
 
@@ -206,7 +206,7 @@ class Biased(Net):
 
 
 def freezing_apart(rank: int, options: str) -> tuple[Gradients, bool]:
-    """Freeze what rank 0 alone used, and then all; return what was reduced."""
+    """Freeze a parameter that only rank 0 used, then freeze all. Return the reduced gradients."""
     model = shard(make(Biased), mesh_of((2,), ("fsdp",)), **OPTIONS[options])
     model.uses_bias = rank == 0
     with model.no_sync():
@@ -224,7 +224,7 @@ def freezing_apart(rank: int, options: str) -> tuple[Gradients, bool]:
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_ranks_that_used_other_parameters_reduce_the_frozen_ones_alike(
+def test_ranks_that_used_different_parameters_reduce_the_same_frozen_ones(
     ranks: Ranks, options: str
 ) -> None:
     plain = make(Biased)
@@ -255,7 +255,7 @@ def freezing_late(rank: int, options: str) -> tuple[Gradients, Gradients]:
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_a_gradient_of_what_was_frozen_since_the_forward_is_dropped(
+def test_the_gradient_of_a_parameter_frozen_after_forward_is_dropped(
     ranks: Ranks, options: str
 ) -> None:
     without = {name: value for name, value in reference(2).items() if name != "head.weight"}
@@ -297,7 +297,7 @@ def cleared(rank: int, shape: tuple[int, ...], options: str, how: str) -> Gradie
         *(((2,), "module", options) for options in OPTIONS),
     ],
 )
-def test_zero_grad_drops_what_is_not_reduced_yet(
+def test_zero_grad_drops_unreduced_gradients(
     ranks: Ranks, shape: tuple[int, ...], how: str, options: str
 ) -> None:
     world = torch.Size(shape).numel()
@@ -317,14 +317,14 @@ def cleared_on_one(rank: int, options: str) -> Gradients:
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_one_rank_may_drop_its_part_of_what_is_not_reduced_yet(ranks: Ranks, options: str) -> None:
+def test_one_rank_may_drop_its_unreduced_gradients(ranks: Ranks, options: str) -> None:
     expected = {name: gradient / 2 for name, gradient in reference(1).items()}
     for found in ranks(2).run(cleared_on_one, options):
         assert worst(found, expected) < 1e-12
 
 
 def converted(rank: int, options: str, shape: tuple[int, ...], what: str) -> tuple[str, Gradients]:
-    """Convert a module while gradients wait; where that is refused, take it back and go on."""
+    """Convert a module with unreduced gradients. If that raises, undo it and continue."""
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
     model: Any = shard(make(Net, torch.float32), mesh, **OPTIONS[options])
     if what == "under way":
@@ -362,7 +362,7 @@ def test_a_conversion_loses_no_gradients_that_wait(ranks: Ranks, options: str, w
 
 
 def frozen_as_shown(model: Any, shown_by: str, replicas: list[int]) -> list[Gradients]:
-    """Freeze, then thaw, what modules have at that time: the gradients after each."""
+    """Freeze, then unfreeze, the registered parameters. Return the gradients after each."""
     seen = []
     for frozen in (True, False):
         if shown_by == "unshard" and hasattr(model, "unshard"):
@@ -392,7 +392,7 @@ def shown_and_frozen(rank: int, options: str, shown_by: str) -> list[Gradients]:
 
 @pytest.mark.parametrize("shown_by", ["unshard", "a forward without backward", "forward"])
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_what_is_frozen_while_modules_have_it_unsharded_stays_frozen(
+def test_parameters_frozen_while_unsharded_stay_frozen(
     ranks: Ranks, options: str, shown_by: str
 ) -> None:
     expected = frozen_as_shown(make(Net), shown_by, [0, 1])

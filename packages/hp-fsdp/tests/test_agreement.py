@@ -19,7 +19,7 @@ NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 
 
 class Chosen(Net):
-    """Runs the blocks that it is told to."""
+    """Runs the blocks in ``order``."""
 
     order: tuple[int, ...] = (0, 1, 2)
     silent: int | None = None  # a block whose gradients are not synchronised
@@ -38,7 +38,7 @@ DIFFERENT = {
     "frozen": "shape (3, 8) sharded along dim 0, trains on rank 0, shape (3, 8) sharded along "
     "dim 0, is",
 }
-# What rank 1 does otherwise than the others, and what each message says of it.
+# Case -> (attributes of the model on rank 1, expected words of the message).
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "another order": ({"order": (0, 2, 1)}, "rank 1 is to gather blocks.2 for forward"),
     "one left out": ({"order": (0, 2)}, "rank 1 is to gather blocks.2 for forward"),
@@ -77,7 +77,7 @@ def test_a_history_expects_what_followed_the_same_collectives() -> None:
 
 
 def disagree(rank: int, case: str, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
-    """Do otherwise on rank 1; return what was said, and the gradients of a step after a reset."""
+    """Deviate on rank 1. Return the message, and the gradients of a step after a reset."""
     model: Any = make(Chosen)
     if case == "other shapes":
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_it_costs_one_small_gather_per_act_of_a_unit_and_axis_in_the_first_step(
 
 
 def never_alone(rank: int) -> Gradients:
-    """Run a unit on one rank alone where it needs nothing of others."""
+    """Run an unsharded unit on rank 0 only, which needs no communication."""
     model: Any = make(Net)
     for module in (*model.blocks, model):
         fully_shard(module, mesh_of((2,), NAMES[1]))
@@ -226,7 +226,7 @@ SAID = {
 
 
 def differently(rank: int, option: str) -> str:
-    """Shard with another option on each rank, of layers whose shards have the same size."""
+    """Shard layers with equal shard sizes, with a different option on each rank."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     fully_shard(model, mesh_of((2,), ("fsdp",)), **OPTIONS[option](rank))
@@ -237,7 +237,7 @@ def differently(rank: int, option: str) -> str:
 
 
 def named_as_a_fact(rank: int) -> str:
-    """Freeze on one rank a parameter that is called as what a disagreement may name."""
+    """Freeze a parameter on one rank. Its name is also a word of the error message."""
     model: Any = nn.Linear(2, 4)
     for name in ("layout", "dtypes", "offsets"):
         setattr(model, name, nn.Parameter(torch.ones(4)))
@@ -256,7 +256,7 @@ def test_a_parameter_of_any_name_is_compared(ranks: Ranks) -> None:
 
 
 class Ordered(nn.Module):
-    """Two alike parameters, registered in an order that is given."""
+    """Two parameters of equal shape, registered in a given order."""
 
     def __init__(self, names: str) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def registered_in_order(rank: int) -> str:
     return str(caught.value)
 
 
-def test_alike_parameters_in_another_order_are_found(ranks: Ranks) -> None:
+def test_equal_parameters_in_another_order_are_found(ranks: Ranks) -> None:
     said = ranks(2).run(registered_in_order)
     assert said[0] == said[1]
     order = "'a.weight', 'b.weight' on rank 0, 'b.weight', 'a.weight' on rank 1"

@@ -25,7 +25,7 @@ def input_of(rank: int) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """What a block may return."""
+    """A named tuple with one tensor."""
 
     x: Tensor
     label: str
@@ -33,21 +33,21 @@ class Pair(NamedTuple):
 
 @dataclass
 class Inner:
-    """What is in what a block may return."""
+    """A dataclass inside another dataclass."""
 
     x: Tensor
 
 
 @dataclass
 class Outer:
-    """What a block may return."""
+    """A dataclass with nested tensors."""
 
     inner: Inner
     more: list[Tensor]
 
 
 class Wrapping(nn.Module):
-    """A block that takes and returns its tensor in a container, and one that nobody needs."""
+    """A block with containers as input and output. Its output has an unused tensor too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Wrapping(nn.Module):
         self.kind = "tensor"
 
     def forward(self, value: Any) -> Any:
-        """Return what the block gives for what is in ``value``."""
+        """Return the block's output for the tensor in ``value``, in a container."""
         if isinstance(value, Outer):
             value = value.inner.x
         elif isinstance(value, Pair):
@@ -99,7 +99,7 @@ class Model(nn.Module):
         return cast(Tensor, value["x"] if isinstance(value, dict) else value[0])
 
     def forward(self, x: Tensor, how: str = "dict") -> Tensor:
-        """Return what the heads give, in one of several ways."""
+        """Return the outputs of the heads in the way that ``how`` names."""
         if how == "no head":
             return self.trunk(x, "list")
         if how == "chunks":
@@ -123,7 +123,7 @@ def one(how: str) -> Loss:
 
 
 def two(first: str, second: str) -> Loss:
-    """Return the loss of two forwards, as of a policy and what it is compared with."""
+    """Return a loss of two forwards, like the policy and the reference model in DPO."""
     return lambda model, x: (model(x, first) - model(2 * x, second).tanh()).pow(2).mean()
 
 
@@ -171,7 +171,7 @@ def test_every_way_through_a_model_gives_the_gradients_of_one_process(
         for found in seen:
             used = {key: value for key, value in found.items() if key in expected}
             assert worst(used, expected) < 1e-12
-            # what one backward does not reach is zero, or without gradient where the unit never ran
+            # Unused parameters have zero gradients, or None if their unit never ran.
             assert not any(found[key].any() for key in found.keys() - expected.keys())
 
 

@@ -1,4 +1,4 @@
-"""Units one after another: where the backward of one ends that of the one before begins."""
+"""Units in a chain: the end of one unit's backward starts the backward of the unit before."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ Ranks = Callable[[int], RankPool]
 
 
 class Chain(nn.Module):
-    """Blocks, some of which may be skipped, and a head for what comes out on the way."""
+    """Blocks that can be skipped, and a head for the intermediate outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Chain(nn.Module):
 
 
 class Nested(nn.Module):
-    """Returns what a unit in it does."""
+    """Returns the output of a nested unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Nested(nn.Module):
 
 
 class Viewed(nn.Module):
-    """Returns a view of what it computes, which a change in place takes away from its hooks."""
+    """Returns a view of its output. An in-place change of the view removes the hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Viewed(nn.Module):
 
 
 class Skipped(nn.Module):
-    """Returns its input on some ranks, all if it is told so."""
+    """Returns its input on the ranks below ``by``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def expected(way: Way) -> list[Gradients]:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one loss", "a loss each"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_whatever_else_takes_a_units_output_gradients_are_those_of_one_process(
+def test_gradients_equal_one_process_for_every_consumer_of_an_output(
     ranks: Ranks, way: Way, apart: bool
 ) -> None:
     cases: list[dict[str, Any]] = [
@@ -276,7 +276,7 @@ def test_whatever_else_takes_a_units_output_gradients_are_those_of_one_process(
 
 
 class Seen(TorchCollectives):
-    """Notes what is started, in order."""
+    """Records the started collectives in order."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -293,7 +293,7 @@ class Seen(TorchCollectives):
 
 
 def skipping(rank: int, by: int) -> tuple[list[Gradients], list[int]]:
-    """Return gradients of steps in which ranks below ``by`` skip a unit, and what is sent."""
+    """Return gradients and collectives of steps in which ranks below ``by`` skip a unit."""
     model: Any = Root(make(Chain), passed_on)
     carrier = Seen()
     for block in units_of(model.inner):
@@ -322,7 +322,7 @@ def test_a_unit_that_returns_its_input_is_reduced_once_on_all_ranks(ranks: Ranks
 
 
 def order(rank: int) -> tuple[list[str], set[str]]:
-    """Return what the second backward starts, and which nodes of autograd are the package's."""
+    """Return the collectives of the second backward, and the package's autograd nodes."""
     model: Any = Root(make(Chain), straight)
     carrier = Seen()
     for block in units_of(model.inner):

@@ -1,4 +1,4 @@
-"""What a model did before leaves no trace: after any change, steps have the bits of first steps."""
+"""Steps after any change of a model are bit-equal to the same steps of a new model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -265,13 +265,13 @@ def compare(rank: int, options: str) -> list[str]:
                 loss_of(model, tokens(rank, number)).backward()
                 model.zero_grad()
             if options == "ragged" and name in ("move", "replace", "load"):
-                model.reshard()  # what has no counterpart in that layout
+                model.reshard()  # these changes do not exist for that layout
             else:
                 change(model, rank)
             results.append(steps(model, rank))
             held = vars(model).get("held", [])
             if not all(torch.equal(full(gradient), was) for gradient, was in held):
-                unlike.append(f"{name}: what is held")
+                unlike.append(f"{name}: held gradients")
         if not all(map(alike, *results)):
             unlike.append(name)
     return unlike

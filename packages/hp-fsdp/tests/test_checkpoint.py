@@ -38,7 +38,7 @@ Ranks = Callable[[int], RankPool]
 
 
 class Nested(nn.Module):
-    """A block with a unit of its own inside."""
+    """A block with a nested unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,14 +145,14 @@ def equal(one: Gradients, other: Gradients) -> bool:
 
 
 @pytest.mark.filterwarnings("default")
-def test_saved_state_comes_back_bit_by_bit(ranks: Ranks) -> None:
+def test_saved_state_loads_bit_equal(ranks: Ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for found in ranks(2).run(save_and_load, str(Path(folder) / "saved")):
             assert all(found.values()), found
 
 
 def one_place(rank: int) -> bool:
-    """Return whether after optimizer steps each shard still lies in its group's flat buffer."""
+    """Return whether each shard is still in its group's flat buffer after optimizer steps."""
     model, _ = trained(rank)
     return in_one_run(model.blocks[0].parameters())
 

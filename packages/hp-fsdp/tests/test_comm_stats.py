@@ -35,7 +35,7 @@ def totals(stats: CommStats) -> Totals:
 def trained(
     rank: int, shape: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[CommStats, Totals, CommStats]:
-    """Return the stats of two steps, what the collectives recorded, and the stats after a reset."""
+    """Return the stats of two steps, the recorded calls, and the stats after a reset."""
     recorded = RecordingCollectives()
     axes = ("dp_replicate", "fsdp")[-len(shape) :]
     model: Any = shard(make(Net), mesh_of(shape, axes), collectives=recorded, **options)
@@ -62,7 +62,7 @@ def trained(
     ],
     ids=str,
 )
-def test_the_counts_are_those_of_recording_collectives(
+def test_the_counts_equal_those_of_recording_collectives(
     ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     for stats, recorded, after in ranks(torch.Size(shape).numel()).run(trained, shape, options):
@@ -118,7 +118,7 @@ def test_a_part_reports_and_resets_its_own_unit(ranks: Ranks) -> None:
 
 
 class Slow:
-    """A collective that takes 20 ms from its start, as far as `wait` can tell."""
+    """A collective whose ``wait`` returns 20 ms after its start or later."""
 
     def __init__(self, work: Any) -> None:
         self._work, self._end = work, time.perf_counter() + 0.02

@@ -1,4 +1,4 @@
-"""Sharded modules inside of what torch's composable `replicate` is given."""
+"""Sharded modules inside a module that torch's composable `replicate` replicates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ class Outer(nn.Module):
         self.last = nn.Linear(WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return what the layer makes of the block's output."""
+        """Return the layer's output for the block's output."""
         return self.last(self.block(x))
 
 
@@ -38,7 +38,7 @@ def input_of(rank: int) -> torch.Tensor:
 
 
 def replicated(rank: int, layout: Any) -> list[Gradients]:
-    """Train two steps of a model that is replicated but for its sharded block."""
+    """Train two steps of a replicated model that has a sharded block."""
     model: Any = make(Outer)
     fully_shard(model.block, mesh_of((2,), ("fsdp",)), layout=layout)
     apply: Any = replicate

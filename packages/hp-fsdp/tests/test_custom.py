@@ -84,7 +84,7 @@ def compared(rank: int, mode: str, waits: bool) -> tuple[Gradients, Gradients, l
         ("one rank", False, [0]),
     ],
 )
-def test_gradients_have_the_bits_of_those_without(
+def test_gradients_are_bit_equal_to_those_without_custom_collectives(
     ranks: Ranks, mode: str, waits: bool, called: list[int]
 ) -> None:
     world = torch.Size(modes()[mode][0]).numel()
@@ -128,7 +128,7 @@ def test_parameters_with_hooks_of_their_own_go_that_way_too(ranks: Ranks) -> Non
 
 
 def in_slots(rank: int, slots: int) -> tuple[str, Gradients]:
-    """Return what a second step, which prefetches, says of memory that is used again."""
+    """Return the error of a second step, which prefetches, if a slot is reused too early."""
     model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
     gather = OwnMemory(slots)
     for module in (model, *model.blocks):
@@ -153,7 +153,7 @@ def test_memory_may_be_used_again_but_not_while_it_is_in_use(ranks: Ranks) -> No
 
 @dataclass
 class Info:
-    """What torch's ``FSDPMeshInfo`` says of a mesh of one axis."""
+    """Attributes of torch's ``FSDPMeshInfo`` for a mesh with one axis."""
 
     mesh: DeviceMesh
     shard_mesh_dim: int = 0
@@ -216,7 +216,7 @@ def refused(rank: int) -> list[str]:
     return said
 
 
-def test_what_cannot_communicate_is_refused_by_name(ranks: Ranks) -> None:
+def test_invalid_custom_collectives_raise_with_their_name(ranks: Ranks) -> None:
     for said in ranks(4).run(refused):
         kinds = ["TypeError", "TypeError", "ValueError", "AssertionError"]
         assert [kind in text for kind, text in zip(kinds, said, strict=True)] == [True] * 4

@@ -1,4 +1,4 @@
-"""What an accelerator asks for, as far as a CPU can tell: devices, and what stays where it is."""
+"""Devices of parameters and groups, tested with CPU ranks in place of an accelerator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_batch_sizes_of_a_packed_sequence_stay_on_the_cpu() -> None:
 
 
 class Counting(nn.Module):
-    """A layer beside numbers of a kind that not all backends know, which are not trained."""
+    """A layer, and frozen parameters of a dtype that not all backends support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_numbers_that_a_backend_may_not_know_travel_as_bytes(ranks: Ranks, layou
 
 
 def made_again(rank: int) -> tuple[list[str], bool]:
-    """Let the first forward fail where it makes groups; return what is said, and the step."""
+    """Let group creation fail in the first forward. Return the errors and the next step."""
 
     def model_of() -> Any:
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -25,7 +25,7 @@ from hp_fsdp import fully_shard
 from .models import Gradients, full
 
 Ranks = Callable[[int], RankPool]
-NAMES = (  # what both modules have
+NAMES = (  # public names of both modules
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -51,7 +51,7 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 13, bias=False)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Return what the head takes."""
+        """Return the input of the head."""
         return self.trunk(tokens)
 
     def trunk(self, tokens: Tensor) -> Tensor:

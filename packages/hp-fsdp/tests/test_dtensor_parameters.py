@@ -44,7 +44,7 @@ Ranks = Callable[[int], RankPool]
 
 
 class Scale(nn.Module):
-    """Scales tokens that lie split over ``mesh``: the gradient of the weight arrives Partial."""
+    """Scales tokens that are sharded over ``mesh``, so the gradient of the weight is Partial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_meshes_and_placements_are_torchs(ranks: Ranks, shape: tuple[int, ...]) 
 
 
 def gradient_elsewhere(rank: int) -> tuple[bool, dict[str, int]]:
-    """Return whether a gradient that is cut over tp comes out whole, and the calls it took."""
+    """Return whether a gradient that is sharded over tp is gathered, and the calls."""
     mesh = mesh_of((1, 2), ("fsdp", "tp"))
     record = RecordingCollectives()
     linear = nn.Linear(4, 4, bias=False)
@@ -186,7 +186,7 @@ def gradient_elsewhere(rank: int) -> tuple[bool, dict[str, int]]:
     return torch.equal(taken, whole), {axis: t.calls for axis, t in record.by_axis.items()}
 
 
-def test_a_gradient_cut_otherwise_is_brought_home_and_counted(ranks: Ranks) -> None:
+def test_a_gradient_sharded_on_another_dim_is_gathered_and_counted(ranks: Ranks) -> None:
     assert ranks(2).run(gradient_elsewhere) == [(True, {"tp": 1})] * 2
 
 
@@ -269,7 +269,7 @@ def test_a_parameter_on_the_same_axis_is_refused(ranks: Ranks) -> None:
 
 
 def experts_that_were_not_sharded_first(rank: int, shape: tuple[int, int]) -> tuple[str, bool]:
-    """Shard blocks over all ranks whose experts lie on an axis of another mesh."""
+    """Shard blocks over all ranks. Their experts are on an axis of another mesh."""
     mesh, over = mesh_of(shape, ("efsdp", "ep")), mesh_of((4,), ("fsdp",))
     block = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"experts": nn.Linear(4, 4)}))
     experts = cast(Any, block[1])["experts"]
@@ -281,7 +281,7 @@ def experts_that_were_not_sharded_first(rank: int, shape: tuple[int, int]) -> tu
         fully_shard(block, over)
     except MeshError as error:
         message = str(error)
-    # What the message says: a call of their own for the experts, before the one around them.
+    # As the message says: shard the experts first, then the block.
     fully_shard(experts, mesh["efsdp"])
     fully_shard(block, over)
     return message, isinstance(experts.weight, DTensor)
@@ -311,7 +311,7 @@ STACKS: list[tuple[tuple[int, ...], int, int]] = [
     ((4, 8, 8), 0, 1),
     ((4, 8), 0, 1),
     ((4, 3), 0, 0),  # nothing divides
-    ((2, 8), 1, 0),  # not rows are what the other axis shards
+    ((2, 8), 1, 0),  # the other axis does not shard rows
 ]
 
 

@@ -1,4 +1,4 @@
-"""Errors are also what torch raises in the same place, and say which parameter is meant."""
+"""Errors are subclasses of torch's errors in the same cases, and name the parameter."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ class Half(Halved):
 
     @property
     def fsdp_post_all_gather(self) -> Any:
-        """Not be there."""
+        """Raise, as a missing attribute does."""
         raise AttributeError
 
 
@@ -34,7 +34,7 @@ class Narrow(Halved):
     """Its hook takes two arguments."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:  # type: ignore[override]
-        """Take what no version of torch gives."""
+        """Take two arguments, which no version of torch passes."""
 
 
 def linear(bias: Tensor | None = None) -> Any:
@@ -136,11 +136,11 @@ CALLS: list[Callable[[Any, Any], None]] = [
 
 
 def raised(rank: int, call: Callable[[Any, Any], None]) -> tuple[bool, bool, str, str]:
-    """Return what ours is, with the names of both errors."""
+    """Return whether our error is an instance of torch's error, and the names of both."""
     mesh = mesh_of((2,), ("fsdp",))
     caught: list[Exception] = []
     for wrap in (fully_shard, theirs.fully_shard):
-        with pytest.raises(Exception) as info:  # noqa: PT011 - which one is the question
+        with pytest.raises(Exception) as info:  # noqa: PT011 - the type is checked below
             call(wrap, mesh)
         caught.append(info.value)
     ours, other = caught
@@ -167,7 +167,9 @@ LACKING = {
         for call in CALLS
     ],
 )
-def test_an_error_is_also_what_torch_raises(ranks: Ranks, call: Callable[[Any, Any], None]) -> None:
+def test_errors_are_instances_of_the_errors_of_torch(
+    ranks: Ranks, call: Callable[[Any, Any], None]
+) -> None:
     for as_torch, own, ours, other in ranks(2).run(raised, call):
         assert as_torch, (ours, other)
         assert own
@@ -208,12 +210,12 @@ class Deep(nn.Module):
         self.inner[1].scale = nn.Parameter(value)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what came."""
+        """Return ``x``."""
         return x
 
 
 def named(rank: int) -> dict[str, str]:
-    """Return what is said of parameters in lists and in deep modules."""
+    """Return the errors for parameters in lists and in nested modules."""
     mesh = mesh_of((2,), ("fsdp",))
     said = {}
     with torch.device("meta"):
@@ -261,14 +263,14 @@ class Recurrent(nn.Linear):
 
 
 class Typed(nn.Linear, theirs.FSDPModule):
-    """Says to type checkers what it will be, and has names of the package's helpers."""
+    """Inherits torch's ``FSDPModule`` for type checkers, and has private names of the package."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
         self._units = self._unit = self._edit = self._groups_for = self._finish_pipeline = 0
 
     def __new__(cls) -> Any:
-        """Not as torch's class, which makes objects of another one."""
+        """Create an object of this class, unlike torch's ``FSDPModule``."""
         return object.__new__(cls)
 
 
@@ -295,7 +297,7 @@ def of_one_name(rank: int) -> list[str]:
 
 
 def test_names_of_the_modules_own_that_would_be_hidden_are_refused(ranks: Ranks) -> None:
-    """As of a recurrent module whose ``reset()`` would not run any more."""
+    """For example ``reset()`` of a recurrent module."""
     for own, gate, marked, *inside in ranks(2).run(of_one_name):
         assert own == (
             "Recurrent has ['reset'] of its own, which a sharded module has too and which would be "

@@ -38,11 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Broken(RuntimeError):
-    """What the tests raise."""
+    """Error that the tests raise."""
 
 
 class Failing(TorchCollectives):
-    """Raises instead of starting a collective: of one kind, after some of them."""
+    """Raises instead of starting a collective of ``kind``, after ``left`` calls."""
 
     def __init__(self) -> None:
         self.kind, self.left = "", 0
@@ -186,7 +186,7 @@ class Outside(Net):
     """A net with another way in."""
 
     def embedded(self, batch: Tensor) -> Tensor:
-        """Run the blocks on what is embedded, or raise."""
+        """Run the blocks on the embeddings. Raise if the batch has one token."""
         x: Tensor = self.embedding(batch)
         for block in self.blocks:
             x = block(x)

@@ -34,10 +34,10 @@ Kind = type[Wrapped]
 
 
 class Careless(Halved):
-    """Writes where autograd sees it."""
+    """Writes with autograd, which is not allowed."""
 
     def write(self, out: Tensor, values: Tensor) -> None:
-        """Count as a change."""
+        """Write in place, which increments the version counter."""
         out.copy_(values)
 
 
@@ -79,7 +79,7 @@ def plain(gradient: Any) -> Tensor:
 def trained(
     rank: int, kind: Kind, hidden: int, half: bool, ours: bool
 ) -> tuple[list[Tensor], list[Gradients], list[str], list[str]]:
-    """Return what three steps of AdamW give, with torch's `fully_shard` or with ours."""
+    """Return the results of three steps of AdamW with torch's `fully_shard` or ours."""
     by = fully_shard if ours else torch.distributed.fsdp.fully_shard
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None)
     model = sharded(kind, hidden=hidden, by=by, mp_policy=policy)
@@ -205,7 +205,7 @@ def test_weights_travel_as_bytes_and_their_memory_goes(ranks: Ranks) -> None:
 
 
 def failing(rank: int, kind: Kind, what: str, reset: bool) -> tuple[str, Gradients, Gradients]:
-    """Fail in a hook of one step, do the next one; beside it, a model that never failed."""
+    """Fail in a hook, then run a step. Do the same with a model that never failed."""
     model, other = sharded(kind), sharded(kind)
     for _ in range(2 if what == "post out" else 0):
         for each in (model, other):
@@ -237,7 +237,7 @@ def test_a_clean_step_follows_a_hook_that_fails(ranks: Ranks, what: str, reset: 
 
 
 class Unpadded(Halved):
-    """Gathers rows as they are, which uneven ones must not be."""
+    """Gathers rows without padding, which is wrong for uneven rows."""
 
     padded = False
 
@@ -275,7 +275,7 @@ class TwoArguments(Wrapped):
 
 
 class OneHook(Wrapped):
-    """Knows how to be gathered and not what to do then."""
+    """Has a pre-all-gather hook but no post-all-gather hook."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         """Never be called."""
@@ -302,7 +302,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_what_cannot_be_is_refused_by_name(ranks: Ranks) -> None:
+def test_invalid_extensions_raise(ranks: Ranks) -> None:
     for found in ranks(2).run(refused):
         errors = found[::2]
         assert {name for name, _ in errors} == {ParameterError.__name__}
@@ -389,12 +389,12 @@ def test_an_extension_after_fully_shard_is_refused_by_the_next_all_gather(
 
 
 class Padded(Whole):
-    """Gathers rows with padding, which stays below what modules compute with."""
+    """Gathers padded rows. The unsharded tensor is a view without the padding."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the rows, zeros below."""
+        """Return the rows, padded with zeros."""
         rows = torch.zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
         rows[: len(self.plain)] = self.plain
         return (rows,), None
@@ -474,7 +474,7 @@ def in_blocks(
 
 
 def one_process(kind: Kind, world: int) -> Steps:
-    """Return what `in_blocks` does, computed by one process."""
+    """Return the results of `in_blocks`, computed by one process."""
     held = build(None, 20)
     seen = []
     for step in range(3):

@@ -39,14 +39,14 @@ class Injected(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """What stands for an interrupt by the user."""
+    """Stands for ``KeyboardInterrupt``."""
 
 
 class Late(TorchCollectives):
-    """Raises at the start of one collective; odd ranks start late, so that others' are pending.
+    """Raises at the start of one collective. Odd ranks start late, so other ranks have it pending.
 
-    ``when`` is before or after the real one is started, or between the starts of its parts: what
-    was started, nobody can wait for.
+    ``when`` is before or after the real start, or between the starts of its parts. No work handle
+    is returned for the parts that were started.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def lost_gathers(rank: int, mode: str, when: str, interrupt: bool) -> list[bool]
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 @pytest.mark.parametrize("mode", LOST)
-def test_memory_of_a_gather_that_nobody_can_wait_for_is_not_used_again(
+def test_memory_of_a_gather_without_a_handle_is_not_reused(
     ranks: Ranks, mode: str, when: str
 ) -> None:
     world = math.prod(LOST[mode][0])
@@ -227,7 +227,7 @@ def failed_waits(rank: int, interrupt: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_after_a_wait_that_raised_weights_are_gathered_anew(ranks: Ranks, interrupt: bool) -> None:
+def test_after_a_wait_that_raised_weights_are_gathered_again(ranks: Ranks, interrupt: bool) -> None:
     for seen in ranks(2).run(failed_waits, interrupt):
         assert all(seen), seen
 
@@ -302,9 +302,7 @@ def failed_collectives(rank: int, kind: str) -> tuple[list[str], Gradients, Grad
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_reset_raises_only_errors_that_nobody_saw_and_is_clean_after_them(
-    ranks: Ranks, kind: str
-) -> None:
+def test_reset_raises_only_errors_that_were_not_raised_before(ranks: Ranks, kind: str) -> None:
     for said, found, expected in ranks(4).run(failed_collectives, kind):
         assert said == ["a collective", "", "a collective", ""]
         assert worst(found, expected) < 1e-12
@@ -338,7 +336,7 @@ def old_graph(rank: int, when: str) -> tuple[str, Gradients, Gradients]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_graph_over_memory_that_was_given_up_is_right_or_refused(ranks: Ranks, when: str) -> None:
+def test_a_graph_over_freed_memory_is_right_or_raises(ranks: Ranks, when: str) -> None:
     for said, found, expected in ranks(2).run(old_graph, when):
         assert said == "" or "modified by an inplace operation" in said
         assert worst(found, expected) < 1e-12
@@ -413,7 +411,7 @@ def reduction_by_hand(rank: int) -> tuple[list[str], Gradients, Gradients]:
     return said, gradients(model), expected
 
 
-def test_after_a_reduction_by_hand_that_raised_a_reset_comes_first(ranks: Ranks) -> None:
+def test_after_a_failed_explicit_reduction_a_reset_is_required(ranks: Ranks) -> None:
     for said, found, expected in ranks(2).run(reduction_by_hand):
         assert said[0] == "a start"
         assert len(said) == 3
@@ -445,7 +443,7 @@ class Injection:
         return call
 
     def works(self, function: Any) -> Any:
-        """Return a function whose works fail so too when they are awaited."""
+        """Return a function whose works also fail in ``wait``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             work = function(*args, **kwargs)
@@ -483,14 +481,14 @@ class Injection:
 
 
 class Stack(nn.Module):
-    """Blocks whose weights have all-gather extensions."""
+    """Blocks with weights that have all-gather extensions."""
 
     def __init__(self, kind: type[Wrapped]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Layers(kind) for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return features of what the tokens number."""
+        """Return features of the tokens."""
         x = torch.sin(tokens[:, None] + torch.arange(8.0))
         for block in self.blocks:
             x = block(x)
@@ -540,7 +538,7 @@ def shown(model: Any) -> dict[str, Tensor]:
 
 
 def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
-    """Let a step fail at many calls; return their number, and what was wrong after which."""
+    """Let a step fail at many calls. Return the number of calls, and the wrong results."""
     shape, options = EVERYWHERE[mode]
     mesh, injection = mesh_of(shape, NAMES[len(shape)]), Injection()
     kind = EXTENDED.get(mode)

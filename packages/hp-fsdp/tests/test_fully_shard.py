@@ -1,4 +1,4 @@
-"""What is refused, and the class that is mixed in."""
+"""Arguments that raise, and the class that is mixed in."""
 
 import copy
 import gc
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingE
 
 
 def facts(module: nn.Module | list[nn.Module]) -> list[tuple[str, int]]:
-    """Return what must not change when sharding is refused: classes and parameter objects."""
+    """Return the classes and parameter objects, which must not change if sharding raises."""
     modules = module if isinstance(module, list) else [module]
     inner = [each for root in modules for each in root.modules()]
     classes = [(type(each).__name__, id(each)) for each in inner]
@@ -136,7 +136,7 @@ def test_a_parameter_is_free_again_once_the_unit_that_took_it_is_gone(ranks: Ran
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_bad_input_is_refused_alike_on_every_rank(ranks: Ranks, case: str) -> None:
+def test_bad_input_raises_on_every_rank(ranks: Ranks, case: str) -> None:
     _, kind, message = CASES[case]
     results = ranks(2).run(refused, case)
     assert results[0] == results[1]
@@ -195,7 +195,7 @@ def refused_arguments(rank: int, case: str) -> tuple[str, str, bool]:
 
 
 @pytest.mark.parametrize("case", list(ARGUMENTS))
-def test_arguments_of_wrong_types_are_named_with_what_is_legal(ranks: Ranks, case: str) -> None:
+def test_arguments_of_wrong_types_raise_with_the_legal_values(ranks: Ranks, case: str) -> None:
     _, _, kind, message = ARGUMENTS[case]
     results = ranks(2).run(refused_arguments, case)
     assert results[0] == results[1]
@@ -245,7 +245,7 @@ def root_over_replaced(rank: int) -> list[str]:
     return [parameter.name for parameter in root.parameters]
 
 
-def test_the_root_leaves_what_replaced_a_parameter_of_a_block_to_the_block(ranks: Ranks) -> None:
+def test_a_replaced_parameter_of_a_block_belongs_to_the_block(ranks: Ranks) -> None:
     for names in ranks(2).run(root_over_replaced):
         assert names == ["1.weight", "1.bias"]
 

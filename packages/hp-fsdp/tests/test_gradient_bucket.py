@@ -52,7 +52,7 @@ def expected(spec: ShardSpec, gradient: torch.Tensor, rows: int) -> torch.Tensor
 
 @settings(deadline=None, max_examples=80)
 @given(cases(), st.lists(st.integers(0, 3), max_size=6), st.randoms(use_true_random=False))
-def test_rows_are_the_sums_of_what_came_and_zero_elsewhere(
+def test_rows_are_the_sums_of_the_added_gradients(
     case: Case, order: list[int], random: Any
 ) -> None:
     specs, degree = case

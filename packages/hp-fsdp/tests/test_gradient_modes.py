@@ -208,7 +208,7 @@ def layers() -> nn.Module:
 
 
 def copied(rank: int, mode: Any, layout: Any = "exact") -> tuple[int, int]:
-    """Return the bytes that a second step copies above those of a local step, and P."""
+    """Return the bytes that a second step copies in addition to a local step, and P."""
     counts = []
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_copied_bytes_are_the_gradients(ranks: Ranks, grads: str) -> None:
 
 
 def removed(rank: int) -> list[str]:
-    """Ask for what was removed; return what is said."""
+    """Use the removed options. Return the errors."""
     call: Any = fully_shard
     said = []
     for option in ({"grads": "fused"}, {"buffers": 2}, {"buffers": object()}):
@@ -249,7 +249,7 @@ def removed(rank: int) -> list[str]:
     return said
 
 
-def test_what_was_removed_says_what_to_use(ranks: Ranks) -> None:
+def test_removed_options_name_the_replacement(ranks: Ranks) -> None:
     for fused, *buffers in ranks(2).run(removed):
         assert fused.startswith("grads='fused' was removed in 0.3.0; use grads='accumulate'")
         for said in buffers:
@@ -257,7 +257,7 @@ def test_what_was_removed_says_what_to_use(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", ["Ring", "Resize"])
-def test_a_removed_name_says_what_to_use(name: str) -> None:
+def test_removed_names_name_the_replacement(name: str) -> None:
     package = sys.modules[fully_shard.__module__.rpartition(".")[0]]
     with pytest.raises(ImportError, match=f"{name} was removed in 0.3.0: each unit frees"):
         exec(f"from {package.__name__} import {name}")

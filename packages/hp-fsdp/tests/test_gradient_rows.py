@@ -1,4 +1,4 @@
-"""Where packed gradients lie, and what one rank gets of them."""
+"""Offsets of packed gradients, and the rows that one rank receives."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def written(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
-    """Return the packed gradients as they are written one by one, over noise."""
+    """Return the packed gradients, written one by one over NaN values."""
     flat = torch.full((rows.numel,), torch.nan, dtype=torch.float64)
     bucket = GradientBucket(rows, flat)
     for i, gradient in enumerate(gradients):
@@ -61,7 +61,7 @@ def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
 
 @settings(deadline=None, max_examples=80)
 @given(SHAPES, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_each_rank_gets_its_part_of_rows_that_lie_by_rank(
+def test_each_rank_receives_its_rows_of_packed_gradients(
     shapes: list[tuple[int, ...]], degree: int, random: Any
 ) -> None:
     specs = []

@@ -1,4 +1,4 @@
-"""Units that return what no hook can be on, and parameters frozen while others hold them."""
+"""Units with outputs that cannot have hooks, and parameters that are frozen while in use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -116,7 +116,7 @@ def alone(kind: tuple[str, str, bool], frozen: int | None) -> list[Gradients]:
 
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
-def test_what_nobody_sees_come_back_has_its_parameters_when_it_does(
+def test_units_with_hidden_outputs_have_their_parameters_in_backward(
     ranks: Ranks, kind: tuple[str, str, bool], frozen: int | None
 ) -> None:
     for options in ({}, {"direct_bytes": 0}, {"layout": "ragged"}, {"grads": "accumulate"}):
@@ -126,7 +126,7 @@ def test_what_nobody_sees_come_back_has_its_parameters_when_it_does(
 
 
 def two_backwards(rank: int, announced: bool, frozen: bool) -> tuple[str, Gradients]:
-    """Go twice through one graph; return what is said, and the gradients of a step after it."""
+    """Run backward twice on one graph. Return the error, and the gradients of the next step."""
     model = model_of("shown", "boxed")
     model.blocks[1].requires_grad_(not frozen)
     loss = loss_of(model, rank, 0)
@@ -147,7 +147,7 @@ def two_backwards(rank: int, announced: bool, frozen: bool) -> tuple[str, Gradie
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_second_backward_that_nobody_sees_come_is_announced_or_refused(
+def test_a_second_backward_of_a_hidden_output_is_announced_or_refused(
     ranks: Ranks, announced: bool, frozen: bool
 ) -> None:
     model: Any = make(lambda: Model("shown", "boxed"))
@@ -171,7 +171,7 @@ def two_forwards(rank: int) -> Gradients:
     return gradients(model)
 
 
-def test_what_is_hidden_waits_for_the_last_backward(ranks: Ranks) -> None:
+def test_units_with_hidden_outputs_wait_for_the_last_backward(ranks: Ranks) -> None:
     model: Any = make(lambda: Model("boxed", "boxed"))
     for rank in range(2):
         ((loss_of(model, rank, 0) + loss_of(model, rank, 1)) / 2).backward()
@@ -180,7 +180,7 @@ def test_what_is_hidden_waits_for_the_last_backward(ranks: Ranks) -> None:
 
 
 def frozen_under_way(model: Any, when: str, replicas: list[int]) -> list[Gradients]:
-    """Freeze a block between a forward and its backward, or while it is gathered by hand."""
+    """Freeze a block between forward and backward, or after an explicit unshard."""
     found = []
     for step in range(2):
         if when == "unsharded" and step == 0 and hasattr(model, "unshard"):
@@ -203,9 +203,7 @@ def frozen_on_ranks(rank: int, first: str, when: str) -> list[Gradients]:
 
 @pytest.mark.parametrize("when", ["unsharded", "between"])
 @pytest.mark.parametrize("first", ["shown", "boxed"])
-def test_what_is_frozen_while_it_is_gathered_stays_frozen(
-    ranks: Ranks, first: str, when: str
-) -> None:
+def test_parameters_frozen_while_gathered_stay_frozen(ranks: Ranks, first: str, when: str) -> None:
     expected = frozen_under_way(make(lambda: Model(first, "shown")), when, [0, 1])
     for found in ranks(2).run(frozen_on_ranks, first, when):
         for one, other in zip(found, expected, strict=True):
@@ -213,7 +211,7 @@ def test_what_is_frozen_while_it_is_gathered_stays_frozen(
 
 
 def frozen_after_one(model: Any, replicas: list[int]) -> Gradients:
-    """Let gradients wait, and freeze what they are of before the next backward."""
+    """Accumulate gradients, then freeze their parameter before the next backward."""
     set_sync = getattr(model, "set_requires_gradient_sync", lambda _: None)
     set_sync(False)
     torch.stack([loss_of(model, replica, 0) for replica in replicas]).sum().backward()
@@ -241,7 +239,7 @@ def test_to_gradients_that_wait_none_are_added_once_their_parameter_is_frozen(
 
 
 def seen_and_hidden(rank: int, first: bool) -> Gradients:
-    """Let one block run twice, once so that what comes out is hidden."""
+    """Run one block twice, once with a hidden output."""
     model = model_of("shown", "shown")
     losses = []
     for hidden in (first, not first):
@@ -261,7 +259,7 @@ def test_a_unit_that_is_seen_and_hidden_ends_with_the_backward(ranks: Ranks, fir
 
 
 def between(rank: int, what: str) -> list[str]:
-    """Return what is said where parameters are given up between a forward and its backward."""
+    """Return the errors if parameters are freed between a forward and its backward."""
     model = model_of("shown", "boxed")
     said = []
     for _ in range(2):
@@ -280,6 +278,6 @@ def between(rank: int, what: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["load", "convert"])
-def test_a_load_before_a_backward_that_nobody_sees_is_told(ranks: Ranks, what: str) -> None:
+def test_a_load_before_the_backward_of_a_hidden_output_raises(ranks: Ranks, what: str) -> None:
     for said in ranks(2).run(between, what):
         assert ["a backward reached blocks.1" in each for each in said] == [True, True]

@@ -1,13 +1,12 @@
-"""How many calls a step makes on the host for each unit, beside those of the model itself."""
+"""Number of host calls per unit and step, without the calls of the model itself."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, profile
 from torch import Tensor, nn
 
 from hp_fsdp import fully_shard
@@ -33,20 +32,20 @@ class Block(nn.Module):
 
 
 class Calls:
-    """Counts calls of functions, those in C too."""
+    """Counts calls of Python functions and of functions in C."""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
-        """Take what the interpreter says."""
+        """Count one event of the profiler."""
         self.found[event] += event in ("call", "c_call")
 
 
 def calls_of(blocks: int, options: dict[str, Any] | None) -> int:
-    """Return the calls of a forward and backward, the third one; without options of a plain model.
+    """Return the calls of the third step, which is the first one with a known order.
 
-    The third is the first that follows a known order.
+    If ``options`` is None, the model is not sharded.
     """
     model = make(lambda: nn.Sequential(*(Block() for _ in range(blocks))), torch.float32)
     if options is not None:
@@ -54,11 +53,14 @@ def calls_of(blocks: int, options: dict[str, Any] | None) -> int:
             fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
         fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
     x, calls = torch.ones(2, WIDTH), Calls()
-    for step in range(3):
-        sys.setprofile(calls if step == 2 else None)
+
+    def step() -> None:
         model(x).sum().backward()
-        sys.setprofile(None)
+
+    for _ in range(2):
+        step()
         model.zero_grad()
+    profile(step, calls)
     return calls.found["call"] + calls.found["c_call"]
 
 
@@ -68,7 +70,7 @@ def per_unit(rank: int, options: dict[str, Any]) -> float:
     return (sharded - plain) / (many - few)
 
 
-@pytest.mark.gloo  # whose calls are counted
+@pytest.mark.gloo  # its calls are counted
 @pytest.mark.parametrize(
     ("options", "most"), [({}, 195), ({"layout": "ragged"}, 198)], ids=["exact", "ragged"]
 )

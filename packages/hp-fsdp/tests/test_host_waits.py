@@ -21,7 +21,7 @@ from hp_fsdp._unit import unit_of
 from .models import WIDTH, Net, make, mesh_of, shard, tokens
 
 Ranks = Callable[[int], RankPool]
-# Operators whose result, or its shape, the host reads. torch has more of them in no other layer.
+# Operators with a result or a result shape that the host reads.
 READING = (
     "item",
     "_local_scalar_dense",
@@ -37,7 +37,7 @@ METHODS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__",
 
 
 class Reads(TorchDispatchMode):
-    """Counts what makes the host read: operators, indexing by a mask, and methods of tensors."""
+    """Counts operators, mask indexing and tensor methods that make the host read a tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class Reads(TorchDispatchMode):
 
 
 class TwoHeads(Net):
-    """The net, whose embedding has a padding row, and with a second head."""
+    """The net with a padding row in its embedding and a second head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Beside(SideStream):
         """Do nothing."""
 
     def begun(self, work: object = None) -> Any:
-        """Return what is done."""
+        """Return a copy that has completed."""
         return mock.Mock(done=True)
 
 
@@ -101,7 +101,7 @@ def check_tags_as_on_an_accelerator(model: Any) -> None:
 
 
 def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]) -> Counter[str]:
-    """Return what the third step reads; rank 0 leaves the second head out unless ``both``."""
+    """Return the reads of the third step. Rank 0 skips the second head unless ``both``."""
     axes = ("dp_replicate", "fsdp")[-len(shape) :]
     model: Any = shard(make(TwoHeads), mesh_of(shape, axes), **options)
 
@@ -163,9 +163,7 @@ def test_nor_does_one_that_sums_over_replicas(ranks: Ranks, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged"])
-def test_who_left_a_parameter_out_reads_once_whether_others_used_it(
-    ranks: Ranks, mode: str
-) -> None:
+def test_a_rank_that_skipped_a_parameter_reads_the_flags_once(ranks: Ranks, mode: str) -> None:
     tags = copied_tags(mode)
     flags = {"tolist": tags.get("tolist", 0) + 1}
     assert ranks(2).run(reads, (2,), False, MODES[mode]) == [flags, tags]

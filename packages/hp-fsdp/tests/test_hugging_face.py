@@ -28,7 +28,7 @@ MICROBATCHES = 2
 
 
 class Trained(NamedTuple):
-    """What a run of four steps with a restart after the second one left."""
+    """Results of a run of four steps with a restart after the second step."""
 
     losses: list[float]
     norms: list[float]
@@ -187,7 +187,7 @@ def test_save_pretrained_needs_a_state_dict_and_says_how(ranks: Ranks, layout: s
 
 
 class Saved(torch.nn.Module):
-    """A module of another library whose method does not take a state dict."""
+    """A module of another library. Its ``save_pretrained`` takes no state dict."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input."""

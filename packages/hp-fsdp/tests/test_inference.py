@@ -1,4 +1,4 @@
-"""Forwards without gradients: weights stay where they were asked to, and are never old ones."""
+"""Forwards without gradients: weights stay unsharded if requested, and are never stale."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -30,7 +30,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def generate(rank: int, how: str) -> tuple[list[int], list[bool]]:
-    """Return the gathers after each of four forwards, and what modules had then."""
+    """Return the gathers after each of four forwards, and which weights are unsharded."""
     record = RecordingCollectives()
     option = False if how in ("option", "inference mode") else None
     model = shard(make(lambda: Net(2)), mesh_of((2,), ("fsdp",)), collectives=record)
@@ -39,7 +39,7 @@ def generate(rank: int, how: str) -> tuple[list[int], list[bool]]:
     units = (*model.blocks, model)
     mode = torch.inference_mode if how == "inference mode" else torch.no_grad
     record.reset()
-    if how == "by hand":
+    if how == "unshard":
         for unit in units:
             unit.unshard()
     calls, unsharded = [], []
@@ -56,7 +56,7 @@ def generate(rank: int, how: str) -> tuple[list[int], list[bool]]:
     return calls, unsharded
 
 
-@pytest.mark.parametrize("how", ["option", "inference mode", "by hand"])
+@pytest.mark.parametrize("how", ["option", "inference mode", "unshard"])
 def test_generation_gathers_each_unit_once(ranks: Ranks, how: str) -> None:
     for calls, unsharded in ranks(2).run(generate, how):
         assert calls == [3, 3, 3, 3]
@@ -72,12 +72,12 @@ def evaluate(rank: int) -> tuple[int, bool]:
     return record.by_axis["fsdp"].calls, all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_without_being_asked_to_stay_weights_are_given_up(ranks: Ranks) -> None:
+def test_weights_are_freed_unless_retention_is_requested(ranks: Ranks) -> None:
     assert ranks(2).run(evaluate) == [(12, True)] * 2
 
 
 class OldStyle(torch.optim.Optimizer):
-    """An optimizer that writes to ``data``, which no version counter tells of."""
+    """An optimizer that writes to ``data``, which increments no version counter."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -123,7 +123,7 @@ def stepping(model: Any, how: str) -> Any:
 
 
 def stepped(rank: int, how: str, keep: str, layout: str) -> list[float]:
-    """Let weights stay, change the shards, and compare with what the shards say."""
+    """Retain unsharded weights, change the shards, and compare both."""
     mesh = mesh_of((2,), ("fsdp",))
     model = shard(make(Net), mesh, layout=layout)
     step = stepping(model, how)
@@ -136,7 +136,7 @@ def stepped(rank: int, how: str, keep: str, layout: str) -> list[float]:
         model.zero_grad()
         loss_of(model, tokens(rank)).backward()
     for turn in range(2):
-        if keep == "by hand":
+        if keep == "unshard":
             for unit in (*model.blocks, model):
                 unit.unshard()
         if keep == "discarded":
@@ -182,7 +182,7 @@ STEPS = [
         if keep == "option" or how in ("SGD foreach", "sharded_optimizer", "local")
         else pytest.param(how, keep, marks=pytest.mark.long)
         for how in STEPS
-        for keep in ("option", "by hand", "backward", "discarded")
+        for keep in ("option", "unshard", "backward", "discarded")
     ],
 )
 def test_weights_that_stay_are_never_older_than_the_shards(
@@ -219,12 +219,12 @@ def closure_evaluates(rank: int) -> float:
     return float((logits - plain(tokens(rank))).abs().max().detach())
 
 
-def test_what_an_optimizers_closure_gathered_is_old_after_the_step(ranks: Ranks) -> None:
+def test_parameters_gathered_by_an_optimizer_closure_are_stale_after_the_step(ranks: Ranks) -> None:
     assert max(ranks(2).run(closure_evaluates)) < 1e-12
 
 
 def stepped_under_way(rank: int) -> bool:
-    """Write to the shards between the start of a gather by hand and the wait for it."""
+    """Write to the shards between an explicit ``unshard(async_op=True)`` and its wait."""
     model = shard(make(Net), mesh_of((2,), ("fsdp",)))
     block = model.blocks[1]
     handle = block.unshard(async_op=True)
@@ -241,7 +241,7 @@ def test_a_gather_that_was_under_way_during_a_write_is_made_again(ranks: Ranks) 
 
 
 def fewer_then_by_hand(rank: int) -> bool:
-    """Discard a loss whose forward kept parts, write to the shards, and unshard by hand."""
+    """Run a forward that reshards to fewer ranks, write to the shards, and call ``unshard``."""
     model = shard(make(Net), mesh_of((4,), ("fsdp",)), reshard_after_forward=2)
     block = model.blocks[1]
     model(tokens(rank))

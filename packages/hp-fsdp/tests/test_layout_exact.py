@@ -108,9 +108,9 @@ def test_packed_parameters_are_copied_to_their_places(
         if dim:
             shape = (*shape[:dim], shape[dim] * degree, *shape[dim + 1 :])
         specs.append(ShardSpec(shape=shape, dim=dim, degree=degree))
-    specs *= times  # alike, at one distance
+    specs *= times  # equal parameters at equal distances
     if how == "alike" and random.random() < 0.3:
-        random.shuffle(specs)  # or at many
+        random.shuffle(specs)  # or at different distances
     plan = plan_exact(specs, degree, 4, 1 << 30)
     assume(plan.packed_numel)
     wholes = [torch.rand(spec.shape) for spec in specs]
@@ -157,7 +157,7 @@ def test_the_threshold_counts_the_bytes_of_one_rank() -> None:
 
 @relaxed
 @given(shapes, itemsizes)
-def test_one_rank_needs_no_place_besides_its_shard(shapes: Shapes, itemsize: int) -> None:
+def test_one_rank_needs_no_memory_in_addition_to_its_shard(shapes: Shapes, itemsize: int) -> None:
     plan = planned(shapes, 1, itemsize)
     assert all(plan.direct)
     assert plan.output_starts == plan.shard_starts

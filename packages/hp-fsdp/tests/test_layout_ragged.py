@@ -39,7 +39,7 @@ def plans(draw: st.DrawFn) -> RaggedPlan:
 
 @settings(deadline=None, max_examples=150)
 @given(plans())
-def test_parameters_lie_apart_and_the_shares_cover_them(plan: RaggedPlan) -> None:
+def test_parameters_do_not_overlap_and_the_shares_cover_them(plan: RaggedPlan) -> None:
     shapes = [spec.shape for spec in plan.specs]
     end = 0
     for position, (start, shape) in enumerate(zip(plan.output_starts, shapes, strict=True)):

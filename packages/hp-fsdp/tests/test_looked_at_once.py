@@ -1,4 +1,4 @@
-"""What is asked of the parameters of all units together is found out for each of them alone."""
+"""Checks that run once for the parameters of all units find changes in each unit."""
 
 import warnings
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def send(module: nn.Module) -> None:
 
 
 def moved_under_a_graph(rank: int) -> tuple[Gradients, Gradients]:
-    """Send a unit's shards while a backward of it is to come, and run another unit meanwhile."""
+    """Move a unit's shards before its backward, and run another unit meanwhile."""
     found = []
     for model in (sharded(layers()), layers()):
         model(features()).sum().backward()
@@ -58,7 +58,7 @@ def moved_under_a_graph(rank: int) -> tuple[Gradients, Gradients]:
     return found[0], found[1]
 
 
-def test_a_unit_that_a_graph_needs_is_not_laid_out_anew_by_a_pass_of_others(ranks: Ranks) -> None:
+def test_a_forward_of_other_units_does_not_reallocate_a_unit_in_a_graph(ranks: Ranks) -> None:
     for found, expected in ranks(2).run(moved_under_a_graph):
         assert worst(found, expected) < 1e-12
 
@@ -70,12 +70,12 @@ def another_units_fault(rank: int) -> bool:
     return model[0].weight.grad is not None
 
 
-def test_a_part_runs_alone_whatever_is_wrong_with_another(ranks: Ranks) -> None:
+def test_a_unit_runs_alone_if_another_unit_is_invalid(ranks: Ranks) -> None:
     assert ranks(2).run(another_units_fault) == [True, True]
 
 
 def moved_behind_an_optimizer(rank: int) -> str:
-    """Make an optimizer, whose views hold the flat shards, and send a unit's only parameter."""
+    """Create an optimizer with views of the flat shards, then move a unit's only parameter."""
     model = sharded(layers(bias=False))
     optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1)
     send(model)
@@ -110,7 +110,7 @@ def thawed_under_way(rank: int, interrupted: bool) -> list[bool]:
 
 
 def frozen_again(rank: int) -> list[list[bool]]:
-    """Unfreeze a recomputed unit for one backward; return what trains in its runs after that."""
+    """Unfreeze a recomputed unit for one backward. Return which parameters train later."""
     model = sharded(layers(bias=False), reshard_after_forward=True)
     model[1].requires_grad_(False)
     seen: list[list[bool]] = []
@@ -128,13 +128,13 @@ def model_flags(module: nn.Module) -> list[bool]:
     return [p.requires_grad for p in module.parameters(recurse=False)]
 
 
-def test_what_trained_for_one_backward_alone_is_frozen_again(ranks: Ranks) -> None:
+def test_a_unit_unfrozen_for_one_backward_is_frozen_again(ranks: Ranks) -> None:
     for seen in ranks(2).run(frozen_again):
         assert seen == [[False]] * 2
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_what_was_unfrozen_trains_whatever_came_between(ranks: Ranks, interrupted: bool) -> None:
+def test_an_unfrozen_unit_trains_after_other_forwards(ranks: Ranks, interrupted: bool) -> None:
     for found in ranks(2).run(thawed_under_way, interrupted):
         assert all(found)
 
@@ -151,13 +151,13 @@ def marked(rank: int) -> list[bool]:
     return found
 
 
-def test_what_a_user_makes_of_a_gradient_is_not_in_the_next(ranks: Ranks) -> None:
+def test_changes_of_a_gradient_do_not_reach_the_next_one(ranks: Ranks) -> None:
     for found in ranks(2).run(marked):
         assert not any(found)
 
 
 def recast(rank: int, reentrant: bool) -> Gradients:
-    """Recompute a unit whose output a user's hook changes after it was cast."""
+    """Recompute a unit. A user hook changes its output after the cast."""
     model = layers().float()
     policy = MixedPrecisionPolicy(output_dtype=torch.float64)
     fully_shard(model[1], mesh_of((2,), ("fsdp",)), mp_policy=policy)
@@ -183,7 +183,7 @@ def test_a_recomputed_unit_is_cast_before_a_users_hook(ranks: Ranks, reentrant: 
 
 
 def trained_later(rank: int, added: bool) -> list[str]:
-    """Unfreeze what was frozen when the optimizer was made, and step; return what is warned of."""
+    """Unfreeze parameters that were frozen at the creation of the optimizer. Return warnings."""
     model = sharded(layers())
     model[0].requires_grad_(False)
     optimizer = sharded_optimizer(torch.optim.AdamW, model, lr=0.1)
@@ -200,7 +200,7 @@ def trained_later(rank: int, added: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_a_sharded_optimizer_warns_of_what_it_does_not_step(ranks: Ranks, added: bool) -> None:
+def test_a_sharded_optimizer_warns_of_parameters_without_a_step(ranks: Ranks, added: bool) -> None:
     for said in ranks(2).run(trained_later, added):
         assert len(said) == (not added)
         assert all("['0.weight', '0.bias'] train, and this optimizer does not" in s for s in said)

@@ -207,7 +207,7 @@ def test_tied_weights_of_a_list_are_one_parameter_and_every_row_moves(ranks: Ran
 
 
 class Added(nn.Module):
-    """A linear layer with two small matrices beside it."""
+    """A linear layer plus two small matrices, as in LoRA."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def frozen_units(rank: int) -> tuple[list[int], Gradients, Gradients]:
     return calls, frozen, gradients(model)
 
 
-def test_only_what_trains_is_reduced(ranks: Ranks) -> None:
+def test_only_gradients_of_trained_parameters_are_reduced(ranks: Ranks) -> None:
     expected = reference(2)
     biases = {
         name: value
@@ -299,7 +299,7 @@ def test_only_what_trains_is_reduced(ranks: Ranks) -> None:
     numel = 0
     for unit in ("head", "blocks.0", "blocks.2"):
         rows = [-(-len(value) // 2) for name, value in biases.items() if name.startswith(unit)]
-        # Rows have a flag per parameter and those of the tag, and are multiples of 16 bytes.
+        # A row has one flag per parameter and the flags of the tag, padded to 16 bytes.
         numel += -(-(sum(rows) + len(rows) + TAG_FLAGS) // 2) * 2
     for calls, frozen, thawed in ranks(2).run(frozen_units):
         assert calls == [3, numel * 8]

@@ -1,7 +1,7 @@
-"""The most memory that a step has at once above that between steps, against torch's.
+"""Peak memory of a step above the memory between steps, compared with torch.
 
-By every allocation and release of torch's CPU allocator, in a fake group, where collectives move
-nothing; ``benchmarks/bench_memory.py`` does the same with blocks of usual width.
+The test counts the allocations of torch's CPU allocator in a fake process group.
+``benchmarks/bench_memory.py`` does the same with blocks of usual width.
 """
 
 from collections.abc import Callable, Iterator

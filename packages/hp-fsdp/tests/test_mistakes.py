@@ -1,4 +1,4 @@
-"""Common mistakes around `fully_shard`: they raise or warn, and say what to do instead."""
+"""Common mistakes with `fully_shard` raise or warn, with advice."""
 
 import copy
 import pickle
@@ -56,7 +56,7 @@ def said_by(run: Callable[[], object]) -> list[str]:
 
 
 def optimizer_before(rank: int, layout: str, how: str) -> list[list[str]]:
-    """Return the warnings of two steps and of a step after the optimizer was made anew."""
+    """Return the warnings of two steps, and of a step with a new optimizer."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if how == "stepped":
@@ -188,7 +188,7 @@ def test_two_kinds_of_sharding_in_one_model_raise_at_the_second_call(
 
 
 def replicated(rank: int, order: str, layout: Any) -> Gradients:
-    """Replicate by torch what is not sharded, around or inside sharded modules."""
+    """Replicate the other modules with torch, around or inside sharded modules."""
     model, mesh = blocks(), mesh_of((2,), ("fsdp",))
     by: Any = {
         "fsdp": lambda m: replicate_fsdp(m, mesh=mesh),
@@ -215,7 +215,7 @@ def test_torchs_replicate_works_around_and_inside(ranks: Ranks, order: str, layo
 
 
 def ignored(rank: int, order: str, layout: Any) -> Gradients:
-    """Let the second kind of sharding ignore what the first has."""
+    """Pass the parameters of the first library as ignored parameters to the second."""
     model, mesh = blocks(), mesh_of((2,), ("fsdp",))
     if order == "torch's root":
         ours(model[0], layout)
@@ -260,7 +260,7 @@ def copied(rank: int) -> list[bool]:
     return [isinstance(each, torch.distributed.fsdp.FSDPModule) for each in (made, loaded)]
 
 
-def test_a_copy_of_an_inner_module_belongs_to_nobody(ranks: Ranks) -> None:
+def test_a_copy_of_an_inner_module_belongs_to_no_unit(ranks: Ranks) -> None:
     assert ranks(2).run(copied) == [[True, True]] * 2
 
 

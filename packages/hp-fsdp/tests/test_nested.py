@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from rank_pool import WrappedMapping
 from torch import Tensor
 
 from hp_fsdp import ShardingError
@@ -49,34 +50,6 @@ def test_containers_without_change_come_back_as_they_are() -> None:
     assert map_tensors(lambda tensor: tensor, value) is value
 
 
-class Wrapper(MutableMapping[str, Any]):
-    """A mapping whose items are those of another one."""
-
-    def __init__(self, label: str, items: MutableMapping[str, Any]) -> None:
-        self.label = label
-        self.items_of = items
-
-    def __getitem__(self, key: str) -> Any:
-        """Return an item."""
-        return self.items_of[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Set an item."""
-        self.items_of[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        """Remove an item."""
-        del self.items_of[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys."""
-        return iter(self.items_of)
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self.items_of)
-
-
 class Labelled(Mapping[str, Any]):
     """A mapping that is made of a label, with one item."""
 
@@ -103,8 +76,8 @@ MAPPINGS: dict[str, Callable[[Tensor], Any]] = {
     "default": lambda x: collections.defaultdict(int, x=x, n=3),
     "user": lambda x: collections.UserDict(x=x, n=3),
     "chain": lambda x: collections.ChainMap({"n": 3}, {"x": x}),
-    "wrapper": lambda x: Wrapper("a", {"x": x, "n": 3}),
-    "wrapper of another": lambda x: Wrapper("b", collections.UserDict(x=x, n=3)),
+    "wrapper": lambda x: WrappedMapping("a", {"x": x, "n": 3}),
+    "wrapper of another": lambda x: WrappedMapping("b", collections.UserDict(x=x, n=3)),
 }
 
 
@@ -122,7 +95,10 @@ def test_a_mapping_is_copied_and_the_one_given_keeps_its_items(kind: str) -> Non
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (Wrapper("a", Wrapper("b", {"x": leaf(1.0)})), "a copy.copy of it shares its items"),
+        (
+            WrappedMapping("a", WrappedMapping("b", {"x": leaf(1.0)})),
+            "a copy.copy of it shares its items",
+        ),
         (Labelled("a"), "its class makes another mapping of a dict"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Parameters of unusual dtypes and sizes, beside tensor parallelism too."""
+"""Parameters of unusual dtypes and sizes, also with tensor parallelism."""
 
 import warnings
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def quantised(rank: int, layout: Any) -> Gradients:
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
-def test_frozen_weights_of_eight_bits_lie_beside_trained_ones(ranks: Ranks, layout: str) -> None:
+def test_frozen_int8_weights_and_trained_weights_share_a_unit(ranks: Ranks, layout: str) -> None:
     torch.manual_seed(0)
     plain = Quantised()
     for rank in range(2):
@@ -111,7 +111,7 @@ def test_sizes_that_no_axis_divides_train_under_tensor_parallelism(
 
 
 def refused(rank: int, kind: str) -> tuple[str, list[str]]:
-    """Shard what cannot be; return what is said, and what hooks and classes are left."""
+    """Shard an unsupported module. Return the error, and the hooks and classes that remain."""
     made: dict[str, Callable[[], nn.Module]] = {
         "sparse": lambda: nn.Embedding(8, 4, sparse=True),
         "sparse bag": lambda: nn.EmbeddingBag(8, 4, sparse=True, mode="sum"),
@@ -140,9 +140,7 @@ def refused(rank: int, kind: str) -> tuple[str, list[str]]:
         ("inside", "1.0.weight is of a ScriptModule"),
     ],
 )
-def test_what_would_fail_or_be_lost_later_is_refused_by_name(
-    ranks: Ranks, kind: str, said: str
-) -> None:
+def test_unsupported_modules_raise_with_their_name(ranks: Ranks, kind: str, said: str) -> None:
     for found, left in ranks(2).run(refused, kind):
         assert said in found
         assert left == ["Sequential", "Parameter", "Parameter"]
@@ -157,12 +155,12 @@ class Scaled(nn.Embedding):
         self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Scale what is in the table."""
+        """Return the scaled rows of the table."""
         return super().forward(ids) * self.scale
 
 
 class Overridden(nn.Embedding):
-    """A table that looks its rows up in another way."""
+    """An embedding with another ``forward``."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up, without sparse gradients."""
@@ -170,7 +168,7 @@ class Overridden(nn.Embedding):
 
 
 def accepted(rank: int, kind: str) -> bool:
-    """Use what is alike, and may be sharded."""
+    """Shard and run similar modules that are supported."""
     frozen = nn.Embedding(8, 4, max_norm=1.0).requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's of scripts
@@ -185,12 +183,12 @@ def accepted(rank: int, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["frozen", "scaled", "overridden", "no parameters", "ignored"])
-def test_what_is_alike_and_loses_nothing_is_sharded(ranks: Ranks, kind: str) -> None:
+def test_similar_supported_modules_are_sharded(ranks: Ranks, kind: str) -> None:
     assert ranks(2).run(accepted, kind) == [True, True]
 
 
 def one_rank(rank: int) -> bool:
-    """Renormalise on one rank, where the shard is what is used."""
+    """Renormalise on one rank, whose shard is the whole table."""
     table = nn.Embedding(8, 4, max_norm=0.1)
     fully_shard(table, mesh_of((1,), ("fsdp",)))
     table(torch.arange(8))

@@ -23,7 +23,7 @@ def counted(spec: ShardSpec) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=60)
 @given(specs())
-def test_the_parts_are_those_of_chunk_and_empty_ones(spec: ShardSpec) -> None:
+def test_the_shards_equal_torch_chunk_and_can_be_empty(spec: ShardSpec) -> None:
     whole = counted(spec)
     parts = [spec.part(whole, index) for index in range(spec.degree)]
     assert torch.equal(torch.cat(parts, spec.dim), whole)

@@ -59,7 +59,7 @@ def train(
 
 
 @pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
-def test_every_elementwise_optimizer_gives_what_it_gives_one_by_one(
+def test_elementwise_optimizers_equal_their_steps_on_single_parameters(
     ranks: Ranks, kind: str
 ) -> None:
     flat = ranks(2).run(train, kind, (2,), True, False)
@@ -92,7 +92,7 @@ def test_on_any_mesh_and_with_frozen_parameters(
 
 
 def kernels(rank: int, layout: str) -> tuple[int, bool, bool]:
-    """Count the tensors that the inner optimizer steps on; look at where gradients lie."""
+    """Count the tensors of the inner optimizer, and check the memory of gradients."""
     model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), layout=layout)
     optimizer: Any = sharded_optimizer(torch.optim.AdamW, model)
     loss_of(model, tokens(rank)).backward()
@@ -108,7 +108,7 @@ def kernels(rank: int, layout: str) -> tuple[int, bool, bool]:
             inside &= not part.numel() or part.untyped_storage().data_ptr() == memory
     model.unshard()
     optimizer.step()
-    seen = model(tokens(rank))  # what was gathered before the step is stale
+    seen = model(tokens(rank))  # the parameters gathered before the step are stale
     plain: Any = Net().double()
     plain.load_state_dict(parameters(model))
     return len(flats), inside, torch.allclose(seen, plain(tokens(rank)), rtol=1e-12)
@@ -150,7 +150,7 @@ def state_moves(rank: int) -> dict[str, bool]:
     return result
 
 
-def test_states_are_those_of_the_optimizer_on_single_parameters(ranks: Ranks) -> None:
+def test_states_equal_the_optimizer_on_single_parameters(ranks: Ranks) -> None:
     for found in ranks(2).run(state_moves):
         assert all(found.values()), found
 
@@ -178,7 +178,7 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def test_what_cannot_be_stepped_together_is_refused(ranks: Ranks) -> None:
+def test_unsupported_optimizers_raise(ranks: Ranks) -> None:
     for said in ranks(2).run(refusals):
         assert said[0].startswith("LBFGS is not known to update each element separately")
         assert said[1].startswith("AdamW is not known")
@@ -308,7 +308,7 @@ CHANGES: list[Change] = [cleared, emptied, forgotten, forgotten_inside, restarte
 def changed_state(
     rank: int, kind: str, layout: str, change: Change, flat: bool
 ) -> tuple[Gradients, Gradients]:
-    """Change what an optimizer knows of a parameter, or of all, between its steps."""
+    """Change the optimizer's state or options of parameters between its steps."""
     model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), layout=layout)
     cls, options = getattr(torch.optim, kind), OPTIONS[kind]
     optimizer: Any = (

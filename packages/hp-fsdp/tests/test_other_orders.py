@@ -115,7 +115,7 @@ def test_a_prefetch_of_another_block_changes_no_gradient(ranks: Ranks, how: str)
 
 
 def not_reached(rank: int) -> Gradients:
-    """Leave the last block out of a loss whose backward is not the last one of the step."""
+    """Leave the last block out of the first of two backwards in a step."""
     mesh = mesh_of((2,), ("fsdp",))
     model: Any = make(Beside)
     for block in model.blocks:
@@ -140,7 +140,7 @@ class Beside(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what comes of the first block, and of all."""
+        """Return the outputs of the head and of the last block."""
         x = torch.tanh(self.blocks[0](x))
         y = self.blocks[2](torch.tanh(self.blocks[1](x.detach())))
         return self.head(x), y

@@ -42,7 +42,7 @@ ALL = (0, 1, 2, 3, 4)
 
 
 class Blocks(nn.Module):
-    """Runs the blocks that it is told to: blocks of one size, and a wide one."""
+    """Blocks of one size and a wide block. A forward runs some of them."""
 
     def __init__(self, count: int = 4) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class Blocks(nn.Module):
 
 
 def new_mesh() -> DeviceMesh:
-    """Return a mesh of two ranks whose process group is new, and gives up soon.
+    """Return a mesh of two ranks over a new process group with a short timeout.
 
-    Ranks that disagree may leave collectives that others never start. The name is new, too: torch
-    caches what it does by meshes, and takes equal meshes for one.
+    Ranks that disagree can leave collectives that other ranks never start. The axis name is new
+    too, because torch caches results by mesh, and equal meshes share them.
     """
     group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"fsdp_{next(_meshes)}",))
@@ -87,12 +87,12 @@ def after_a_good_step(model: Any, dtype: torch.dtype = torch.float64) -> None:
     model.zero_grad()
 
 
-# What each of two ranks runs in the third pass, and what it then gathers instead of the other.
+# Case -> (blocks that each rank runs in the third pass, units that the ranks then gather).
 LAYER_DROP = {
     "each rank leaves other blocks out": (((0, 3, 4), (0, 2, 4)), (3, 2)),
     "one rank leaves blocks out": (((0, 1, 2, 3, 4), (0, 3, 4)), (2, 3)),
     "one rank swaps blocks": (((0, 1, 2, 3, 4), (0, 3, 2, 1, 4)), (2, 3)),
-    # What one rank leaves out it has prefetched, so that only backward gathers differ.
+    # The rank has prefetched the skipped block, so only the gathers of backward differ.
     "one block left out": (((0, 1, 2, 3, 4), (0, 1, 3, 4)), (2, 1)),
 }
 
@@ -159,7 +159,7 @@ def assert_named(ranks: Ranks, case: str, train: bool, options: dict[str, Any]) 
 
 
 def experts(rank: int, first: bool) -> str:
-    """Run experts that are units of their own; each rank another one, maybe in the first pass."""
+    """Run a different expert unit on each rank, in the first pass or later."""
     mesh = new_mesh()
     model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)).double()
     for expert in model:
@@ -172,7 +172,7 @@ def experts(rank: int, first: bool) -> str:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first pass", "third pass"])
-def test_experts_without_a_common_root_are_told_apart(ranks: Ranks, first: bool) -> None:
+def test_different_experts_without_a_common_root_raise(ranks: Ranks, first: bool) -> None:
     said = ranks(2).run(experts, first)
     assert said[0] == said[1]
     told = (
@@ -222,7 +222,7 @@ def of_unequal_size(rank: int, case: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.gloo  # which ends with an error where messages have unequal sizes
+@pytest.mark.gloo  # it raises if messages have unequal sizes
 @pytest.mark.parametrize("case", list(UNEQUAL))
 def test_units_of_unequal_size_end_with_an_error_at_the_timeout(ranks: Ranks, case: str) -> None:
     said = ranks(2).run(of_unequal_size, case)
@@ -317,7 +317,7 @@ def test_ranks_that_are_all_reset_go_on_where_one_of_them_raised(ranks: Ranks) -
 
 
 def replicas(rank: int) -> str:
-    """Let the ranks of one replica reduce another block than those of the other."""
+    """Let the two replicas reduce different blocks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
     model = sharded(mesh, reshard_after_forward=False)
     after_a_good_step(model)
@@ -389,10 +389,10 @@ def test_checked_collectives_compare_the_name_of_the_unit(ranks: Ranks) -> None:
 
 
 def on_an_accelerator(rank: int, difference: str) -> tuple[str, int]:
-    """Differ in the fourth step on simulated streams; return the error and when it came."""
+    """Disagree in the fourth step on simulated streams. Return the error and its step."""
     model = sharded(reshard_after_forward=difference == "gathered")
     after_a_good_step(model)
-    orders = ((0, 1, 3, 4), (0, 2, 3, 4))  # in which backward gathers as many of each size
+    orders = ((0, 1, 3, 4), (0, 2, 3, 4))  # backward gathers equally many units of each size
     with watched(Device(), model):
         for step in range(2, 6):
             if step == 3 and difference == "reduced":
@@ -455,7 +455,7 @@ def test_summed_flags_say_whether_all_numbers_are_equal(
     assert zeros <= FLAG_BITS
 
 
-# What all ranks do in each step of a program that repeats itself.
+# Programs that repeat: what all ranks do in each step.
 PROGRAMS: dict[str, Callable[[Any, int], None]] = {}
 
 
@@ -565,7 +565,7 @@ def test_units_that_are_gathered_before_the_first_forward_are_compared(ranks: Ra
 
 
 class Compressed(TorchCollectives):
-    """Sends half as many bits, so that what arrives is not exact."""
+    """Sends half as many bits, so the received values are not exact."""
 
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
@@ -596,7 +596,7 @@ def compressed(rank: int, checked: bool) -> bool:
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_collectives_of_a_user_may_change_what_they_send(ranks: Ranks, checked: bool) -> None:
+def test_user_collectives_may_change_the_sent_values(ranks: Ranks, checked: bool) -> None:
     assert all(ranks(2).run(compressed, checked))
 
 
@@ -676,13 +676,13 @@ def one_replica_has_another_model(rank: int) -> float:
     return max(float((p.grad.full_tensor() - e.grad).abs().max()) for p, e in pairs)
 
 
-def test_replicas_whose_ranks_shard_other_models_too_train(ranks: Ranks) -> None:
+def test_replicas_train_if_their_ranks_shard_other_models_too(ranks: Ranks) -> None:
     for worst in ranks(4).run(one_replica_has_another_model):
         assert worst < 1e-12
 
 
 def dropped_sums(rank: int) -> bool:
-    """Drop gradients that wait for an all-reduce, then reduce what is left: zeros."""
+    """Drop gradients that wait for an all-reduce, then reduce. The result is zero."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
     model = sharded(mesh)
     model.set_requires_all_reduce(False)
@@ -724,7 +724,7 @@ def test_a_second_mix_up_has_a_text_of_its_own(ranks: Ranks) -> None:
 
 
 def signatures(rank: int) -> list[tuple[object, ...]]:
-    """Return what the reductions of one parameter and of its halves, ragged, are like."""
+    """Return the signatures of ragged reductions of one parameter, and of two halves."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("part",))
     found = []
     for rows in ([64], [32, 32]):

@@ -1,4 +1,4 @@
-"""Parts that ran before what is above them, lists as roots, and what changes between two calls."""
+"""Units that run before their root, lists as roots, and changes between two calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,7 @@ def test_a_replacement_counts_in_a_part_that_ran_before_its_root(
 
 
 class Failing(torch.autograd.Function):
-    """The identity, whose backward raises."""
+    """The identity with a backward that raises."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Multi(nn.Module):
 
 
 def advised(rank: int, uses_head: bool, layout: Any) -> tuple[str, list[Gradients]]:
-    """Give the head with the predictor, then do what the error says; train two steps."""
+    """Shard a head inside a list, then follow the advice of the error. Train two steps."""
     model, mesh = make(lambda: Multi(uses_head)), mesh_of((2,), ("fsdp",))
     with pytest.raises(ModuleError) as caught:
         fully_shard([model.norm, model.mtp, model.head], mesh)
@@ -208,7 +208,7 @@ def test_an_inner_module_of_a_list_is_sharded_first_as_the_error_says(
 
 
 class Body(nn.Module):
-    """Layers that are units of their own."""
+    """Layers that are separate units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Body(nn.Module):
 
 
 def list_root(rank: int, last: int) -> tuple[list[str], Gradients]:
-    """Train a list whose module at ``last`` has units inside; return where they are gathered."""
+    """Train a list with nested units in one module. Return the weights' types after forward."""
     mesh = mesh_of((2,), ("fsdp",))
     first, body = layers(1)[0], Body()
     for layer in body.layers:
@@ -252,7 +252,7 @@ def test_units_inside_any_module_of_a_list_have_it_as_root(ranks: Ranks, last: i
 
 
 def assigned(rank: int) -> list[str]:
-    """Assign parameters anew after a flat optimizer was made of those before."""
+    """Assign new parameters after a flat optimizer was created for the old ones."""
     model = fully_shard(layers(2), mesh_of((2,), ("fsdp",)))
     optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
     whole(model, rank).backward()
@@ -327,7 +327,9 @@ def thawed(rank: int, how: str) -> Gradients:
 
 
 @pytest.mark.parametrize("how", ["kept after forward", "kept after backward", "by hand"])
-def test_what_is_unfrozen_by_its_shard_trains_from_the_next_forward(ranks: Ranks, how: str) -> None:
+def test_a_parameter_unfrozen_while_sharded_trains_from_the_next_forward(
+    ranks: Ranks, how: str
+) -> None:
     for found in ranks(2).run(thawed, how):
         assert worst(found, expected(whole)) < 1e-12
 
@@ -381,8 +383,6 @@ def thawed_while_waiting(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["gathered anew", "kept", "replaced"])
-def test_all_ranks_are_told_what_was_unfrozen_while_gradients_add_up(
-    ranks: Ranks, how: str
-) -> None:
+def test_unfreezing_during_accumulation_raises_on_all_ranks(ranks: Ranks, how: str) -> None:
     for said in ranks(2).run(thawed_while_waiting, how):
         assert "['1.weight'] were frozen when gradients of others began to add up" in said

@@ -1,4 +1,4 @@
-"""Stages of torch's pipeline schedules whose modules are sharded over another axis."""
+"""Pipeline stages of torch with modules that are sharded over another axis."""
 
 import itertools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ SCHEDULES: dict[str, tuple[int, bool]] = {
 
 
 class Layer(nn.Module):
-    """Two linear layers beside the input."""
+    """Two linear layers with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,20 +39,20 @@ class Layer(nn.Module):
         self.down = nn.Linear(36, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` and what the layer adds."""
+        """Return ``x`` plus the output of the layers."""
         return cast(Tensor, x + self.down(torch.tanh(self.up(x))))
 
 
 class Stage(nn.Sequential):
-    """Two layers, and another way through them."""
+    """Two layers, and a second forward method."""
 
     def twice(self, x: Tensor) -> Tensor:
-        """Return twice what the layers give."""
+        """Return twice the output of the layers."""
         return cast(Tensor, 2 * self[1](self[0](x)))
 
 
 def stages_of(number: int) -> Any:
-    """Return the whole model: so many stages of two layers."""
+    """Return the whole model with ``number`` stages of two layers."""
     return make(lambda: nn.Sequential(*(Stage(Layer(), Layer()) for _ in range(number))))
 
 
@@ -168,7 +168,7 @@ def test_gradients_of_a_schedule_equal_one_process(ranks: Ranks, name: str, opti
 def test_a_schedule_reduces_the_gradients_of_its_stages(
     ranks: Ranks, name: str, options: str
 ) -> None:
-    """Also where the parameters are given up between the forward and a backward split in two."""
+    """Includes schedules that reshard between the forward and a backward in two halves."""
     number = DEPTH * SCHEDULES[name][0]
     expected = [expected_of(number, step) for step in range(2)]
     seen: set[str] = set()
@@ -198,7 +198,7 @@ def test_schedules_take_this_packages_names_in_place_of_torchs(ranks: Ranks, nam
 
 
 def read_by_torch(rank: int) -> tuple[bool, bool, list[str], list[str], Gradients]:
-    """Return what torch's functions and trainers ask of a sharded module."""
+    """Return the facts that torch's functions and trainers read from a sharded module."""
     model: Any = stages_of(1)[0]
     for module in (*model, model):
         fully_shard(module, mesh_of((2,), ("fsdp",)))
@@ -217,7 +217,7 @@ def read_by_torch(rank: int) -> tuple[bool, bool, list[str], list[str], Gradient
     return all(is_sharded), isinstance(model[0].up, theirs.FSDPModule), own, texts, found
 
 
-def test_torchs_own_callers_are_served_or_told(ranks: Ranks) -> None:
+def test_callers_in_torch_work_or_raise(ranks: Ranks) -> None:
     plain = stages_of(1)[0]
     for replica in range(2):
         (plain(batch_of(0, replica)[0]).mul(2).pow(2).sum() / 2).backward()
@@ -230,7 +230,7 @@ def test_torchs_own_callers_are_served_or_told(ranks: Ranks) -> None:
 
 
 def reduced_by_older_stages(rank: int) -> Gradients:
-    """Do what the stages of torch 2.11 and 2.12 do around the backwards of two microbatches."""
+    """Make the calls of torch 2.11 and 2.12 stages around the backwards of two microbatches."""
     model: Any = stages_of(1)[0]
     for module in (*model, model):
         fully_shard(module, mesh_of((2,), ("fsdp",)))
@@ -250,7 +250,7 @@ def reduced_by_older_stages(rank: int) -> Gradients:
     return gradients(model)
 
 
-def test_stages_of_older_versions_find_what_they_read(ranks: Ranks) -> None:
+def test_pipeline_stages_of_older_versions_work(ranks: Ranks) -> None:
     plain = stages_of(1)[0]
     for step, replica in itertools.product(range(2), range(2)):
         (plain(batch_of(step, replica)[0]).pow(2).sum() / 2).backward()

@@ -41,7 +41,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def largest(parameter: nn.Parameter) -> Shard | None:
-    """Cut along the last dimension where it divides."""
+    """Shard the last dim if 4 divides its size."""
     return Shard(-1) if parameter.ndim > 1 and parameter.shape[-1] % 4 == 0 else None
 
 
@@ -103,14 +103,14 @@ def test_cuts_that_cannot_be_are_refused(ranks: Ranks) -> None:
 
 @dataclass
 class OnMesh:
-    """What torch's versions from 2.12 on have under another name."""
+    """Has the attributes of the class ``ShardPlacementResult`` of torch 2.12."""
 
     placement: Shard
     mesh_info: FSDPMeshInfo
 
 
 def on_other_meshes(rank: int) -> list[str]:
-    """Give a parameter a mesh of its own that cannot be."""
+    """Assign an invalid mesh to a parameter. Return the errors."""
     mesh = mesh_of((2, 2), ("a", "b"))
     said = []
     swapped = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
@@ -169,7 +169,7 @@ def test_small_parameters_stay_whole_and_are_all_reduced(
 
 
 def cut_unevenly(rank: int) -> list[Any]:
-    """Decide, of parameters that other axes cut unevenly, whether and where they are cut."""
+    """Shard parameters that are uneven on another axis. Return the results or errors."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     cases: list[tuple[tuple[int, int], int, dict[str, Any]]] = [
         ((3, 4), 0, {"min_shard_numel": 8}),
@@ -192,7 +192,7 @@ def cut_unevenly(rank: int) -> list[Any]:
 
 
 @pytest.mark.nccl
-def test_ranks_decide_alike_where_other_axes_cut_unevenly(ranks: Ranks) -> None:
+def test_all_ranks_decide_equally_if_another_axis_shards_unevenly(ranks: Ranks) -> None:
     found = ranks(4).run(cut_unevenly)
     assert all(each == found[0] for each in found)
     cut, whole, uneven, too_few, even = found[0]
@@ -202,7 +202,7 @@ def test_ranks_decide_alike_where_other_axes_cut_unevenly(ranks: Ranks) -> None:
 
 
 class Whole(nn.Module):
-    """Two linear maps whose weights are DTensors on a mesh for everything."""
+    """Two linear maps. Their weights are DTensors on the mesh of all ranks."""
 
     def __init__(self, mesh: DeviceMesh, tp: str | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixed precision: what is computed, reduced, stored and returned in which dtype."""
+"""Mixed precision: dtypes of the computation, the reduction, the shards and the outputs."""
 
 import collections
 import copy
@@ -66,7 +66,7 @@ def test_gradients_are_bitwise_those_of_torch(ranks: Ranks, policy: str, sync_la
 
 
 def manual(rank: int) -> dict[str, Any]:
-    """Compute in bf16 by hand, reduce in fp32, and compare."""
+    """Compute in bf16 and reduce in fp32 without FSDP, and compare."""
     plain = make(Net, FP32)
     total: Gradients = {}
     for replica in range(4):
@@ -90,7 +90,7 @@ def manual(rank: int) -> dict[str, Any]:
     }
 
 
-def test_bf16_with_fp32_reduction_equals_the_same_by_hand(ranks: Ranks) -> None:
+def test_bf16_with_fp32_reduction_equals_a_manual_reference(ranks: Ranks) -> None:
     for found in ranks(4).run(manual):
         assert found["difference"] < 1e-6
         assert found["computing"] is BF16
@@ -228,7 +228,7 @@ def test_inputs_and_outputs_are_cast_as_each_module_says(ranks: Ranks) -> None:
 
 
 def fp16_sum(rank: int) -> Tensor:
-    """Reduce gradients whose sum over the ranks does not fit in float16."""
+    """Reduce gradients. Their sum over the ranks overflows in float16."""
     model: Any = nn.Linear(2, 4, bias=False)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     fully_shard(model, mesh_of((4,), ("fsdp",)), mp_policy=policy)
@@ -250,7 +250,7 @@ def complex_step(layer: nn.Linear, rank: int) -> Tensor:
 
 
 def complex_gradients(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the gradient with a policy for real numbers, and the mean of those of one process."""
+    """Return the gradient with a policy for real dtypes, and the expected mean."""
     torch.manual_seed(0)
     model: Any = nn.Linear(2, 4, bias=False, dtype=torch.complex64)
     expected = sum(complex_step(copy.deepcopy(model), each) for each in range(2)) / 2
@@ -285,9 +285,9 @@ def test_the_reduction_keeps_its_dtype_when_the_model_is_converted(ranks: Ranks)
 
 @dataclasses.dataclass
 class Fixed(collections.OrderedDict):  # type: ignore[type-arg]
-    """A mapping whose items are also its fields, and which refuses ``update``.
+    """A mapping with its fields as items. ``update`` raises.
 
-    Outputs of models in other libraries are such.
+    Some libraries return model outputs of this kind.
     """
 
     logits: Tensor
@@ -347,7 +347,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Answers(nn.Module):
-    """A layer whose output comes in a mapping."""
+    """A layer that returns a mapping."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Answers(nn.Module):
 
 
 def mapping_outputs(rank: int, kind: str, sharded: bool) -> dict[str, Any]:
-    """Return what a forward gives in a dtype of its own, and the gradient behind it."""
+    """Return the outputs of a forward with ``output_dtype``, and the gradient of the input."""
     if Registered not in torch.utils._pytree.SUPPORTED_NODES:
         torch.utils._pytree.register_pytree_node(
             Registered,

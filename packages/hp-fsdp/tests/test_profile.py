@@ -1,4 +1,4 @@
-"""What a profile of a step calls the communication: what, of which module, over which axis."""
+"""Names of collectives in a profile: the operation, the module and the mesh axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def after_a_part(rank: int) -> set[str]:
     return {e.key for e in profiler.key_averages() if e.key.startswith("hp_fsdp.")}
 
 
-def test_what_was_called_alone_has_its_path_from_the_root_afterwards(ranks: Ranks) -> None:
+def test_a_unit_that_ran_alone_first_has_its_path_from_the_root(ranks: Ranks) -> None:
     for found in ranks(2).run(after_a_part):
         packed = {name for name in found if "pack_gradients" in name}
         assert packed == {f"hp_fsdp.pack_gradients {module}" for module in MODULES}

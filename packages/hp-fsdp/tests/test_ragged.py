@@ -116,12 +116,12 @@ def traffic(rank: int) -> tuple[dict[str, int], int, int, int]:
     loss_of(model, tokens(rank)).backward()
     group = model.plan_report().groups[0]
     counts = {name: t.bytes for (_, name), t in record.by_call.items()}
-    # One flag for each parameter, whether a rank used it, and those of the unit's tag.
+    # One flag per parameter (whether a rank used it) and the flags of the unit's tag.
     flags = 8 * (len(group.parameters) + TAG_FLAGS)
     return counts, group.shard_bytes, flags, record.by_call["fsdp", "all_gather"].calls
 
 
-def test_shares_are_what_travels(ranks: Ranks) -> None:
+def test_communicated_bytes_equal_the_shares(ranks: Ranks) -> None:
     for counts, share, flags, gathers in ranks(4).run(traffic):
         assert counts == {"all_gather": 3 * share, "reduce_scatter": 3 * (share + flags)}
         assert gathers == 1
@@ -150,7 +150,7 @@ def trained(rank: int, kind: str) -> Gradients:
     return parameters(model)
 
 
-def test_optimizers_give_what_they_give_in_the_exact_layout(ranks: Ranks) -> None:
+def test_optimizers_equal_the_exact_layout(ranks: Ranks) -> None:
     expected = ranks(2).run(trained, "exact")[0]
     for kind in ("single", "flat"):
         for found in ranks(2).run(trained, kind):
@@ -252,7 +252,7 @@ def refused(rank: int) -> list[str]:
     return said
 
 
-def test_what_the_layout_cannot_do_is_refused(ranks: Ranks) -> None:
+def test_unsupported_uses_of_the_ragged_layout_raise(ranks: Ranks) -> None:
     for said in ranks(2).run(refused):
         assert said[0] == "layout is 'round'; allowed: 'exact' and 'ragged'"
         assert said[1].startswith("granularity has a meaning in the ragged layout only")

@@ -28,7 +28,7 @@ class Recomputing(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the module gives."""
+        """Return the module's output."""
         found: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
         return found
 
@@ -66,7 +66,7 @@ def steps(rank: int, how: str, grain: str, options: dict[str, Any]) -> list[Grad
 
 @pytest.mark.parametrize("how", ["not reentrant", "reentrant", "wrapper"])
 @pytest.mark.parametrize("grain", ["inside", "outside", "layers", "root alone"])
-def test_gradients_are_those_without(ranks: Ranks, how: str, grain: str) -> None:
+def test_gradients_equal_those_without_recomputation(ranks: Ranks, how: str, grain: str) -> None:
     expected = [reference(2, steps=(step,)) for step in range(2)]
     for option in (True, False):
         for seen in ranks(2).run(steps, how, grain, {"reshard_after_forward": option}):

@@ -31,7 +31,7 @@ Ranks = Callable[[int], RankPool]
 
 
 class Broken(RuntimeError):
-    """What the tests raise."""
+    """Error that the tests raise."""
 
 
 def fail(*_: Any) -> None:
@@ -39,7 +39,7 @@ def fail(*_: Any) -> None:
 
 
 def failing_step(rank: int, where: str, warm: bool) -> tuple[Gradients, bool]:
-    """Fail in one place, with a prefetch under way, reset, and do a clean step."""
+    """Fail in one place with a prefetch in flight, reset, and run a step."""
     model = shard(make(Net), mesh_of((2,), ("fsdp",)))
     if warm:
         loss_of(model, tokens(rank, 5)).backward()
@@ -98,7 +98,7 @@ def by_hand(rank: int) -> dict[str, bool]:
     return {"1": waiting, "2": there, "3": others, "4": back, "5": after, "6": saved}
 
 
-def test_unshard_reshard_and_reset_by_hand(ranks: Ranks) -> None:
+def test_explicit_unshard_reshard_and_reset(ranks: Ranks) -> None:
     for found in ranks(2).run(by_hand):
         assert all(found.values()), found
 
@@ -175,7 +175,7 @@ def test_a_pass_without_backward_leaves_no_old_weights(
 
 
 def gathers_of_unsharded(rank: int) -> tuple[int, int]:
-    """Return the gathers of a pass whose root the user unsharded, after an evaluation."""
+    """Return the all-gathers of a forward after an evaluation and ``unshard`` of the root."""
     record = RecordingCollectives()
     model = shard(make(Net), mesh_of((2,), ("fsdp",)), collectives=record)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def gathers_of_unsharded(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.nccl
-def test_what_the_user_unsharded_is_not_gathered_again(ranks: Ranks) -> None:
+def test_units_unsharded_by_the_user_are_not_gathered_again(ranks: Ranks) -> None:
     for calls, blocks in ranks(2).run(gathers_of_unsharded):
         assert calls == blocks
 
@@ -243,14 +243,14 @@ def listed(rank: int, kind: type[Listed]) -> list[Gradients]:
 @pytest.mark.parametrize("kind", [Listed, Both])
 def test_a_list_is_one_unit_even_if_half_of_it_runs(ranks: Ranks, kind: type[Listed]) -> None:
     expected = reference(2, kind)
-    if kind is Listed:  # what did not run has no gradient
+    if kind is Listed:  # unused modules have no gradient
         del expected["extra.weight"], expected["extra.bias"]
     for steps in ranks(2).run(listed, kind):
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 
 
 def converted(rank: int) -> tuple[bool, bool, Gradients]:
-    """Convert and load after sharding: parameters must come back to the flat shard."""
+    """Convert and load after sharding. Parameters must be in the flat shard again."""
     model = shard(make(Net, torch.float32), mesh_of((2,), ("fsdp",)))
     before = list(model.parameters())
     model.double()
@@ -276,7 +276,7 @@ def test_conversion_and_assigned_state_end_in_the_flat_shard(ranks: Ranks) -> No
 
 
 def assigned(rank: int, what: str) -> dict[str, Any]:
-    """Load a state dict with one bad entry; return the refusal and what it left behind."""
+    """Load a state dict with one invalid entry. Return the error and the state after it."""
     mesh: DeviceMesh = mesh_of((1, 2), ("other", "fsdp"))
     model = shard(make(Net), mesh["fsdp"])
     before = [*model.blocks[0].parameters()]
@@ -341,7 +341,7 @@ REMOVALS: dict[str, tuple[Callable[[nn.Linear], None], str]] = {
 
 
 def removed(rank: int, how: str, ran: bool, layout: str) -> tuple[list[str], int, Gradients]:
-    """Remove a parameter; return what two forwards say, their calls, and a step after a reset."""
+    """Remove a parameter. Return errors and calls of two forwards, and a step after a reset."""
     record = RecordingCollectives()
     model = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout, collectives=record)
     if ran:
@@ -421,7 +421,7 @@ def test_conversion_of_parts_is_taken_whole_or_refused_by_name(ranks: Ranks, wha
 
 
 def thawed(rank: int, where: str, to: bool, reset: bool) -> bool:
-    """Freeze or unfreeze what a module shows after an exception; return whether it trains."""
+    """Freeze or unfreeze registered parameters after an exception. Return if they train."""
     model: Any = make(Net)
     weight = model.blocks[1].down.weight
     weight.requires_grad_(not to)
@@ -445,7 +445,7 @@ def thawed(rank: int, where: str, to: bool, reset: bool) -> bool:
 @pytest.mark.parametrize(
     ("where", "reset"), [("forward", True), ("forward", False), ("backward", True)]
 )
-def test_what_is_frozen_after_an_exception_stays_so(
+def test_parameters_frozen_after_an_exception_stay_frozen(
     ranks: Ranks, where: str, reset: bool, to: bool
 ) -> None:
     assert ranks(2).run(thawed, where, to, reset) == [to, to]

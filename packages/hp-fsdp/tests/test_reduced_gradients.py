@@ -16,7 +16,7 @@ from hp_fsdp import fully_shard
 from .models import Net, gradients, loss_of, make, mesh_of, reference, shard, tokens, worst
 
 Ranks = Callable[[int], RankPool]
-# What a user keeps of a gradient over the next step, and how to read it again.
+# Objects of a gradient that a user can keep over the next step.
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "the gradient": lambda gradient: gradient,
     "its local tensor": lambda gradient: gradient.to_local(),
@@ -27,7 +27,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 
 
 def steps(rank: int, layout: str, holder: str) -> tuple[list[bool], list[float]]:
-    """Return whether what was held kept its values, and the errors of the gradients."""
+    """Return whether the kept objects kept their values, and the errors of the gradients."""
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
     kept, errors = [], []
     held: dict[str, Any] = {}
@@ -50,16 +50,14 @@ def local(held: Any) -> Any:
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize("holder", list(HOLDERS))
-def test_what_a_user_holds_of_a_gradient_keeps_its_values(
-    ranks: Ranks, layout: str, holder: str
-) -> None:
+def test_kept_gradients_keep_their_values(ranks: Ranks, layout: str, holder: str) -> None:
     for kept, errors in ranks(2).run(steps, layout, holder):
         assert all(kept)
         assert max(errors) < 1e-12
 
 
 def marked(rank: int, layout: str) -> list[int]:
-    """Return how many gradients of each step have a mark, of which those of the first got one."""
+    """Set an attribute on one gradient of the first step. Return how many have it per step."""
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
     counts = []
     for step in range(3):
@@ -74,12 +72,12 @@ def marked(rank: int, layout: str) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
-def test_attributes_of_a_gradient_are_not_those_of_the_next_step(ranks: Ranks, layout: str) -> None:
+def test_attributes_of_a_gradient_do_not_reach_the_next_step(ranks: Ranks, layout: str) -> None:
     assert ranks(2).run(marked, layout) == [[0, 0, 0]] * 2
 
 
 def kept_by_a_hook(rank: int, width: int) -> list[bool]:
-    """Keep what an all-reduce hook is given over the next steps."""
+    """Keep the argument of an all-reduce hook over the next steps."""
     model: Any = nn.Linear(width, width)
     fully_shard(model, mesh_of((2,), ("fsdp",)))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -91,7 +89,7 @@ def kept_by_a_hook(rank: int, width: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("width", [8, 512])
-def test_what_a_hook_keeps_of_the_reduced_gradient_stays(ranks: Ranks, width: int) -> None:
+def test_reduced_gradients_that_a_hook_keeps_stay_unchanged(ranks: Ranks, width: int) -> None:
     assert ranks(2).run(kept_by_a_hook, width) == [[True] * 3] * 2
 
 
@@ -152,7 +150,7 @@ def alive(rank: int, width: int) -> tuple[list[int], list[int], int]:
     for layer in model:
         fully_shard(layer, mesh_of((2,), ("fsdp",)))
     fully_shard(model, mesh_of((2,), ("fsdp",)))
-    locals_: list[Any] = []  # weakly: what a user holds stays
+    locals_: list[Any] = []  # weak references, because strong ones keep the gradients alive
     inside: list[int] = []
     model.register_forward_pre_hook(
         lambda *_: inside.append(sum(each() is not None for each in locals_))
@@ -180,7 +178,7 @@ class Failing(TorchCollectives):
         self.armed = False
         self.after = after
         self.at_once = at_once
-        self.written: list[Any] = []  # what a failed collective may still write to
+        self.written: list[Any] = []  # outputs that a failed collective may still write
 
     def _maybe(self, name: str, work: Any, written: Any) -> Any:
         if not self.armed or name != self.after:

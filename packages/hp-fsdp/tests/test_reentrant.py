@@ -35,7 +35,7 @@ class Again(nn.Module):
 
 
 class Root(nn.Module):
-    """A model whose other methods call it, and then use its own parameters."""
+    """A model with methods that call the model and then use its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def batch(rank: int) -> Tensor:
 
 
 def calls(model: Any, batches: list[Tensor]) -> Results:
-    """Return values and gradients of all ways in, as the mean over batches where they train."""
+    """Return outputs and gradients of all entry points. Gradients are means over batches."""
     values, found = [], []
     with torch.no_grad():
         values += [model.scaled(x) for x in batches * 2]

@@ -1,4 +1,4 @@
-"""What stands in modules while parameters are gathered, frozen and moved."""
+"""Parameters that are registered with modules while units are unsharded, frozen or moved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ def test_a_gradient_that_a_user_holds_is_not_written_to(ranks: Ranks, layout: st
 
 
 def registered(rank: int) -> list[bool]:
-    """Look at what a module has while it computes, between, and in backward."""
+    """Return the kinds of parameters in forward, between forward and backward, and in backward."""
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
     linear = model.blocks[0].up
     sharded = linear.weight
@@ -149,7 +149,7 @@ def replaced_by_another_shape(rank: int, place: str) -> str:
 
 
 @pytest.mark.parametrize("place", ["a", "b"])
-def test_what_does_not_fit_is_refused_in_each_place_of_a_tied_weight(
+def test_invalid_replacements_of_a_tied_weight_raise_for_each_name(
     ranks: Ranks, place: str
 ) -> None:
     for said in ranks(2).run(replaced_by_another_shape, place):

@@ -67,11 +67,11 @@ def test_backward_gathers_over_the_neighbours_only(ranks: Ranks) -> None:
     for found in ranks(4).run(gathered):
         forward, backward = found["fsdp"], found["fsdp[2]"]
         assert forward[0] == backward[0] == 4  # units
-        assert backward[1] * 3 == forward[1] * 2  # half of it comes from others, not 3/4
+        assert backward[1] * 3 == forward[1] * 2  # each rank receives half of the unit, not 3/4
 
 
 def interrupted(rank: int) -> Gradients:
-    """Reshard one unit by hand between forward and backward, reset, and do a clean step."""
+    """Call ``reshard`` between forward and backward, reset, and run a step."""
     model = shard(make(Net), mesh_of((4,), ("fsdp",)), reshard_after_forward=2)
     loss = loss_of(model, tokens(rank))
     block = model.blocks[1]
@@ -95,9 +95,9 @@ def living() -> list[Tensor]:
 
 
 def rests(rank: int, option: bool | int) -> list[int]:
-    """Return by how much the memory at rest grows with the first step, and with the second."""
+    """Return the growth of memory between steps after the first and the second step."""
     model = shard(make(Net), mesh_of((4,), ("fsdp",)), reshard_after_forward=option)
-    earlier = living()  # kept: gloo's threads may still hold what others left, for a while
+    earlier = living()  # not freed during the test: gloo can hold tensors of earlier tests
     known = {x.untyped_storage().data_ptr() for x in earlier}
     levels = []
     for step in range(2):

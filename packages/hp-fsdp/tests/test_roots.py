@@ -106,7 +106,7 @@ def test_a_root_waits_for_the_event_that_a_part_was_given(ranks: Ranks) -> None:
 
 
 class Halves(nn.Module):
-    """Two halves with blocks of their own; nothing above them is sharded."""
+    """Two halves, each with blocks. The model itself is not sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class NoInput(nn.Module):
         self.act = nn.Tanh()
 
     def forward(self) -> Tensor:
-        """Return what the block gives for ones."""
+        """Return the block's output for ones."""
         return cast(Tensor, self.act(self.block(torch.ones(2, WIDTH, dtype=torch.float64))))
 
 
@@ -212,7 +212,7 @@ def test_a_mesh_needs_no_names_and_may_be_made_of_groups(ranks: Ranks, how: str)
 
 
 def elsewhere(rank: int) -> str:
-    """Shard what is a DTensor on a mesh of another type of device."""
+    """Shard a module with a DTensor on a mesh of another device type."""
     other = DeviceMesh("meta", [rank], _init_backend=False, _rank=0)
     linear = nn.Linear(4, 4)
     whole = torch.empty(4, device="meta")
@@ -241,7 +241,7 @@ def outside(rank: int) -> str:
     return ""
 
 
-def test_a_rank_outside_of_the_mesh_is_told(ranks: Ranks) -> None:
+def test_a_rank_outside_of_the_mesh_raises(ranks: Ranks) -> None:
     said = ranks(4).run(outside)
     for rank in (2, 3):
         assert said[rank].startswith(f"rank {rank} is not in DeviceMesh")
@@ -254,7 +254,7 @@ def three_axes(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_mesh_of_three_axes_is_refused_with_what_is_legal(ranks: Ranks) -> None:
+def test_a_mesh_of_three_axes_raises_with_the_legal_values(ranks: Ranks) -> None:
     for said in ranks(2).run(three_axes):
         assert said.startswith("a mesh of 3 axes; give one axis to shard over, or two")
 
@@ -273,12 +273,12 @@ def by_hand(rank: int) -> bool:
     return plain and sharded and same
 
 
-def test_resharding_by_hand_changes_no_value(ranks: Ranks) -> None:
+def test_explicit_reshard_changes_no_value(ranks: Ranks) -> None:
     assert all(ranks(2).run(by_hand))
 
 
 def without_mesh(rank: int) -> dict[str, bool]:
-    """Compare what is sharded without a mesh with what torch shards so."""
+    """Shard without a mesh, and compare with torch."""
     model: Any = make(Net)
     other: Any = make(Net)
     for sharded, wrap in ((model, fully_shard), (other, theirs.fully_shard)):
@@ -308,13 +308,13 @@ def without_mesh(rank: int) -> dict[str, bool]:
     return facts
 
 
-def test_without_a_mesh_parameters_lie_on_the_mesh_that_torch_makes(ranks: Ranks) -> None:
+def test_without_a_mesh_parameters_are_on_the_same_mesh_as_with_torch(ranks: Ranks) -> None:
     for facts in ranks(2).run(without_mesh):
         assert all(facts.values()), facts
 
 
 def without_group(rank: int) -> tuple[bool, int]:
-    """Shard where nobody has initialised a process group; the environment says how."""
+    """Shard before a process group exists. The environment variables describe the group."""
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     model: Any = fully_shard(nn.Linear(2, 2))
@@ -323,7 +323,7 @@ def without_group(rank: int) -> tuple[bool, int]:
 
 
 def test_without_a_mesh_the_process_group_is_initialised() -> None:
-    pool = RankPool(1)  # of its own: the others' groups stay
+    pool = RankPool(1)  # a new pool, so that the groups of other pools are kept
     try:
         assert pool.run(without_group) == [(True, 1)]
     finally:
@@ -331,7 +331,7 @@ def test_without_a_mesh_the_process_group_is_initialised() -> None:
 
 
 class InPlace(nn.Module):
-    """A part without parameters that works in place, and one that gives back what it gets."""
+    """Has an in-place module without parameters, and a module that returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_a_unit_without_parameters_may_work_in_place(ranks: Ranks) -> None:
 
 
 class Table(nn.Module):
-    """Returns its parameter, with what is made of it."""
+    """Returns its parameter and the square of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class Table(nn.Module):
 
 
 class Tied(nn.Module):
-    """Computes with what a part of it returns."""
+    """Computes with the tensors that a child module returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class Buffered(Net):
 
 
 class Tied(Net):
-    """A net whose head has the matrix of the embedding."""
+    """A net with one weight for head and embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def loaded(
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Return the names whose values differ, of all names of both."""
+    """Return the names with different values. Both must have the same names."""
     assert set(found) == set(expected)
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
@@ -404,11 +404,11 @@ def test_parameters_that_existed_before_stay_tied() -> None:
 
 
 class OwnParameter(nn.Parameter):
-    """A class of its own."""
+    """A subclass of ``nn.Parameter``."""
 
 
 class TiedBuffers(nn.Module):
-    """A buffer with two names, and a parameter of a class of its own with two names."""
+    """A buffer with two names, and a parameter of a subclass with two names."""
 
     one: Tensor
     two: Tensor
@@ -619,7 +619,7 @@ def test_a_file_that_one_rank_cannot_read(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def unreadable(rank: int, folder: str) -> str:
-    """Load where rank 1 does not see the files, as on a disk of its own."""
+    """Load files that rank 1 cannot see, as on a local disk."""
     model = built(Buffered, "exact", 2, meta=False)
     path: Any = Path(folder) if rank == 0 else _Elsewhere(folder)
     with pytest.raises(CheckpointError) as caught:

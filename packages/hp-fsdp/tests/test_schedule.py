@@ -28,7 +28,7 @@ class Logging(TorchCollectives):
 
     def _note(self, what: str, inputs: Any, ranks: int) -> None:
         numel = ranks * sum(each.numel() for each in inputs)
-        # Reductions have a few flags beside the gradients.
+        # Reductions also have a few flags.
         self.log.append((what, self.units[max(size for size in self.units if size <= numel)]))
 
     def all_gather(self, axis: Any, inputs: Any, outputs: Any = None) -> Any:
@@ -62,7 +62,7 @@ class Chain(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH * (2 * BLOCKS + 2), bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the last layer gives."""
+        """Return the output of the last layer."""
         for block in self.blocks:
             x = torch.tanh(block(x))
         return cast(Tensor, self.last(x))
@@ -74,7 +74,7 @@ def chain(
     kind: Callable[[], nn.Module] = Chain,
     **options: Any,
 ) -> tuple[Any, Logging]:
-    """Return a sharded chain, whose blocks have more options, and its log."""
+    """Return a sharded chain and its log. ``options`` apply to the blocks only."""
     carrier = Logging()
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
     model: Any = make(kind)
@@ -99,7 +99,7 @@ def expected_of(world: int, kind: Callable[[], nn.Module] = Chain) -> Gradients:
 
 
 def log_steps(rank: int, option: bool | None, what: str) -> list[tuple[Log, Log, Gradients]]:
-    """Return what forward and backward issued in two steps, and their gradients."""
+    """Return the collectives of forward and backward in two steps, and their gradients."""
     model, carrier = chain((2,), option)
     if what == "root reshards":
         model.set_reshard_after_forward(True, recurse=False)
@@ -136,7 +136,7 @@ def gathers(log: Log) -> list[int]:
         (None, "root reshards", [3, 2, 1, 0], [3, 1, 0]),
     ],
 )
-def test_forward_gathers_every_unit_once_and_backward_those_that_were_given_up(
+def test_forward_gathers_every_unit_once_and_backward_the_resharded_ones(
     ranks: Ranks, option: bool | None, what: str, first: list[int], second: list[int]
 ) -> None:
     for steps in ranks(2).run(log_steps, option, what):
@@ -170,7 +170,7 @@ class Again(Chain):
         self.blocks = nn.ModuleList(Fork(WIDTH * (n + 1)) for n in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the last layer gives."""
+        """Return the output of the last layer."""
         for n in (0, 1, 2, 1):
             first, second = self.blocks[n](x)
             x = first + second
@@ -206,7 +206,7 @@ def test_backward_gathers_a_unit_before_the_one_after_it_is_reduced(ranks: Ranks
 
 
 def log_ends(rank: int, grads: str) -> list[Log]:
-    """Return what backward issued in two steps, and when blocks had come to their inputs."""
+    """Return the collectives of two backwards, and the ends of the blocks' backwards."""
     model, carrier = chain((2,), True, grads=grads, direct_bytes=0)
     for unit, block in enumerate(model.blocks):
 
@@ -227,7 +227,7 @@ def log_ends(rank: int, grads: str) -> list[Log]:
 
 
 @pytest.mark.parametrize(("grads", "late"), [("copy", False), ("accumulate", True)])
-def test_what_packs_as_gradients_come_gathers_the_next_unit_only_at_its_end(
+def test_units_that_accumulate_prefetch_the_next_unit_at_their_end(
     ranks: Ranks, grads: str, late: bool
 ) -> None:
     for steps in ranks(2).run(log_ends, grads):
@@ -239,7 +239,7 @@ def test_what_packs_as_gradients_come_gathers_the_next_unit_only_at_its_end(
                 assert gathered < log.index(("reduce", unit))
 
 
-def test_prefetching_what_is_not_next_changes_no_gradient(ranks: Ranks) -> None:
+def test_prefetching_another_unit_changes_no_gradient(ranks: Ranks) -> None:
     for steps in ranks(2).run(log_steps, True, "misprefetch"):
         for forward, _, found in steps:
             assert gathers(forward) == [ROOT, 2, 0, 1]
@@ -290,7 +290,7 @@ def test_one_rank_communicates_nothing_and_replicas_only_sum(ranks: Ranks) -> No
 
 
 class Chunked(Chain):
-    """A chain whose head is called beside it, once per part of its output."""
+    """A chain with a head that is called separately for each part of the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ Events = list[tuple[str, int]]
 
 
 def chunked(rank: int, beside: str) -> tuple[list[Events], list[Events], Gradients]:
-    """Return what was gathered and run, forward and backward, in three steps."""
+    """Return the gathered and the executed units, forward and backward, in three steps."""
     carrier = Logging()
     model: Any = make(Chunked)
     mesh = mesh_of((2,), ("fsdp",))
@@ -351,6 +351,6 @@ def test_a_unit_that_is_called_alone_leaves_the_learned_order_to_its_root(
             assert log.index(("gather", 1)) < log.index(("run", 0))
             assert log.index(("gather", 2)) < log.index(("run", 1))
         for log in backwards:
-            log.reverse()  # what is called beside comes first in a backward
+            log.reverse()  # the head runs first in backward
             assert log.index(("gather", 1)) > log.index(("reduce", 2))
             assert log.index(("gather", 0)) > log.index(("reduce", 1))

@@ -34,19 +34,19 @@ class Two(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the head makes of the blocks' output."""
+        """Return the head's output for the blocks' output."""
         return cast(Tensor, self.head(self.second(self.first(x))))
 
 
 class Words(Two):
-    """The same behind an embedding, so that the root's input takes no gradient."""
+    """The same after an embedding, so the root's input has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the head makes of embeddings; keep these."""
+        """Return the head's output for the embeddings, and keep the embeddings."""
         ids = x.detach().abs().sum(1).long() % 11
         self.embedded = self.embedding(ids)
         return super().forward(self.embedded)
@@ -344,7 +344,7 @@ def test_hooks_on_gradients_go_with_the_graph(ranks: Ranks) -> None:
 
 
 def dual(model: Any, x: Tensor) -> dict[str, Tensor]:
-    """Return the derivative of outputs in one direction, and what backward gives of it."""
+    """Return forward-mode derivatives of the outputs, and of the gradients."""
     found = {}
     for name, given in (("plain", x.detach()), ("of leaf", x), ("of other", x * 1)):
         with forward_ad.dual_level():

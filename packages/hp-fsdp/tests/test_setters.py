@@ -1,4 +1,4 @@
-"""What the setters of a sharded module change, and what they refuse."""
+"""Effects and errors of the setters of a sharded module."""
 
 import inspect
 import sys
@@ -126,7 +126,7 @@ def refusals(rank: int) -> dict[str, str]:
     return said
 
 
-def test_what_is_not_supported_is_refused_by_name(ranks: Ranks) -> None:
+def test_unsupported_setters_raise_with_their_name(ranks: Ranks) -> None:
     for said in ranks(4).run(refusals):
         assert all(name in message for name, message in said.items()), said
 
@@ -175,7 +175,7 @@ def counted(rank: int, setting: str, shape: tuple[int, ...]) -> tuple[Gradients,
         ("rest by hand", 16, 4),
     ],
 )
-def test_microbatches_reduce_as_they_are_told(
+def test_microbatches_follow_the_synchronisation_flags(
     ranks: Ranks, setting: str, reductions: int, sums: int
 ) -> None:
     expected = reference(4, steps=(0, 1, 2))
@@ -202,7 +202,7 @@ def changed_between(rank: int) -> tuple[Gradients, bool]:
     return gradients(model), kept
 
 
-def test_kept_parameters_are_gathered_anew_after_an_optimizer_step(ranks: Ranks) -> None:
+def test_retained_parameters_are_gathered_again_after_an_optimizer_step(ranks: Ranks) -> None:
     plain = make(Net)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(2):
@@ -260,13 +260,13 @@ def prefetched(
     return seen, gradients(model)
 
 
-def test_explicit_prefetch_gathers_what_it_is_told_to(ranks: Ranks) -> None:
+def test_explicit_prefetch_gathers_the_given_modules(ranks: Ranks) -> None:
     tag = 1  # one element says which unit it is
     sizes = [WIDTH * WIDTH * (n + 1) + tag for n in range(4)]
     for (plain, expected), (told, found) in zip(
         ranks(2).run(prefetched, False), ranks(2).run(prefetched, True), strict=True
     ):
-        # without being told, the first pass knows no order
+        # without explicit prefetch, the first pass prefetches nothing
         assert plain[:4] == [sizes[:1], sizes[:2], sizes[:3], sizes]
         assert told[:4] == [sizes[:3], sizes[:3], sizes[:3], sizes]
         assert plain[4] == told[4] == sizes
@@ -411,7 +411,7 @@ def no_gather(rank: int) -> tuple[Gradients, int, int]:
     return gradients(model), calls[0], calls[1]
 
 
-def test_what_backward_does_not_need_is_not_gathered_for_it(ranks: Ranks) -> None:
+def test_units_that_backward_does_not_need_are_not_gathered(ranks: Ranks) -> None:
     for found, with_it, without in ranks(2).run(no_gather):
         assert worst(found, reference(2)) < 1e-12
         assert without == with_it - 1
@@ -549,7 +549,7 @@ def test_hooks_step_no_parameter_that_the_last_backward_has_yet_to_gather(ranks:
 
 
 def order_of_hooks(rank: int, shape: tuple[int, ...], layout: str) -> list[str]:
-    """Return in which order backward comes to blocks, and hooks to their reduced gradients."""
+    """Return the order of the blocks' backwards and of the hooks on reduced gradients."""
     model: Any = shard(make(lambda: Net(5)), mesh_of(shape, NAMES[len(shape)]), layout=layout)
     events: list[str] = []
     for at, block in enumerate(model.blocks):
@@ -635,7 +635,7 @@ def test_hooks_after_gradients_change_no_collective(ranks: Ranks, in_flight: int
 def summed_by_default(
     rank: int, shape: tuple[int, ...], layout: str, grads: str
 ) -> list[Gradients]:
-    """Reduce by a sum, with a factor of its own, by the sum again; without shards too."""
+    """Reduce by a sum, by a sum with a divide factor, and by a sum again."""
     model = shard(
         make(Net),
         mesh_of(shape, NAMES[len(shape)]),

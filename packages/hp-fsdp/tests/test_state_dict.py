@@ -41,7 +41,7 @@ NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 
 
 def views(rank: int) -> dict[str, bool]:
-    """Return what holds of a state dict, and of one that was kept through a step."""
+    """Return facts about a state dict, and about one that was kept through a step."""
     model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), reshard_after_forward=False)
     kept = model.state_dict()
     pointers = {name: value.to_local().data_ptr() for name, value in kept.items()}
@@ -53,7 +53,7 @@ def views(rank: int) -> dict[str, bool]:
         ),
     }
     loss = loss_of(model, tokens(rank))
-    after = model.state_dict()  # reshards what forward left
+    after = model.state_dict()  # reshards the parameters that forward left unsharded
     same = parameters(make(Net))
     facts["after forward"] = all(torch.equal(full(after[name]), same[name]) for name in same)
     loss.backward()

@@ -49,6 +49,6 @@ def test_each_event_leads_where_it_should_or_raises(
             AFTER[event][state]
 
 
-def test_unsharding_what_was_not_gathered_is_refused() -> None:
+def test_ending_an_unshard_that_was_not_started_raises() -> None:
     with pytest.raises(StateError):
         AFTER[Event.ARRIVE][P.SHARDED]

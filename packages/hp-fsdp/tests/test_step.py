@@ -250,7 +250,7 @@ def sharded(model: Any) -> list[bool]:
         (None, [True, True, True, False], [True, True, False, False], [True] * 4),
     ],
 )
-def test_who_reshards_after_forward(
+def test_units_that_reshard_after_forward(
     ranks: Ranks,
     option: bool | None,
     first: list[bool],
@@ -334,7 +334,7 @@ class Boxing(nn.Module):
         self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Box | None:
-        """Return what autograd hooks cannot see."""
+        """Return an output that autograd hooks cannot see."""
         y = self.second(torch.tanh(self.first(x)))
         self.kept = [y]
         return Box(y) if self.boxed else None

@@ -1,4 +1,4 @@
-"""Where shards rest, and which parameters travel packed."""
+"""Devices of shards, and the choice between packed and direct communication."""
 
 import math
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def staged(rank: int, degree: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_shards_are_brought_to_where_they_are_gathered(ranks: Ranks, degree: int) -> None:
+def test_offloaded_shards_are_copied_to_the_device_of_the_gather(ranks: Ranks, degree: int) -> None:
     for seen in ranks(degree).run(staged, degree):
         assert seen == [True] * 6
 
@@ -115,7 +115,9 @@ def thresholds(rank: int, direct_bytes: float) -> tuple[Gradients, list[tuple[in
 
 
 @pytest.mark.parametrize("direct_bytes", [0, 512, math.inf])
-def test_the_threshold_decides_who_travels_packed(ranks: Ranks, direct_bytes: float) -> None:
+def test_the_threshold_decides_which_parameters_are_packed(
+    ranks: Ranks, direct_bytes: float
+) -> None:
     for found, parts in ranks(2).run(thresholds, direct_bytes):
         assert worst(found, reference(2)) < 1e-12
         for size, direct in parts:
@@ -123,7 +125,7 @@ def test_the_threshold_decides_who_travels_packed(ranks: Ranks, direct_bytes: fl
 
 
 def by_backend(rank: int) -> dict[str, tuple[bool, ...]]:
-    """Return what is gathered into place of weights of 64 and 128 KiB on each of two ranks."""
+    """Return which weights of 64 and 128 KiB per rank are gathered directly."""
 
     def direct(**options: Any) -> tuple[bool, ...]:
         model = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(64, 1024, bias=False))

@@ -127,7 +127,9 @@ def expected(
                     reduced = add(reduced, not_last)
                 not_last = nothing
             if zeroed == "after the first microbatch" and part == 0:
-                if in_backward:  # `zero_grad` first ends the reductions, whose hooks run
+                if (
+                    in_backward
+                ):  # `zero_grad` first waits for the reductions, which runs their hooks
                     descend_all(not_last)
                 reduced, waiting, not_last = nothing, nothing, nothing
         descend_all(reduced)
@@ -144,10 +146,10 @@ def simulated(
     zeroed: Zeroed,
     in_backward: bool,
 ) -> tuple[float, float, list[str]]:
-    """Return two differences of parameters, and what races on streams.
+    """Return two differences of parameters, and the races on streams.
 
-    The first difference is between steps without streams and one process, the second one between
-    steps on streams and those without.
+    The first difference is between steps without streams and one process. The second difference is
+    between steps with streams and steps without streams.
     """
     plain, streamed = built(shape, options, TwoBlocks), built(shape, options, TwoBlocks)
     train(plain, rank, way, zeroed, in_backward)
@@ -186,7 +188,7 @@ def check(
         ("two at once", (2, 2), "reduce_gradients", "between steps", False),
     ],
 )
-def test_accumulated_gradients_are_those_of_one_process_without_races(
+def test_accumulated_gradients_equal_one_process_without_races(
     ranks: Ranks,
     mode: str,
     shape: tuple[int, ...],

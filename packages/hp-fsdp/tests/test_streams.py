@@ -1,4 +1,4 @@
-"""What is ordered between streams, and that results do not depend on which stream did what."""
+"""Order between streams, and results that do not depend on the streams."""
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -64,7 +64,7 @@ def built(shape: tuple[int, ...], options: dict[str, Any], kind: type[Net] = Net
 
 
 def train(model: Any, rank: int, partial: bool) -> None:
-    """Take three steps, of three microbatches each where sums are ``partial``."""
+    """Train three steps. If ``partial`` is True, a step has three microbatches."""
     for step in range(3):
         for part in range(3 if partial else 1):
             model.set_requires_all_reduce(not partial or part == 2)
@@ -85,7 +85,7 @@ def compared(
     partial: bool,
     broken: Break = nullcontext,
 ) -> tuple[float, list[str], list[tuple[str, str]]]:
-    """Return the difference to the same steps without streams, what races, and what was run."""
+    """Return the difference to steps without streams, the races, and the operators."""
     plain, beside = built(shape, options), built(shape, options)
     train(plain, rank, partial)
     device = Device()
@@ -223,7 +223,7 @@ def nothing(*_: Any) -> list[Any]:
 
 
 def without(owner: Any, name: str) -> Break:
-    return lambda: mock.patch.object(owner, name, nothing)  # a Mock would keep what it is given
+    return lambda: mock.patch.object(owner, name, nothing)  # a Mock would keep its arguments alive
 
 
 def forgetful() -> Any:
@@ -233,7 +233,7 @@ def forgetful() -> Any:
 
 
 def early() -> Any:
-    """Give packed gradients back before the reduce-scatter has read them."""
+    """Free packed gradients before the reduce-scatter has read them."""
 
     def finish(self: Reduction) -> None:
         self.scattering = None
@@ -243,7 +243,7 @@ def early() -> Any:
 
 
 WITHOUT_COPIES = without(ParameterGroup, "finish_copies")
-# What is broken, in which mode, whether sums are partial, and what one of the races is called.
+# Case -> (fault, mode, whether sums are partial, words of an expected race).
 BREAKS: dict[str, tuple[Break, str, bool, str]] = {
     "no wait before": (unordered, "mixed", False, "copy_ on gather beside"),
     "no wait before, reductions": (unordered, "copy", False, "reduce_scatter on nccl beside"),
@@ -258,7 +258,7 @@ BREAKS: dict[str, tuple[Break, str, bool, str]] = {
 
 @pytest.mark.parametrize("guard", list(BREAKS))
 def test_each_guard_is_needed(ranks: Ranks, guard: str) -> None:
-    """Without it something races: what finds no races above does see them."""
+    """Without the guard there are races, and the simulated device reports them."""
     broken, mode, partial, words = BREAKS[guard]
     for _, races, _ in ranks(4).run(compared, (2, 2), MODES[mode], partial, broken):
         assert any(words in race for race in races), races
@@ -315,7 +315,7 @@ def left_out(rank: int, options: dict[str, Any], everywhere: bool) -> tuple[bool
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("mode", ["copy", "accumulate", "ragged", "offload"])
-def test_what_a_rank_left_out_is_found_behind_the_reduction(
+def test_unused_parameters_of_a_rank_are_found_after_the_reduction(
     ranks: Ranks, mode: str, everywhere: bool
 ) -> None:
     assert ranks(2).run(left_out, MODES[mode], everywhere) == [(True, [])] * 2

@@ -1,7 +1,7 @@
-"""What torch's own tests of `fully_shard` check, by torch's and by this package's alike.
+"""Facts that torch's own tests of `fully_shard` check, for torch and for this package.
 
-Each case runs twice with nothing but the import changed, and is compared with one process in
-float64 where it computes. ``torch_cases.md`` says which of torch's tests each of them restates.
+Each case runs with both libraries. Only the import differs. Results are compared with one process
+in float64. ``torch_cases.md`` lists which of torch's tests each test restates.
 """
 
 import gc
@@ -41,7 +41,7 @@ from .models import (
 
 Ranks = Callable[[int], RankPool]
 pytestmark = [
-    # That torch's does the same is seen by `nox -s long`.
+    # `nox -s long` also runs the cases with torch's `fully_shard`.
     pytest.mark.parametrize("by", ["ours", pytest.param("torch", marks=pytest.mark.long)]),
     pytest.mark.filterwarnings("default"),
 ]
@@ -98,13 +98,13 @@ def gathered_by_root(rank: int, by: str) -> set[str]:
     return {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
 
 
-def test_a_parent_manages_what_its_children_do_not(ranks: Ranks, by: str) -> None:
+def test_a_parent_manages_the_remaining_parameters(ranks: Ranks, by: str) -> None:
     for found in ranks(2).run(gathered_by_root, by):
         assert found == {"embedding.weight", "head.weight", "head.bias"}
 
 
 def beside_replicate(rank: int, by: str) -> tuple[list[bool], Gradients]:
-    """Shard a root whose second block torch's `replicate` looks after."""
+    """Shard a root. Its second block is replicated by torch's `replicate`."""
     model = make(Net)
     apply: Any = replicate
     apply(model.blocks[1])
@@ -116,7 +116,7 @@ def beside_replicate(rank: int, by: str) -> tuple[list[bool], Gradients]:
     return plain, gradients(model)
 
 
-def test_what_replicate_has_is_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
+def test_replicated_modules_are_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
     for sharded, found in ranks(2).run(beside_replicate, by):
         assert not any(sharded)
         assert worst(found, reference(2)) < 1e-12
@@ -183,7 +183,7 @@ def layer_by_layer(rank: int, by: str) -> Gradients:
         block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)).double()
         model.append(block)
         wrap(by, block, 2)
-        gc.collect(1)  # what this block left, not all that the process has
+        gc.collect(1)  # collect the objects of this block only
     wrap(by, model, 2)
     model(input_of(rank)).pow(2).mean().backward()
     return gradients(model)
@@ -239,7 +239,7 @@ def contiguous(rank: int, by: str) -> dict[str, bool]:
 
 
 @pytest.mark.nccl
-def test_what_is_cut_elsewhere_is_contiguous_everywhere(ranks: Ranks, by: str) -> None:
+def test_parameters_sharded_on_another_dim_are_contiguous(ranks: Ranks, by: str) -> None:
     for seen in ranks(4).run(contiguous, by):
         assert len(seen) == 10
         assert all(seen.values()), seen
@@ -249,7 +249,7 @@ def test_what_is_cut_elsewhere_is_contiguous_everywhere(ranks: Ranks, by: str) -
 
 
 def between(rank: int, by: str) -> tuple[list[bool], Gradients, Gradients]:
-    """Look at parameters between forward and backward that are kept in two parts."""
+    """Return parameters that are resharded to two ranks between forward and backward."""
     model = net(by, 4, reshard_after_forward=2)
     loss = loss_of(model, tokens(rank))
     blocks = dict(model.blocks.named_parameters())
@@ -343,7 +343,7 @@ def test_steps_of_the_root_and_of_a_part_alone_take_turns(ranks: Ranks, by: str)
 
 
 class Chunks(nn.Module):
-    """A trunk and a head that the loss calls beside it, part by part."""
+    """A trunk, and a head that the loss calls separately for each part."""
 
     def __init__(self, tie: bool = False) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Chunks(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, batch: Tensor, head: bool = True) -> Tensor:
-        """Return logits, or what the head takes."""
+        """Return logits, or the input of the head if ``head`` is False."""
         x = self.body(self.embedding(batch))
         if self.broken:
             raise ArithmeticError
@@ -387,7 +387,7 @@ def chunks_of(by: str, tie: bool, grouped: bool = True, **options: Any) -> Any:
 
 
 def by_chunks(model: Any, batch: Tensor, scale: float, toggled: bool) -> bool:
-    """Run backward of the head for each part, then that of the rest; return if it stayed."""
+    """Run the head's backward per part, then the trunk's. Return if the head stayed unsharded."""
     x = model(batch, head=False)
     if toggled:
         model.head.set_reshard_after_forward(False)
@@ -421,7 +421,7 @@ def toggled(rank: int, by: str, tie: bool, option: bool) -> list[tuple[bool, Gra
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("option", [False, True])
-def test_a_head_stays_gathered_between_chunks_when_told_to(
+def test_a_head_stays_unsharded_between_chunks_if_requested(
     ranks: Ranks, by: str, tie: bool, option: bool
 ) -> None:
     plain = make(CHUNKS[tie])
@@ -635,8 +635,8 @@ def accumulated(
 
 
 ACCUMULATED = [
-    # shape, whose flags, reshard after forward, after backward, only the all-reduce waits;
-    # then gathers, reduce-scatters and all-reduces of a step
+    # (shape, modules with the flags, reshard after forward, reshard after backward, whether only
+    # the all-reduce is delayed, (all-gathers, reduce-scatters and all-reduces of a step))
     ((2,), "all", True, True, False, (24, 4, 0)),
     ((2,), "all", False, True, False, (12, 4, 0)),
     ((2,), "all", False, False, False, (4, 4, 0)),
@@ -860,7 +860,7 @@ OUT_OF: dict[str, Callable[[Any], Tensor]] = {
 
 
 class Carrier(nn.Module):
-    """A layer that takes and returns containers, and notes what dtype came."""
+    """A layer that takes and returns containers, and records the dtype of its input."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -980,7 +980,7 @@ def forward_mode(rank: int, by: str, warm: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_tangents_go_through_what_is_frozen(ranks: Ranks, by: str, warm: bool) -> None:
+def test_tangents_go_through_frozen_parameters(ranks: Ranks, by: str, warm: bool) -> None:
     plain = make(Mlps)
     for rank, (found,) in enumerate(ranks(2).run(forward_mode, by, warm)):
         jvp: Any = torch.func.jvp
@@ -1058,7 +1058,7 @@ class Expert(nn.Module):
 
 
 def shared_streams(rank: int, by: str) -> Gradients:
-    """Let two roots share what they communicate with."""
+    """Let two roots share their communication streams."""
     first, second = net(by, 2, kind=Mlps), net(by, 2, kind=Mlps)
     LIBRARIES[by].share_comm_ctx([first, second])
     for step in range(2):
@@ -1149,7 +1149,7 @@ def loaded_while_gathered(rank: int, by: str, part: bool) -> Gradients:
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_what_is_loaded_while_parameters_are_gathered_counts(
+def test_values_loaded_while_parameters_are_unsharded_are_used(
     ranks: Ranks, by: str, part: bool
 ) -> None:
     plain = make(Net)
@@ -1162,7 +1162,7 @@ def test_what_is_loaded_while_parameters_are_gathered_counts(
         assert worst(found, gradients(plain)) < 1e-12
 
 
-# Storage, and what no rank used
+# Storage, and parameters that no rank used
 
 
 def offloaded(rank: int, by: str) -> Gradients:
@@ -1191,9 +1191,7 @@ def not_used(rank: int, by: str, everyone: bool) -> tuple[str, Gradients]:
 
 
 @pytest.mark.parametrize("everyone", [False, True])
-def test_what_ranks_did_not_use_is_reduced_with_zeros(
-    ranks: Ranks, by: str, everyone: bool
-) -> None:
+def test_unused_parameters_are_reduced_with_zeros(ranks: Ranks, by: str, everyone: bool) -> None:
     """A parameter that no rank used has a zero gradient under torch, and None here."""
     plain = make(Two)
     for rank in range(2):
@@ -1241,7 +1239,7 @@ def test_tied_weights_of_two_units_are_refused(ranks: Ranks, by: str) -> None:
 
 
 def seen_by_hooks(rank: int, by: str) -> dict[str, bool]:
-    """Look at parameters in hooks that were there before sharding, and in those that came after."""
+    """Return the kinds of parameters in hooks registered before and after sharding."""
     model = make(Net)
     seen: dict[str, bool] = {}
 
@@ -1260,7 +1258,7 @@ def seen_by_hooks(rank: int, by: str) -> dict[str, bool]:
     return seen
 
 
-def test_hooks_of_a_user_see_what_they_see_under_torch(ranks: Ranks, by: str) -> None:
+def test_user_hooks_see_the_same_parameters_as_with_torch(ranks: Ranks, by: str) -> None:
     for seen in ranks(2).run(seen_by_hooks, by):
         assert seen == {
             "before, on the way in": False,
@@ -1391,7 +1389,7 @@ def test_plain_values_loaded_while_gathered_count_or_are_refused(ranks: Ranks, b
 
 
 def beside_newer_replicate(rank: int, by: str) -> Gradients:
-    """Give one block to the `replicate` that torch makes of its own sharding."""
+    """Apply torch's newer `replicate`, which is built on FSDP, to one block."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as newer
 
     model = make(Net)
@@ -1402,13 +1400,13 @@ def beside_newer_replicate(rank: int, by: str) -> Gradients:
 
 
 @pytest.mark.nccl
-def test_what_the_newer_replicate_has_is_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
+def test_modules_of_the_newer_replicate_are_not_sharded_by_the_root(ranks: Ranks, by: str) -> None:
     for found in ranks(2).run(beside_newer_replicate, by):
         assert worst(found, reference(2)) < 1e-12
 
 
 def inside_of_replicate(rank: int, by: str) -> Gradients:
-    """Shard a block of what torch's `replicate` gets."""
+    """Shard a block inside a module that torch's `replicate` replicates."""
     model = make(Net)
     wrap(by, model.blocks[1], 2)
     apply: Any = replicate

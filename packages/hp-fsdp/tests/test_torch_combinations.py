@@ -1,6 +1,6 @@
-"""What torch's own tests of `fully_shard` combine, by torch's and by this package's alike.
+"""Combinations that torch's own tests of `fully_shard` check, for torch and for this package.
 
-As `test_torch_behaviour`: each case runs twice with nothing but the import changed.
+As in `test_torch_behaviour`, each case runs with both libraries. Only the import differs.
 """
 
 import gc
@@ -41,16 +41,16 @@ from .models import (
 
 Ranks = Callable[[int], RankPool]
 BF16 = torch.bfloat16
-RARE = pytest.param(False, marks=pytest.mark.long)  # of an option of which others have the fact
+RARE = pytest.param(False, marks=pytest.mark.long)  # other cases check the same fact
 pytestmark = [
-    # That torch's does the same is seen by `nox -s long`.
+    # `nox -s long` also runs the cases with torch's `fully_shard`.
     pytest.mark.parametrize("by", ["ours", pytest.param("torch", marks=pytest.mark.long)]),
     pytest.mark.filterwarnings("default"),
 ]
 
 
 def mean_of(kind: Callable[[], nn.Module], world: int, steps: int = 1) -> Gradients:
-    """Return one process's gradients of what all ranks see in some steps."""
+    """Return the gradients of one process for the inputs of all ranks in some steps."""
     plain = make(kind)
     for step in range(steps):
         for rank in range(world):
@@ -66,7 +66,7 @@ def policy(by: str, *dtypes: Any, **options: Any) -> Any:
 
 
 def converted(rank: int, by: str, swap: bool) -> tuple[set[torch.dtype], Gradients]:
-    """Convert a sharded model, by swapping tensors where torch is told to."""
+    """Convert a sharded model. If ``swap`` is True, torch swaps the tensors."""
     model = make(Net, torch.float32)
     for block in model.blocks:
         wrap(by, block, 2)
@@ -95,7 +95,7 @@ def test_a_conversion_may_swap_the_tensors(ranks: Ranks, by: str, swap: bool) ->
 
 
 class Trunk(nn.Module):
-    """An embedding, a body, and a unit of two that the loss comes to in parts."""
+    """An embedding, a body, and a unit of norm and head that the loss calls in parts."""
 
     def __init__(self, tie: bool = False) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Trunk(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, batch: Tensor, head: bool = True) -> Tensor:
-        """Return logits, or what the head takes."""
+        """Return logits, or the input of the head if ``head`` is False."""
         x = self.norm(self.body(self.embedding(batch)))
         return cast(Tensor, self.head(x) if head else x)
 
@@ -156,7 +156,7 @@ def in_parts(
         (False, 1, "nobody", False),
     ],
 )
-def test_what_a_part_of_a_unit_returns_is_cast_too(
+def test_outputs_of_one_module_of_a_unit_are_cast(
     ranks: Ranks, by: str, tie: bool, option: Any, cast_by: str, again: bool
 ) -> None:
     plain = make(lambda: Trunk(tie))
@@ -169,7 +169,7 @@ def test_what_a_part_of_a_unit_returns_is_cast_too(
 
 
 class Grouped(nn.Module):
-    """Embeddings for tokens and places, blocks, and a head; all weights of their own."""
+    """Embeddings for tokens and positions, blocks, and a head. ``tie`` ties the head."""
 
     def __init__(self, tie: bool) -> None:
         super().__init__()
@@ -253,13 +253,13 @@ class Reducing(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Return the output and what to wait for."""
+        """Return the output and the handle of an all-reduce."""
         y = torch.relu(x @ self.weight)
         return y, dist.all_reduce(y.detach(), async_op=True)
 
 
 class Waiting(nn.Module):
-    """Waits for what is under way, each just before it is used."""
+    """Waits for each pending all-reduce just before the output is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Overlapping(nn.Module):
         self.rest = Waiting()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the parts give."""
+        """Return the sum of the parts' outputs."""
         found = []
         for module, part in zip(self.first, self.rest.parts, strict=True):
             found.append(module(x))
@@ -312,7 +312,7 @@ def overlapping(rank: int, by: str, sharded: bool) -> list[float]:
     return losses
 
 
-def test_gathers_by_hand_run_beside_other_communication(ranks: Ranks, by: str) -> None:
+def test_explicit_unshards_overlap_other_communication(ranks: Ranks, by: str) -> None:
     expected = ranks(2).run(overlapping, by, False)
     for found, wanted in zip(ranks(2).run(overlapping, by, True), expected, strict=True):
         assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 1e-9
@@ -341,7 +341,7 @@ def test_a_hook_may_average_over_the_replicas_itself(ranks: Ranks, by: str) -> N
         assert worst(found, mean_of(Mlps, 4)) < 1e-12
 
 
-# What trains
+# Frozen and trained parameters
 
 
 class Mixed(nn.Module):
@@ -354,7 +354,7 @@ class Mixed(nn.Module):
         self.trained = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the pair three times, and add what the trained layer gives without gradient."""
+        """Run both layers three times, and add outputs that have no gradient."""
         x = self.first(x)
         for _ in range(3):
             x = self.frozen(torch.relu(self.trained(x)))
@@ -409,7 +409,7 @@ class WithIndex(nn.Module):
 
 
 def whole_numbers(rank: int, by: str) -> list[torch.dtype]:
-    """Freeze all for a first forward; return the dtypes of what is reduced and of gradients."""
+    """Freeze all for a first forward. Return the dtypes of reductions and of gradients."""
     torch.manual_seed(0)
     model: Any = wrap(by, WithIndex(), 2, mp_policy=policy(by, BF16, torch.float32))
     seen: list[torch.dtype] = []
@@ -438,7 +438,7 @@ def alive() -> int:
 
 
 def grown(rank: int, by: str, shape: tuple[int, ...]) -> int:
-    """Return by how much what lives grows over some steps while no cycle is collected."""
+    """Return the growth of the live tensors over some steps without garbage collection."""
     model = net(by, *shape)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
 
@@ -585,7 +585,9 @@ def three_roots(rank: int, by: str, shape: tuple[int, ...]) -> list[Gradients]:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_three_roots_on_one_mesh_keep_apart(ranks: Ranks, by: str, shape: tuple[int, ...]) -> None:
+def test_three_roots_on_one_mesh_are_independent(
+    ranks: Ranks, by: str, shape: tuple[int, ...]
+) -> None:
     expected = []
     for n in range(3):
         plain = make(Mlps)
@@ -597,7 +599,7 @@ def test_three_roots_on_one_mesh_keep_apart(ranks: Ranks, by: str, shape: tuple[
 
 
 def prefetching(rank: int, by: str, shape: tuple[int, ...]) -> list[Gradients]:
-    """Have every unit gather the two that come after it, in both directions."""
+    """Let every unit prefetch the next two units, in forward and in backward."""
     model = net(by, *shape, kind=Mlps)
     blocks = list(model.blocks)
     for n in range(len(blocks)):
@@ -613,7 +615,7 @@ def prefetching(rank: int, by: str, shape: tuple[int, ...]) -> list[Gradients]:
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_prefetch_by_hand_changes_no_gradient(
+def test_explicit_prefetch_changes_no_gradient(
     ranks: Ranks, by: str, shape: tuple[int, ...]
 ) -> None:
     world = torch.Size(shape).numel()
@@ -742,11 +744,11 @@ def test_every_rank_of_two_axes_learns_of_an_infinite_gradient(
     assert ranks(4).run(scaled, by, infinite) == [expected] * 4
 
 
-# Meta device, and what is registered before the first forward
+# Meta device, and parameters that are registered before the first forward
 
 
 class Norms(nn.Module):
-    """Two layers and the norms of their rows, which come from them."""
+    """Two layers, and a parameter with the norms of their rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -754,7 +756,7 @@ class Norms(nn.Module):
         self.norms = nn.Parameter(torch.empty(3))
 
     def init_norms(self) -> None:
-        """Register a new parameter, made of what is sharded."""
+        """Register a new parameter that is computed from sharded parameters."""
         with torch.no_grad():
             norms = torch.linalg.norm(self.one.weight, dim=1)
             norms = norms + torch.linalg.norm(self.two.weight, dim=1)
@@ -876,7 +878,7 @@ def test_inputs_from_outside_are_cast_where_the_part_says_so(
 
 
 def tangent(rank: int, by: str) -> tuple[Tensor, Tensor]:
-    """Differentiate forward through a root that ran for the first time, by what it does not use."""
+    """Return the jvp of a root's first forward for an unused input."""
     with torch.device("meta"):
         layers = [nn.Linear(8, 12, bias=False), nn.Linear(12, 10, bias=False)]
     low = policy(by, BF16, torch.float32)
@@ -891,7 +893,7 @@ def tangent(rank: int, by: str) -> tuple[Tensor, Tensor]:
     return out.detach(), found.detach()
 
 
-def test_a_tangent_of_what_is_not_used_is_zero(ranks: Ranks, by: str) -> None:
+def test_the_tangent_of_an_unused_input_is_zero(ranks: Ranks, by: str) -> None:
     for out, found in ranks(2).run(tangent, by):
         assert torch.equal(out, torch.full((10,), 24.0, dtype=BF16))
         assert torch.equal(found, torch.zeros(10, dtype=BF16))
@@ -997,14 +999,14 @@ def test_dtensors_on_a_mesh_for_everything_train(
 
 
 class OnMesh(NamedTuple):
-    """What torch 2.11 lacks."""
+    """Has the attributes of ``ShardPlacementResult``, which torch 2.11 lacks."""
 
     placement: Shard
     mesh_info: Any
 
 
 class Moe(nn.Module):
-    """A layer for all data and experts, which each rank of expert parallelism has some of."""
+    """A dense layer, and experts that are sharded over the expert-parallel ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1013,12 +1015,12 @@ class Moe(nn.Module):
         self.ep: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of what all experts give."""
+        """Return the sum of the outputs of all experts."""
         x = torch.tanh(self.dense(x))
         weight = self.experts
         if self.ep is None:
             return torch.einsum("tw,ewv->tv", x, weight)
-        # Every rank sends its rows to the others and gets back what their experts gave for them.
+        # Every rank sends its rows to the others and receives the outputs of their experts.
         exchange, back = cast(Any, _Exchange).apply, cast(Any, _Return).apply
         rows = exchange(x, self.ep)
         local = cast(DTensor, weight).to_local()
@@ -1026,7 +1028,7 @@ class Moe(nn.Module):
 
 
 class _Exchange(torch.autograd.Function):
-    """Gather the rows of all ranks; gradients are added up for the rank that they came from."""
+    """Gather the rows of all ranks. Backward sums the gradients for each source rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -1045,7 +1047,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Add up what the experts of all ranks gave, and keep the own rows."""
+    """Sum the outputs of all ranks' experts, and return this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
@@ -1140,7 +1142,7 @@ def test_experts_of_a_unit_may_have_a_mesh_of_their_own(
         optimizer.zero_grad()
         for rank in range(4):
             (plain(input_of(rank, step)).pow(2).mean() / 4).backward()
-        # The mean of experts is over the ranks that have them, not over those of `ep`.
+        # Gradients of experts are means over the ranks that hold them, not over the `ep` ranks.
         for name, p in plain.named_parameters():
             if "experts" in name and p.grad is not None:
                 p.grad *= 2
@@ -1155,7 +1157,7 @@ def test_experts_of_a_unit_may_have_a_mesh_of_their_own(
 
 
 def saved_and_loaded(rank: int, by: str, case: str, width: int, option: bool) -> dict[str, bool]:
-    """Load new values into shards; return what holds of the state dict and of its memory."""
+    """Load new values into shards. Return facts about the state dict and its memory."""
     shape, names = {
         "fsdp": ((4,), ("fsdp",)),
         "hsdp": ((2, 2), ("dp_replicate", "fsdp")),
@@ -1313,11 +1315,11 @@ def test_offloaded_replicas_train_with_microbatches(
             assert worst(after, wanted_after) < 1e-12
 
 
-# What only one of the two takes
+# Calls that only one of the two libraries accepts
 
 
 def taken(rank: int, by: str, case: str) -> str:
-    """Return what becomes of a call that torch refuses."""
+    """Return the result or the error of a call that torch rejects."""
     library = LIBRARIES[by]
     model: Any = make(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     try:

@@ -1,4 +1,4 @@
-"""What a step moves over the network, copies in memory, and does not do at all for one rank."""
+"""Bytes that a step communicates and copies. On one rank there are none."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def counted(rank: int, shape: tuple[int, ...]) -> tuple[Counts, PlanReport]:
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_traffic_is_what_the_plan_says(ranks: Ranks, shape: tuple[int, ...]) -> None:
+def test_traffic_equals_the_plan(ranks: Ranks, shape: tuple[int, ...]) -> None:
     degree = shape[-1]
     for counts, plan in ranks(4 if len(shape) == 2 else degree).run(counted, shape):
         # report order: the root, then the blocks; root and last block are gathered once
@@ -65,7 +65,7 @@ class Copies(TorchDispatchMode):
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count what it wrote."""
+        """Run the operator and count the written bytes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = "" if self.paused else str(func)
@@ -81,7 +81,7 @@ class Copies(TorchDispatchMode):
 
 
 class Pausing(RecordingCollectives):
-    """Collectives whose own copies do not count: over gloo a result is copied, a list packed."""
+    """Collectives without a count of their internal copies, such as the packing for gloo."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Pausing(RecordingCollectives):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is copied within."""
+        """Do not count copies inside the context."""
         self.copies.paused = True
         try:
             yield
@@ -116,7 +116,7 @@ class Pausing(RecordingCollectives):
 
 
 class PausedWork:
-    """A work that is waited for outside the count."""
+    """A work handle with a ``wait`` that is not counted."""
 
     def __init__(self, work: Work, owner: Pausing) -> None:
         self._work = work
@@ -129,7 +129,7 @@ class PausedWork:
 
 
 def copied(rank: int, shape: tuple[int, ...], axis: str) -> int:
-    """Return the bytes that a second step copies above those of the same local step."""
+    """Return the bytes that a second step copies in addition to an unsharded step."""
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])[axis]
     counts = []
     for sharded in (False, True):

@@ -1,4 +1,4 @@
-"""Several steps, with what a training loop uses: clipping, scaling, other wrappers."""
+"""Training loops with clipping, a gradient scaler and other wrappers."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ def losses(rank: int, world: int, one_unit: bool, option: Any) -> tuple[list[flo
     ("world", "one_unit", "option"),
     [(2, True, None), (2, False, False), (4, False, True), (4, False, 2)],
 )
-def test_ten_steps_of_adam_are_those_of_one_process(
+def test_ten_steps_of_adam_equal_one_process(
     ranks: Ranks, world: int, one_unit: bool, option: Any
 ) -> None:
     plain = make(Net)

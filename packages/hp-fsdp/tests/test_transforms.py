@@ -1,4 +1,4 @@
-"""Transforms of torch.func over sharded modules: what they give, and the steps around them."""
+"""Transforms of torch.func over sharded modules, and training steps around them."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,7 +14,7 @@ from hp_fsdp import fully_shard
 
 from .models import WIDTH, Block, Gradients, gradients, make, mesh_of, worst
 
-# torch 2.13 compiles with it what jvp needs.
+# torch 2.13 uses torch.jit.script for jvp.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 Ranks = Callable[[int], RankPool]
 vjp: Any = torch.func.vjp
@@ -35,7 +35,7 @@ class Two(nn.Module):
         self.second = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the second block makes of the first's."""
+        """Return the output of the second block for the output of the first one."""
         return cast(Tensor, self.second(self.first(x)))
 
 
@@ -58,7 +58,7 @@ def scalar(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def transformed(model: Any, x: Tensor) -> dict[str, Tensor]:
-    """Return what each transform gives of the model at ``x``, without the parameters' gradients."""
+    """Return the result of each transform of the model at ``x``."""
     found: dict[str, Any] = {
         "grad": grad(scalar(model))(x),
         "jvp": jvp(model, (x,), (torch.cos(x),))[1],
@@ -75,7 +75,7 @@ def transformed(model: Any, x: Tensor) -> dict[str, Tensor]:
 
 
 def around(rank: int, mode: str) -> tuple[dict[str, Tensor], Gradients, dict[str, Tensor]]:
-    """Transform, train a step, transform again with what the step made of the parameters."""
+    """Transform, train a step, and transform again with the new parameters."""
     model = sharded(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = transformed(model, input_of(rank))
@@ -87,7 +87,7 @@ def around(rank: int, mode: str) -> tuple[dict[str, Tensor], Gradients, dict[str
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_transforms_are_those_of_one_process_and_leave_no_trace(ranks: Ranks, mode: str) -> None:
+def test_transforms_equal_one_process_and_leave_no_trace(ranks: Ranks, mode: str) -> None:
     plain: Any = make(Two)
     expected = [transformed(plain, input_of(rank)) for rank in range(2)]
     for rank in range(2):
@@ -129,21 +129,21 @@ def late(rank: int, mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backward_that_comes_after_others_gathers_again(ranks: Ranks, mode: str) -> None:
+def test_a_backward_after_other_backwards_gathers_again(ranks: Ranks, mode: str) -> None:
     for rank, found in enumerate(ranks(2).run(late, mode)):
         output, back = vjp(make(Two), input_of(rank))
         assert worst(found, {"vjp": back(torch.sin(output))[0].detach()}) < 1e-12
 
 
 def by_parameters(rank: int, mode: str) -> Gradients:
-    """Differentiate what a transform gave by the parameters: a penalty on the input's gradient."""
+    """Return the parameters' gradients of a penalty on the input's gradient."""
     model = sharded(mode)
     grad(scalar(model))(input_of(rank)).pow(2).sum().backward()
     return gradients(model)
 
 
 @pytest.mark.parametrize("mode", ["copy", "ragged"])
-def test_what_a_transform_gave_is_differentiated_by_the_parameters(ranks: Ranks, mode: str) -> None:
+def test_results_of_a_transform_have_gradients_of_the_parameters(ranks: Ranks, mode: str) -> None:
     plain: Any = make(Two)
     for rank in range(2):
         (grad(scalar(plain))(input_of(rank)).pow(2).sum() / 2).backward()

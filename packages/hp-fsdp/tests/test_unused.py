@@ -37,7 +37,7 @@ class Branches(nn.Module):
         self.chosen = "abc"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` and what the chosen branches add."""
+        """Return ``x`` plus the outputs of the chosen branches."""
         y = x.new_zeros(len(x), 36)
         for name in self.chosen:
             branch: Any = self.table if name == "t" else getattr(self, name)
@@ -46,7 +46,7 @@ class Branches(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of branches, of which some are left out of the result."""
+    """Blocks of branches. A forward uses some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 def uses_of(rank: int, step: int) -> Uses:
-    """Return what a rank uses in a step: ``c`` of block 0 nobody, of others some, in turn."""
+    """Return the branches that a rank uses in a step. No rank uses ``c`` of block 0."""
     return {
         0: "abt" if rank == 0 else "b",
         1: "ab" if step % 2 == 0 else "c",
@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def reference(world: int, steps: Iterable[int]) -> Gradients:
-    """Return one process's gradients of all ranks' losses; what nobody used has none."""
+    """Return one process's gradients of all losses. Unused parameters have no gradient."""
     model: Any = make(Model)
     for step in steps:
         for rank in range(world):
@@ -134,7 +134,7 @@ CASES = [
     *(((2, 2), name) for name in ("copy", "accumulate", "ragged accumulate", "small ones whole")),
     *((shape, name) for shape in [(1,), (2, 1)] for name in ("copy", "accumulate", "ragged")),
 ]
-# What always runs; all of the others by `nox -s long`, and those of (4,) on two ranks.
+# Cases that always run. `nox -s long` runs the others, and the cases of (4,) on two ranks.
 OFTEN = [
     *(((4,), name) for name in ("copy", "ragged")),
     *(((2, 2), name) for name in ("copy", "ragged accumulate")),
@@ -172,7 +172,7 @@ def in_every_way(rank: int, shape: tuple[int, ...], name: str) -> dict[str, Grad
     ],
     ids=str,
 )
-def test_what_no_rank_used_has_no_gradient_and_the_rest_that_of_one_process(
+def test_unused_parameters_have_no_gradient_and_others_equal_one_process(
     ranks: Ranks, shape: tuple[int, ...], name: str
 ) -> None:
     world = torch.Size(shape).numel()
@@ -206,7 +206,7 @@ def in_low_precision(
     ],
     ids=str,
 )
-def test_who_used_what_is_known_in_every_dtype_and_with_every_factor(
+def test_used_parameters_are_known_for_every_dtype_and_factor(
     ranks: Ranks, param: Any, reduce: Any, factor: float | None
 ) -> None:
     expected = reference(4, (0, 1))
@@ -217,7 +217,7 @@ def test_who_used_what_is_known_in_every_dtype_and_with_every_factor(
 
 
 def hooked(rank: int, layout: str) -> tuple[list[bool], list[str], bool]:
-    """Write zeros in a hook: it sees what is gradient, and decides nothing about who used what."""
+    """Write zeros in a hook. The hook sees gradients only, not the flags of used parameters."""
     model = sharded((4,), layout)
     block = model.blocks[0]
     seen: list[tuple[int, float]] = []
@@ -268,7 +268,7 @@ def test_hooks_of_parameters_run_where_there_is_a_gradient(ranks: Ranks) -> None
         assert len(noticed) == len(found)
 
 
-# Ten steps of an optimizer. Where all ranks use the same, torch leaves out what none used, too.
+# Ten optimizer steps. If all ranks use the same parameters, torch skips unused ones too.
 
 
 def alike(_: int, step: int) -> Uses:
@@ -322,7 +322,7 @@ def test_ten_steps_of_adamw_are_those_of_one_process_and_of_torch(ranks: Ranks, 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["exact", "flat", "ragged"])
-def test_ten_steps_are_those_of_one_process_where_ranks_differ(
+def test_ten_steps_equal_one_process_if_ranks_use_different_parameters(
     ranks: Ranks, world: int, kind: str
 ) -> None:
     expected = trained_alone(world, True)
@@ -363,7 +363,9 @@ def stepped(rank: int, name: str, flat: bool) -> tuple[Gradients, Gradients, lis
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "RMSprop"])
-def test_optimizers_on_flat_shards_skip_what_has_no_gradient(ranks: Ranks, name: str) -> None:
+def test_optimizers_on_flat_shards_skip_parameters_without_gradient(
+    ranks: Ranks, name: str
+) -> None:
     flat, single = (ranks(2).run(stepped, name, is_flat) for is_flat in (True, False))
     for (mine, my_moments, mine_known), (theirs, their_moments, known) in zip(
         flat, single, strict=True
@@ -383,14 +385,14 @@ def clipped(rank: int) -> tuple[float, float]:
     return norms[0], norms[1]
 
 
-def test_clipping_takes_part_on_all_ranks_alike(ranks: Ranks) -> None:
+def test_all_ranks_take_part_in_clipping(ranks: Ranks) -> None:
     expected = torch.stack([g.norm() for g in reference(4, (0,)).values()]).norm().item()
     for ours, theirs in ranks(4).run(clipped):
         assert abs(ours - expected) < 1e-12 * expected
         assert abs(theirs - expected) < 1e-12 * expected
 
 
-# Whole units whose output the loss does not depend on: on one rank, on others, on all.
+# Units that the loss does not depend on: on one rank, on several ranks, on all ranks.
 
 
 def leaves_out(rank: int, pattern: str, step: int) -> tuple[int, ...]:
@@ -481,14 +483,14 @@ class Outside(nn.Module):
         self.outlet = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, way: str) -> Tensor:
-        """Return what ``way`` says."""
+        """Return the output that ``way`` selects."""
         first = self.inlet(x)
         second = self.nested(first, "inner unused")
         third = self.nested(second, way)
         return cast(Tensor, self.outlet(first if way == "all unused" else third))
 
 
-WAYS = ["as it is", "inner unused", "bias alone", "all unused"]
+WAYS = ["all used", "inner unused", "bias alone", "all unused"]
 
 
 def nested(rank: int) -> list[Gradients]:
@@ -506,7 +508,7 @@ def nested(rank: int) -> list[Gradients]:
     return seen
 
 
-def test_nested_units_and_units_that_run_twice_are_reduced_alike(ranks: Ranks) -> None:
+def test_nested_units_and_units_that_run_twice_are_reduced_equally(ranks: Ranks) -> None:
     expected = []
     for step in range(3):
         plain: Any = make(Outside)

@@ -1,4 +1,4 @@
-"""Losses that use a sharded parameter outside its module's forward: autograd tells once."""
+"""Losses that use a sharded parameter outside its module's forward cause one warning."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Head(nn.Linear):
-    """A linear layer with a loss of its own."""
+    """A linear layer with a method that returns a loss."""
 
     def loss(self, x: Tensor) -> Tensor:
         """Return a loss of the outputs."""
@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.head = Head(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the head is to take."""
+        """Return the input of the head."""
         return cast(Tensor, self.trunk(x))
 
 
@@ -72,7 +72,7 @@ def said_by(run: Callable[[], object]) -> list[str]:
 
 
 def outside(rank: int, layout: str) -> list[list[str]]:
-    """Return what three steps say of which the first and the last use the head's weight."""
+    """Return the warnings of three steps. The first and the last use the head's weight."""
     model = sharded(layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []

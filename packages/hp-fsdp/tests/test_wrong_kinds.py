@@ -1,4 +1,4 @@
-"""Arguments of another kind than asked for: named, with what is legal, and nothing changed."""
+"""Arguments of wrong types raise, name the legal values, and change nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +26,12 @@ from .models import mesh_of
 
 Ranks = Callable[[int], RankPool]
 ADAMW = torch.optim.AdamW
-SHARD: Any = fully_shard  # mypy knows what is wrong, and users may not
+SHARD: Any = fully_shard  # untyped, so that mypy accepts the wrong arguments
 OPTIMIZER: Any = sharded_optimizer
 DIMS: Any = DataParallelMeshDims
 REGISTER: Any = register_fsdp_forward_method
 SHARE: Any = share_comm_ctx
-# Of a module that is not sharded, and one that is.
+# Each case gets a module that is not sharded and a sharded module.
 CASES: dict[str, Callable[[Any, Any], object]] = {
     "direct_bytes is '64k'": lambda plain, _: SHARD(plain, direct_bytes="64k"),
     "direct_bytes is True": lambda plain, _: SHARD(plain, direct_bytes=True),
@@ -75,7 +75,7 @@ def test_an_argument_of_another_kind_is_refused_by_name(ranks: Ranks, case: str)
 
 
 def meaningless(rank: int) -> list[str]:
-    """Return what is said of values of the right kind that mean nothing, on one rank too."""
+    """Return the errors for values of the right type that are invalid, also on one rank."""
     mesh = mesh_of((1,), ("fsdp",))
     unit: Any = fully_shard(nn.Linear(4, 4), mesh)
     small = {"min_shard_numel": 10**6, "shard_placement_fn": lambda _: "x"}

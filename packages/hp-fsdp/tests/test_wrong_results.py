@@ -10,12 +10,12 @@ reports in the order of this file.
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
-from rank_pool import TORCH_2_11, RankPool
+from rank_pool import TORCH_2_11, Pair, RankPool, expect_fault, outcome
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -29,25 +29,6 @@ from .models import full, mesh_of
 Ranks = Callable[[int], RankPool]
 
 
-class Pair(NamedTuple):
-    """The results of torch and of this package on one rank, or the texts of their errors."""
-
-    torchs: Any
-    ours: Any
-
-
-def still(fault: bool, report: str) -> None:
-    """Fail with a clear text if the installed torch no longer has the fault of a report."""
-    if fault:
-        return
-    if TORCH_2_11:
-        pytest.skip(f"torch 2.11 does not have the fault of {report}")
-    pytest.fail(
-        f"torch {torch.__version__} no longer has the fault of {report}, which is good news: move "
-        "its row on the page wrong-results to the repaired ones, and test only the right result"
-    )
-
-
 def unsolved(fault: bool, report: str) -> None:
     """Fail with a clear text if this package no longer has the fault of a report."""
     if not fault:
@@ -55,14 +36,6 @@ def unsolved(fault: bool, report: str) -> None:
             f"this package no longer has the fault of {report}, which is good news: move its row "
             "on the page wrong-results up, and test the right result"
         )
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or the name and the text of its error."""
-    try:
-        return call()
-    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def by_both(case: Callable[..., Any], *arguments: Any) -> Pair:
@@ -140,7 +113,7 @@ def test_ranks_may_use_different_parameters(ranks: Ranks) -> None:
     mixed = [
         (same(pair.torchs[rank], 5.5), pair.torchs[1 - rank]) for rank, pair in enumerate(answers)
     ]
-    still(mixed == [(True, None)] * 2, "pytorch/pytorch#158719")
+    expect_fault(mixed == [(True, None)] * 2, "pytorch/pytorch#158719")
 
 
 class Scale(nn.Module):
@@ -180,7 +153,7 @@ def test_an_optimizer_made_after_a_forward_without_gradients(ranks: Ranks) -> No
     answers = ranks(2).run(optimizer_after_a_forward, False)
     assert all(same(pair.ours[0], 0.5) for pair in answers)
     fault = all(same(pair.torchs[0], 1.0) and not pair.torchs[1] for pair in answers)
-    still(fault, "pytorch/pytorch#149205")
+    expect_fault(fault, "pytorch/pytorch#149205")
 
 
 class Moe(nn.Module):
@@ -206,7 +179,7 @@ def expert_gradients(by: str, factor: float | None) -> tuple[Any, Any, list[str]
     x = torch.ones(1, 4)
 
     def step() -> None:
-        # Each of the 4 ranks has one token per expert: this expert gets those of two ranks.
+        # Each of the 4 ranks has one token per expert. This expert gets the tokens of two ranks.
         model(x, x.repeat(2, 1)).backward()
 
     texts = warned(step)
@@ -229,7 +202,7 @@ def test_experts_are_divided_by_all_ranks_or_a_warning_says_so(ranks: Ranks) -> 
         assert same(pair.ours[1], 1.0)
         assert not pair.ours[2]
     fault = all(same(pair.torchs[1], 2.0) and not pair.torchs[2] for pair in answers)
-    still(fault, "pytorch/pytorch#160285")
+    expect_fault(fault, "pytorch/pytorch#160285")
 
 
 def late_adapter(by: str, rank: int) -> tuple[Any, list[str]]:
@@ -250,7 +223,7 @@ def test_parameters_that_are_added_later_are_warned_of(ranks: Ranks) -> None:
         assert same(pair.ours[0], 10.0**rank)
         assert any("were added after fully_shard" in text for text in pair.ours[1])
     fault = all(same(p.torchs[0], 10.0**rank) and not p.torchs[1] for rank, p in enumerate(answers))
-    still(fault, "hao-ai-lab/FastVideo#1666")
+    expect_fault(fault, "hao-ai-lab/FastVideo#1666")
 
 
 def divided(by: str, shape: tuple[int, ...], force_sum: bool) -> Tensor | None:
@@ -269,7 +242,9 @@ def test_a_divide_factor_holds_with_one_shard_rank(ranks: Ranks) -> None:
     """pytorch/pytorch#167178: with forced sums the factor is used twice since this repair."""
     answers = ranks(4).run(divided_by_a_factor, (4, 1), True)
     assert every(answers, lambda found: same(found, 4 / 8), "ours")
-    still(every(answers, lambda found: same(found, 4 / 8 / 8), "torchs"), "pytorch/pytorch#167178")
+    expect_fault(
+        every(answers, lambda found: same(found, 4 / 8 / 8), "torchs"), "pytorch/pytorch#167178"
+    )
 
 
 def hybrid_gradient(by: str, rank: int) -> Tensor | None:
@@ -304,7 +279,7 @@ def test_replicas_with_one_shard_rank_are_averaged(ranks: Ranks) -> None:
     answers = ranks(2).run(hybrid)
     assert every(answers, lambda found: same(found, 5.5), "ours")
     fault = all(same(pair.torchs, 10.0**rank / 2) for rank, pair in enumerate(answers))
-    still(fault, "pytorch/pytorch#154888")
+    expect_fault(fault, "pytorch/pytorch#154888")
 
 
 # Errors.
@@ -369,7 +344,7 @@ def test_a_view_may_be_changed_in_place(ranks: Ranks) -> None:
     )
     answers = ranks(2).run(view_in_place)
     assert every(answers, lambda found: close(found, expected), "ours"), answers
-    still(
+    expect_fault(
         every(answers, lambda f: "storage of size 0" in str(f), "torchs"), "pytorch/pytorch#181832"
     )
 
@@ -385,7 +360,7 @@ class Shared(nn.Module):
         self.kept = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits, and keep those of the second branch."""
+        """Return logits, and keep the logits of the second branch."""
         x = self.body(x)
         logits = self.head(self.norm(x))
         self.kept = self.head(x)
@@ -415,7 +390,9 @@ def test_a_module_of_a_list_may_run_again(ranks: Ranks) -> None:
     answers = ranks(2).run(grouped_modules_reused)
     assert every(answers, lambda found: close(found, expected), "ours"), answers
     error = "RuntimeError: "
-    still(every(answers, lambda f: str(f).startswith(error), "torchs"), "pytorch/pytorch#183702")
+    expect_fault(
+        every(answers, lambda f: str(f).startswith(error), "torchs"), "pytorch/pytorch#183702"
+    )
 
 
 class Sum(nn.Module):
@@ -452,7 +429,9 @@ def test_a_parameter_may_be_used_in_the_last_microbatch_only(ranks: Ranks) -> No
         assert same(pair.ours[0], 2.0)
         assert same(pair.ours[1], 1.0)
     error = "AssertionError: FSDP reduce-scatter expects uniform gradient dtype"
-    still(every(answers, lambda f: str(f).startswith(error), "torchs"), "pytorch/pytorch#196996")
+    expect_fault(
+        every(answers, lambda f: str(f).startswith(error), "torchs"), "pytorch/pytorch#196996"
+    )
 
 
 def differentiated_twice(by: str, retain: bool) -> Tensor:
@@ -477,14 +456,14 @@ def test_a_second_derivative_is_right_or_names_the_setting(ranks: Ranks) -> None
     for pair in answers:
         assert str(pair.ours).startswith("UnsupportedError")
         assert "set_reshard_after_backward(False)" in pair.ours
-    still(
+    expect_fault(
         every(answers, lambda f: "storage of size 0" in str(f), "torchs"), "pytorch/pytorch#172543"
     )
     for pair in ranks(2).run(second_order, True):
         torch.testing.assert_close(pair.ours, pair.torchs)
 
 
-# Not solved by this package.
+# Reports that this package does not solve.
 
 
 class Gain(nn.Module):
@@ -518,7 +497,9 @@ def test_the_sum_over_tensor_parallelism_has_the_dtype_of_the_parameter(ranks: R
     """pytorch/pytorch#190626: the sum over tensor parallelism is rounded, 256 instead of 257."""
     answers = ranks(4).run(partial_gradients, torch.bfloat16)
     unsolved(every(answers, lambda found: same(found, 256.0), "ours"), "pytorch/pytorch#190626")
-    still(every(answers, lambda found: same(found, 256.0), "torchs"), "pytorch/pytorch#190626")
+    expect_fault(
+        every(answers, lambda found: same(found, 256.0), "torchs"), "pytorch/pytorch#190626"
+    )
     full_precision = ranks(4).run(partial_gradients, None)
     assert every(full_precision, lambda found: same(found, 257.0), "ours")
 
@@ -527,7 +508,7 @@ def test_an_optimizer_made_after_a_forward_with_gradients(ranks: Ranks) -> None:
     """pytorch/pytorch#149205: the root has unsharded parameters until backward."""
     answers = ranks(2).run(optimizer_after_a_forward, True)
     unsolved(all(same(pair.ours[0], 1.0) for pair in answers), "pytorch/pytorch#149205")
-    still(all(same(pair.torchs[0], 1.0) for pair in answers), "pytorch/pytorch#149205")
+    expect_fault(all(same(pair.torchs[0], 1.0) for pair in answers), "pytorch/pytorch#149205")
     resharded = ranks(2).run(optimizer_after_a_forward, True, True)
     assert all(same(pair.ours[0], 0.5) for pair in resharded)
 
@@ -571,7 +552,7 @@ def test_a_loss_of_a_kept_intermediate_finds_freed_parameters(ranks: Ranks) -> N
     answers = ranks(2).run(kept_intermediate, False)
     text = "storage of size 0"
     unsolved(every(answers, lambda f: text in str(f), "ours"), "pytorch/pytorch#173709")
-    still(every(answers, lambda f: text in str(f), "torchs"), "pytorch/pytorch#173709")
+    expect_fault(every(answers, lambda f: text in str(f), "torchs"), "pytorch/pytorch#173709")
     for pair in ranks(2).run(kept_intermediate, False, False):  # with retained parameters
         assert same(pair.ours[0], 1.0)
         assert pair.ours[2] is None

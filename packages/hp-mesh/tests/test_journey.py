@@ -1,9 +1,10 @@
 """Calls between modules from the degrees to a mesh, as the page *inside* states them."""
 
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from rank_pool import profile
 
 from hp_mesh import ParallelDims, _mesh
 
@@ -46,11 +47,7 @@ def test_calls_go_down_the_modules() -> None:
             again.append((caller, path.stem, frame.f_code.co_name))
 
     with fake_world(16):
-        sys.setprofile(note)
-        try:
-            ParallelDims(tp=2, ep=4).build_mesh()["fsdp"]
-        finally:
-            sys.setprofile(None)
+        profile(lambda: ParallelDims(tp=2, ep=4).build_mesh()["fsdp"], note)
     assert entered == MODULES
     assert {(caller, callee) for caller, callee, _ in again} == AGAIN
     assert len(set(again)) == len(AGAIN)

@@ -1,16 +1,17 @@
 """Torch meshes on fake groups: what each name resolves to, and what is refused."""
 
 import copy
-import sys
 import tracemalloc
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_pool import profile
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -90,11 +91,9 @@ def test_lookups_are_cached_and_cheap() -> None:
         for names in ("tp", "batch", ("dp_replicate", "fsdp")):
             assert mesh[names] is mesh[names]
             calls.clear()
-            sys.setprofile(lambda frame, event, function: calls.append(event))
-            try:
-                mesh[names]
-            finally:
-                sys.setprofile(None)
+            profile(
+                partial(mesh.__getitem__, names), lambda frame, event, function: calls.append(event)
+            )
             assert 1 <= sum(event.endswith("call") for event in calls) <= 12
 
 

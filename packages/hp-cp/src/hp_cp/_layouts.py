@@ -22,6 +22,10 @@ class Layout(Protocol):
     To write a layout, subclass this protocol, or implement both methods. Layouts that compare equal
     must have equal hashes and return equal chunks.
 
+    Attributes:
+        chunks: Returns each rank's positions as ranges.
+        indices: Returns each rank's positions as integers.
+
     Examples:
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
@@ -79,6 +83,10 @@ class Contiguous(Layout):
     positions. The last blocks may be shorter or empty. With a causal mask, the last rank has nearly
     twice the mean work.
 
+    Attributes:
+        chunks: Returns each rank's positions as ranges.
+        indices: Returns each rank's positions as integers.
+
     Examples:
         >>> Contiguous().chunks(2, 8)
         ((range(0, 4),), (range(4, 8),))
@@ -113,6 +121,10 @@ class Zigzag(Layout):
     a causal mask, all ranks have equal work. If ``2n`` does not divide ``seq_len``, the first
     chunks are one position longer, as in ``torch.tensor_split``, and the lengths of ranks differ by
     at most one position. Llama 3 uses this split (arXiv 2407.21783, section 3.3.2).
+
+    Attributes:
+        chunks: Returns each rank's positions as ranges.
+        indices: Returns each rank's positions as integers.
 
     Examples:
         >>> Zigzag().chunks(2, 8)
@@ -151,6 +163,10 @@ class PerDocument(Layout):
     document at positions ``[a, b)`` is split at ``a + (b - a) * i // 2n``, so no padding is needed.
     The first chunk of document ``d`` goes to rank ``d % n``, so that chunks of short documents are
     spread over all ranks. All rows of the batch must have the same documents.
+
+    Attributes:
+        chunks: Returns each rank's positions as ranges.
+        indices: Returns each rank's positions as integers.
 
     Examples:
         >>> mask = MaskSpec(causal=True, cu_seqlens=(0, 4, 8))

@@ -55,6 +55,10 @@ class Placement:
 class Replicate(Placement):
     """Placement: all ranks of the axis hold the same values.
 
+    Attributes:
+        split: None, because no tensor dim is split.
+        split_dims: Empty tuple.
+
     Examples:
         >>> Layout((2,), (Replicate(),)).boxes((6,), rank=1)
         (((0, 6),),)

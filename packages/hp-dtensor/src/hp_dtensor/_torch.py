@@ -41,7 +41,24 @@ CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_te
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh with the dims of all given meshes, which are submeshes of one root mesh."""
+    """Return one mesh with the dims of all given meshes. Creates no process groups.
+
+    Args:
+        meshes: Submeshes of one root mesh, without a common dim.
+
+    Returns:
+        A mesh with the dims of all ``meshes``, in the given order.
+
+    Raises:
+        RuntimeError: The meshes have different root meshes or a common dim.
+
+    Examples:
+        On 4 ranks:
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> concatenate_meshes([mesh["tp"], mesh["dp"]]).mesh_dim_names
+        ('tp', 'dp')
+    """
     return DeviceMesh._concatenate(meshes)
 
 

@@ -203,6 +203,12 @@ class AttentionBackend(Protocol):
     Backend objects have to be hashable. If a backend also has the methods ``forward_packed`` and
     ``backward_packed``, they are called with many blocks of one kind at once.
 
+    Attributes:
+        name: Name under which `register_backend` registers the backend.
+        supports: Returns why the backend cannot compute a kind of block, or None if it can.
+        forward: Computes the output and the log-sum-exp of one block.
+        backward: Computes the gradients of one block.
+
     Examples:
         >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)

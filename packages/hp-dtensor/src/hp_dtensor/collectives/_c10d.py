@@ -195,9 +195,17 @@ def _start(
 class TorchCollectives:
     """`Collectives` that call ``torch.distributed``.
 
-    Instances have no state, so they are interchangeable. On an axis of one rank, nothing is
-    communicated. The results are then copies of the inputs in ``outputs``, or the inputs themselves
-    if ``outputs`` is None.
+    The constructor takes no arguments. Instances have no state, so they are interchangeable. On an
+    axis of one rank, nothing is communicated. The results are then copies of the inputs in
+    ``outputs``, or the inputs themselves if ``outputs`` is None.
+
+    Attributes:
+        all_gather: Starts an all-gather.
+        reduce_scatter: Starts a reduce-scatter.
+        all_reduce: Starts an all-reduce.
+        all_to_all: Starts an all-to-all of rows.
+        send_recv: Starts sends and receives between pairs of ranks.
+        broadcast: Starts a broadcast from one rank.
 
     Examples:
         On 4 ranks:

@@ -40,6 +40,13 @@ class AxisMesh(Protocol):
     ``torch.distributed.device_mesh.DeviceMesh`` satisfies it. Any other class with the properties
     and methods below satisfies it too.
 
+    Attributes:
+        ndim: Number of axes.
+        mesh: Global ranks, as an integer tensor or array with one dim per axis.
+        mesh_dim_names: Names of the axes, outermost first, or None.
+        get_group: Returns the process group of this process along one axis.
+        get_local_rank: Returns the coordinate of this process on one axis.
+
     Examples:
         On 4 ranks:
 
@@ -187,6 +194,9 @@ class Waitable(Protocol):
 class Work(Protocol):
     """Handle of a collective in flight.
 
+    Attributes:
+        wait: Waits for the collective and returns its outputs.
+
     Examples:
         On 4 ranks:
 
@@ -225,6 +235,14 @@ class Collectives(Protocol):
     - One operation of the backend in total, for an all-gather or a reduce-scatter.
     - One operation per dtype, for an all-reduce.
     - One operation per tensor, for a broadcast (with every backend).
+
+    Attributes:
+        all_gather: Starts an all-gather.
+        reduce_scatter: Starts a reduce-scatter.
+        all_reduce: Starts an all-reduce.
+        all_to_all: Starts an all-to-all of rows.
+        send_recv: Starts sends and receives between pairs of ranks.
+        broadcast: Starts a broadcast from one rank.
 
     Examples:
         >>> from hp_dtensor.testing import SimulatedWorld

@@ -78,6 +78,10 @@ class TokenDispatcher(Protocol):
     - Other errors raise on their rank only, and the others wait until their timeout: errors of
       ``combine`` and of the experts, and arguments that are no tensors on the device of the group.
 
+    Attributes:
+        dispatch: Sends tokens to the ranks of their experts.
+        combine: Sends the results of the experts back and sums them for each token.
+
     Examples:
         >>> isinstance(Local(num_experts=8), TokenDispatcher)
         True
@@ -201,6 +205,12 @@ class AsyncDispatcher(Protocol):
     Code between start and wait overlaps with communication, also in the backward. All ranks start
     and wait in the same order. A subclass implements ``start_dispatch`` and ``start_combine`` and
     inherits ``dispatch`` and ``combine``.
+
+    Attributes:
+        start_dispatch: Starts to send tokens to the ranks of their experts.
+        start_combine: Starts to send the results of the experts back.
+        dispatch: Sends tokens and waits for the rows.
+        combine: Sends results back and waits for the sums.
 
     Examples:
         >>> x = torch.randn(16, 64)
