@@ -78,7 +78,7 @@ def watched(
             device.memory[view.untyped_storage()._cdata] = shard
         if offloaded:
             # A device with another name, so that shards and gradients are offloaded to it.
-            group.config = replace(group.config, rest=torch.device("cpu", 0), pinned=True)
+            group.config = replace(group.config, shard_device=torch.device("cpu", 0), pinned=True)
             device.on_host(group.layout.shard)
     schedule._pinned = offloaded
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from ._cached import cached as cached
 from ._calls import count_returns as count_returns
+from ._calls import count_upward_calls as count_upward_calls
 from ._calls import modules_called as modules_called
 from ._calls import profile as profile
 from ._case_table import CaseTable as CaseTable

@@ -72,3 +72,38 @@ def count_returns(modules: Sequence[str]) -> int:
     """
     route = [name for name, _ in groupby(modules)]
     return len(route) - len({*route})
+
+
+def count_upward_calls(call: Callable[[], object], package: str) -> int:
+    """Return how often a call enters a module that is already active further up the call stack.
+
+    A call from a module to itself does not count. If calls only go down the layers of a package,
+    the result is 0.
+
+    Args:
+        call: Function without arguments.
+        package: Import name of the package, such as ``"hp_fsdp"``.
+
+    Returns:
+        The number of calls that go back up.
+
+    Example:
+        >>> count_upward_calls(lambda: redistribute(x, placements), "hp_dtensor")
+        0
+    """
+    active: list[str] = []  # modules of the frames on the stack, "" for other packages
+    found = 0
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        nonlocal found
+        if event == "call":
+            name = frame.f_globals.get("__name__", "")
+            module = name if name.startswith(f"{package}.") else ""
+            callers = [each for each in active if each]
+            found += bool(module and module in callers and callers[-1] != module)
+            active.append(module)
+        elif event == "return" and active:
+            active.pop()
+
+    profile(call, record)
+    return found
