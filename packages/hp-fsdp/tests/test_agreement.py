@@ -149,7 +149,7 @@ def test_modules_that_changed_places_on_one_rank_are_found_before_their_weights_
     said = ranks(2).run(moved)
     assert said[0] == said[1]
     assert "rank 1 is to gather blocks.1 for forward" in said[0]
-    assert "order of fully_shard's calls: 1 on rank 0, 2 on rank 1" in said[0]
+    assert "order of the fully_shard calls: 1 on rank 0, 2 on rank 1" in said[0]
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])

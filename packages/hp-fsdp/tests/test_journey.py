@@ -43,8 +43,8 @@ def journeys(rank: int) -> tuple[list[str], list[str], list[int]]:
 @pytest.mark.gloo  # its calls are counted
 def test_three_blocks_and_a_root_make_few_calls_and_returns(ranks: Ranks) -> None:
     for forward, backward, upward in ranks(2).run(journeys):
-        assert len(forward) <= 174
-        assert len(backward) <= 228
+        assert len(forward) <= 175
+        assert len(backward) <= 233
         assert count_returns(forward) <= 117
         assert count_returns(backward) <= 130
         assert upward == [6, 0]  # blocks inside the root's forward

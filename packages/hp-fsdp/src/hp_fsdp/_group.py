@@ -29,8 +29,6 @@ from ._options import GroupConfig, Options
 from ._param import (
     ParameterTable,
     ShardedParameter,
-    are_in_place,
-    are_registered,
     gradient_accumulator,
     meta_device_error,
     mixture,
@@ -579,7 +577,7 @@ class ParameterGroup:
         self._held = self._dropped = False
         given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
-            return StreamedReduction(*given, self.streams)
+            return StreamedReduction(self.streams, *given)
         return Reduction(*given)
 
     def _take_gradients(self, plan: ReductionPlan) -> tuple[list[Tensor], list[bool]]:
@@ -616,15 +614,6 @@ class ParameterGroup:
             tag=self.tag,
             comm=self.comm,
         )
-
-    @property
-    def in_place(self) -> bool:
-        """Return whether no parameter was replaced or moved.
-
-        That is, the sharded parameters are registered with the modules, and they are views of the
-        flat shard.
-        """
-        return are_registered([self.table]) and are_in_place([self.table])
 
     def copy_requires_grad_to_unsharded(self, backward: bool = False) -> None:
         """Copy `requires_grad` from the sharded parameters to the unsharded ones.

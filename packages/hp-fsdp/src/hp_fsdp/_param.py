@@ -506,9 +506,9 @@ class ParameterTable:
     """Lists of a group's parameters and of their registrations.
 
     ``registered[i]`` is the tensor last registered as ``registries[i][names[i]]``. With lists,
-    `map` registers and checks all parameters without a Python call per parameter. `are_registered`
-    and `are_in_place` check the tables of all groups under a root at once. The table is created
-    again if the group gets new parameters.
+    `map` registers and checks all parameters without a Python call per parameter. `are_unchanged`
+    checks the tables of all groups under a root at once. The table is created again if the group
+    gets new parameters.
     """
 
     def __init__(
@@ -537,7 +537,7 @@ class ParameterTable:
         self.storages = [] if flat is None else [flat.untyped_storage()]
         self.references = storage_references(self.storages)
         # User code may add the methods of an all-gather extension to these attributes after
-        # `fully_shard`. `are_registered` detects this.
+        # `fully_shard`. `are_unchanged` detects this.
         plain = [each for each in parameters if each.extension is None]
         self.attributes = [vars(x) for each in plain for x in (each.sharded, each.local_view)]
 
@@ -569,7 +569,16 @@ class ParameterTable:
         return False
 
 
-def are_registered(tables: Sequence[ParameterTable]) -> bool:
+def are_unchanged(tables: Sequence[ParameterTable], backward: bool) -> bool:
+    """Return whether user code has neither replaced nor moved a parameter of the tables.
+
+    If ``backward`` is True, moved parameters are ignored, because backward needs the parameters of
+    its forward.
+    """
+    return _are_registered(tables) and (backward or _are_in_place(tables))
+
+
+def _are_registered(tables: Sequence[ParameterTable]) -> bool:
     """Return whether the modules still have the parameters that each table registered last.
 
     Also returns False if user code has added an all-gather extension to a parameter.
@@ -583,7 +592,7 @@ def are_registered(tables: Sequence[ParameterTable]) -> bool:
     return unchanged and all(map(_EXTENSION.isdisjoint, attributes))
 
 
-def are_in_place(tables: Sequence[ParameterTable]) -> bool:
+def _are_in_place(tables: Sequence[ParameterTable]) -> bool:
     """Return whether all sharded parameters still have their local tensors at the same address."""
     if not all([table.has_parts() for table in tables]):
         return False

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -316,18 +316,6 @@ class ReductionPlan:
             columns[:, i] = 0
         columns[:, len(used) : len(used) + TAG_FLAGS] = self.tag_flags
 
-    def report(self, error: Exception, doing: str, axis: Axis) -> None:
-        """Raise `DisagreementError` if ``error`` means that ranks ran different collectives.
-
-        Otherwise returns.
-
-        Args:
-            error: Exception that waiting for a collective raised.
-            doing: Purpose of the collective, for example "reduce the gradients of {}".
-            axis: Axis of the collective.
-        """
-        self.tag.report(error, f"{doing} ({len(self.parameters)} parameters)", axis)
-
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the parameters."""
@@ -438,18 +426,23 @@ class Reduction:
         function = partial(self._collectives.all_reduce, axis, [flat], op=self._op)
         return self._plan.comm.start("all_reduce", axis, flat, function)
 
+    def _wait(self, work: Waitable, doing: str, axis: Axis) -> None:
+        """Wait for a collective. If it failed, the parameters get no gradients."""
+        try:
+            work.wait()
+        except Exception as error:  # not KeyboardInterrupt: the collective would still run
+            self.scattering, self._all_reduce, self._ready = None, None, False
+            number = len(self._plan.parameters)
+            self._plan.tag.report(error, f"{doing} ({number} parameters)", axis)
+            raise
+
     def finish_scatter(self) -> None:
         """Wait for the reduce-scatter and release its input. Start the all-reduce of HSDP.
 
         A no-op after the first call.
         """
         if self.scattering is not None:
-            try:
-                self.scattering.wait()
-            except Exception as error:  # not KeyboardInterrupt: the collective would still run
-                self.scattering, self._ready = None, False
-                self._plan.report(error, "reduce the gradients of {}", self._shard_axis)
-                raise
+            self._wait(self.scattering, "reduce the gradients of {}", self._shard_axis)
             self.scattering = self._rows = None
             if self._reads_tags_early:
                 self._check_tags()
@@ -461,12 +454,7 @@ class Reduction:
         if self.scattering is not None:
             self.finish_scatter()
         while self._all_reduce is not None:
-            try:
-                self._all_reduce.wait()
-            except Exception as error:
-                self._all_reduce, self._ready = None, False
-                self._plan.report(error, "sum the gradients of {} over replicas", self._sum_axis)
-                raise
+            self._wait(self._all_reduce, "sum the gradients of {} over replicas", self._sum_axis)
             self._all_reduce = self._sum(self._sums.pop(0)) if self._sums else None
             if self._all_reduce is None and self._reads_tags_early:
                 self._check_tags()
@@ -552,23 +540,14 @@ class StreamedReduction(Reduction):
     """
 
     _reads_tags_early = False
+    _made: list[Tensor] | None = None  # the gradients, when all steps are enqueued
+    _ended: Begun | None = None
 
-    def __init__(
-        self,
-        plan: ReductionPlan,
-        gradients: list[Tensor],
-        rows: Tensor | None,
-        used: list[bool],
-        axes: DataAxes,
-        collectives: Collectives,
-        options: Options,
-        streams: Streams,
-    ) -> None:
+    def __init__(self, streams: Streams, *given: Any) -> None:
+        """Enqueue all steps on ``streams``. ``given``: the arguments of `Reduction`."""
         self._streams = streams
-        self._made: list[Tensor] | None = None
-        self._ended: Begun | None = None
         self._held: list[Tensor] = []  # kept alive until the current stream waited for `_ended`
-        super().__init__(plan, gradients, rows, used, axes, collectives, options)
+        super().__init__(*given)
         self._enqueue_steps()
         self.ends_early = self._hooked
 

@@ -12,7 +12,7 @@ from ._errors import Once, StateError, first_error
 from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
-from ._param import added_parameters, are_in_place, are_registered, named_modules
+from ._param import added_parameters, are_unchanged, named_modules
 from ._reduction import Reduction
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
@@ -87,11 +87,9 @@ class Schedule:
         # If the code above or `_split_axes` raises, the constructor can be called again.
         self._split_axes()
         self._name_groups()
-        made = sorted(self.units, key=lambda unit: unit.creation_number)
-        places = {unit: place for place, unit in enumerate(made)}
-        for number, unit in enumerate(self.units):
+        for unit in self.units:
             unit.schedule, unit.checked_in_pass = self, 0
-            unit.join(number, places[unit], self.paths)
+            unit.forget_comparisons()
 
     def paths(self) -> list[str]:
         """Return the paths of all units from the root."""
@@ -241,7 +239,7 @@ class Schedule:
         self._pass_number += 1
         chosen = list(dict.fromkeys(units))
         tables = [group.table for unit in chosen for group in unit.groups]
-        if are_registered(tables) and (backward or are_in_place(tables)):
+        if are_unchanged(tables, backward):
             for unit in chosen:
                 unit.checked_in_pass = self._pass_number
 

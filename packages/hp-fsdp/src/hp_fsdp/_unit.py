@@ -31,7 +31,7 @@ from ._group import GATHERABLE, ParameterGroup
 from ._groups import ParameterGroups
 from ._mesh import Alone, DataAxes
 from ._options import Options
-from ._param import are_registered
+from ._param import are_unchanged
 from ._states import AFTER, Event, GradientState, ParameterState
 from ._torch import graph_task, runs_after_new_ones
 
@@ -196,8 +196,6 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.creation_number = next(_created)
-        self._position = self._creation_position = 0
-        self._paths: Callable[[], list[str]] | None = None
         self.unhooked = False
         self.gradient_hooks: list[RemovableHandle] = []
         self.create_graph_calls: weakref.WeakSet[ForwardCall] | None = None
@@ -208,18 +206,6 @@ class Unit:
             module.register_load_state_dict_pre_hook(_Reshard(self))
         for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
-
-    def join(self, position: int, creation_position: int, paths: Callable[[], list[str]]) -> None:
-        """Join a schedule.
-
-        Args:
-            position: Position of this unit in ``Schedule.units``.
-            creation_position: Position of this unit if the schedule's units are sorted by the order
-                of their `fully_shard` calls.
-            paths: Function that returns the paths of all units of the schedule.
-        """
-        self._position, self._creation_position, self._paths = position, creation_position, paths
-        self.forget_comparisons()
 
     def gather(self, by_schedule: bool = False) -> None:
         """Check the parameters and start the all-gathers of the sharded groups.
@@ -251,9 +237,7 @@ class Unit:
             ParameterError: A parameter cannot be used.
         """
         for group in self.groups:
-            if group.state in GATHERABLE and not (
-                are_registered([group.table]) if backward else group.in_place
-            ):
+            if group.state in GATHERABLE and not (are_unchanged([group.table], backward)):
                 self.reset_sharded(final=True)
                 return
 
@@ -543,7 +527,9 @@ class Unit:
             return
         rank = axes[0].ranks[axes[0].index]
         doing = operation.value.format(self.path)
-        own = Intent(rank, (operation.name, self._position), doing, self._facts(operation, options))
+        units = [self] if self.schedule is None else self.schedule.units
+        key = operation.name, units.index(self)
+        own = Intent(rank, key, doing, self._facts(operation, options))
         try:
             compare(axes, own, _HINTS, self.device)
         except DisagreementError:
@@ -602,7 +588,7 @@ class Unit:
     @property
     def path(self) -> str:
         """Return the path of the unit from the root of its schedule."""
-        return "(no root yet)" if self._paths is None else self._paths()[self._position]
+        return "(no root yet)" if self.schedule is None else self.schedule.path_of(self)
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(type(module).__name__ for module in self.modules)
@@ -615,7 +601,9 @@ class Unit:
         For example ``{"weight": "shape (8, 8) sharded along dim 0, trains", ...}``. Every name
         contains a space, except the names of parameters.
         """
-        facts = {_CREATION_POSITION: str(self._creation_position), _NUMBER: str(self.number)}
+        units = [self] if self.schedule is None else self.schedule.units
+        position = sum([unit.creation_number < self.creation_number for unit in units])
+        facts = {_CREATION_POSITION: str(position), _NUMBER: str(self.number)}
         for number, group in enumerate(self.groups):
             of = f" of dtype group {number}" if number else ""
             reduced, layout = set(group.reduced()), group.layout
