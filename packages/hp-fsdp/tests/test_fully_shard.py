@@ -91,7 +91,7 @@ def below_gathered() -> nn.Module:
     return model[0]
 
 
-ABOVE = "weight of Linear is sharded already, by a call on a module above it; shard blocks first"
+ABOVE = "weight of Linear is sharded already, by a call on another module that contains it"
 CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingError], str]] = {
     "scalar": (scalar, ParameterError, "scalar is a scalar"),
     "transposed": (transposed, ParameterError, "only contiguous parameters"),

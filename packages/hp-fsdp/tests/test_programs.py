@@ -105,7 +105,8 @@ def sharded(net: Net, choose: random.Random, world: int) -> Any:
     """Shard a copy's blocks, some inner layers, and the root."""
     shape, options = options_of(choose, world)
     mesh = mesh_of(shape, NAMES[len(shape)])
-    for block in net.blocks:
+    blocks: Any = net.blocks
+    for block in blocks:
         if block.inner is not None and choose.random() < 0.5:
             fully_shard(block.inner, mesh, **options)
         if choose.random() < 0.9:

@@ -152,10 +152,9 @@ class ParameterGroup:
             parts = [part.to(config.shard_device) for part in parts]
         self.layout = self._buffer_of(parts, plan)
         self.layout.write_tag(self.tag.number)
-        # Gradients are packed in the order of the flat shard, so that an optimizer can update the
-        # flat shard as one tensor.
-        ranges = self.layout.shard_ranges
-        self.order = sorted(range(len(ranges)), key=lambda i: ranges[i][0])
+        # Gradients are packed in the order of the output, which is also the order of the flat
+        # shard. So an optimizer can update the flat shard as one tensor.
+        self.order = sorted(range(len(plan.specs)), key=plan.output_starts.__getitem__)
 
     def use_tag(self, tag: Tag) -> None:
         """Set the tag of the group's unit, and write its number to the flat shard."""
@@ -321,10 +320,15 @@ class ParameterGroup:
         if self.noted is None or self.state is ParameterState.SHARDED:
             return False
         steps, writes = self.noted
-        if self._writes() != writes:
-            return True
-        numbers: list[int] = [vars(p).get(STEPPED_ATTRIBUTE, 0) for p in self.table.sharded]
-        return max(numbers) > steps
+        return self._writes() != writes or self.stepped_since(steps)
+
+    def stepped_since(self, number: int) -> bool:
+        """Return whether an optimizer has stepped the parameters since optimizer step ``number``.
+
+        ``number`` is an earlier value of `StepHooks.count`.
+        """
+        steps: list[int] = [vars(p).get(STEPPED_ATTRIBUTE, 0) for p in self.table.sharded]
+        return max(steps) > number
 
     def note_writes(self) -> None:
         """Start to detect writes to the shards; see `stale`.
@@ -334,7 +338,7 @@ class ParameterGroup:
         """
         self._stayed = True
         if self.noted is None:
-            self.noted = _step_hooks().count, self._writes()
+            self.noted = step_hooks().count, self._writes()
 
     def _writes(self) -> int:
         # A write to a DTensor increments only its version, a write to its local tensor only that.
@@ -758,7 +762,7 @@ def _warn_of_use(group: "weakref.ref[ParameterGroup]", name: str, *_: object) ->
     )
 
 
-class _StepHooks:
+class StepHooks:
     """Hooks on all optimizers: number the steps, and check each optimizer at its first step.
 
     Attributes:
@@ -802,14 +806,14 @@ class _StepHooks:
             warnings.warn(
                 f"{type(optimizer).__name__} holds {', '.join(names[:2])}{more}, which fully_shard "
                 "has replaced: stepping them changes nothing in the model; make the optimizer "
-                "after fully_shard, from the parameters of the sharded module",
+                "after fully_shard, from the parameters of the module while it is sharded",
                 stacklevel=4,
             )
 
 
-_step_hooks = cache(_StepHooks)
+step_hooks = cache(StepHooks)
 
 
 def watch_optimizers() -> None:
     """Let every optimizer be checked at its next step. Called when parameters were replaced."""
-    _step_hooks().checked.clear()
+    step_hooks().checked.clear()

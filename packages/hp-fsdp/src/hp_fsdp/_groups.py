@@ -7,7 +7,7 @@ import torch
 
 from ._errors import ParameterError
 from ._group import GATHERABLE, ParameterGroup
-from ._param import ShardedParameter
+from ._param import ShardedParameter, are_unchanged
 from ._stats import UnitComm
 
 
@@ -82,6 +82,16 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
         """
         for group in self:
             group.copy_requires_grad_to_unsharded(backward)
+
+    def check_registered(self) -> None:
+        """Raise `ParameterError` if user code replaced or removed unsharded parameters."""
+        for group in self:
+            if group.unsharded and not are_unchanged([group.table], backward=True):
+                where = group.comm.path or "the root module"
+                raise ParameterError(
+                    f"parameters of {where} were replaced or removed while they were unsharded; "
+                    "call reshard() on the module before you change its parameters"
+                )
 
     def check_unfrozen(self) -> None:
         """Raise `StateError` if parameters were unfrozen while gradients wait for a reduction."""

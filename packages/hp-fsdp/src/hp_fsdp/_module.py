@@ -265,12 +265,6 @@ class FSDPModule:
     call. A method with ``recurse=False`` applies only to the unit of this module. With
     ``recurse=True``, it also applies to the units of all modules inside this module.
 
-    Args:
-        *args: Positional arguments of the module's original class. Only code that constructs
-            another instance of a sharded module's class passes them, such as a slice of an
-            ``nn.Sequential``. The instance is not sharded.
-        **kwargs: Keyword arguments of the original class.
-
     Raises:
         ModuleError: The class is constructed directly.
 

@@ -46,6 +46,7 @@ from ._torch import (
 from .layout import LayoutName
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
+HOLDER_ATTRIBUTE = "_fully_shard_holder"
 MANAGED_ATTRIBUTE = "_fully_shard_managed"
 
 
@@ -129,6 +130,7 @@ class ShardedParameter:
         self._repeated_rows = getattr(original, "repeated_rows", ())
         self._held: Tensor | None = None  # gradients accumulated by `accumulate_gradient`
         self._is_built = False
+        self._previous: weakref.ref[nn.Parameter] | None = None  # replaced by user code
         self.extension: Extension | None = None
         if is_extended(original):
             self.extension = Extension(original, name, owners[0].module, self._mesh)
@@ -155,6 +157,7 @@ class ShardedParameter:
         self.part = local_of if ragged is None else attrgetter("local")
         self.sharded = nn.Parameter(self._laid_out(local), requires_grad=self._requires_grad)
         mark_repeated_rows(self.sharded, self._repeated_rows)
+        vars(self.sharded)[HOLDER_ATTRIBUTE] = weakref.ref(self)
         # ``nn.Parameter`` has made a view of ``local``. Optimizers must write to ``local`` itself.
         self.put(local)
 
@@ -190,6 +193,7 @@ class ShardedParameter:
                 view, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
             )
         self.unsharded = nn.Parameter(view, requires_grad=self._requires_grad)
+        vars(self.unsharded)[SHARDED_ATTRIBUTE] = weakref.ref(self)  # for `sharded_from`
 
     @torch.no_grad()
     def move_unsharded(self, view: Tensor) -> None:
@@ -263,6 +267,19 @@ class ShardedParameter:
                 "torch.func.functional_call does it; a sharded module computes with its own "
                 "parameters only: load other values, for example by load_state_dict"
             )
+        for each in others:
+            if self._previous is not None and each is self._previous():
+                return (
+                    f"{self.name} was replaced, and then the earlier parameter was registered "
+                    "again; its values are gone, because those of the replacement were copied to "
+                    "its shard; use load_state_dict to change values for a while"
+                )
+            holder = vars(each).get(HOLDER_ATTRIBUTE, lambda: None)()
+            if holder not in (None, self) and holder._registered() is not each:
+                return (
+                    f"{self.name} and {holder.name} were exchanged; copy the values instead, for "
+                    "example with load_state_dict"
+                )
         others = [each for each in others if not self.fits(each)]
         if not others:
             return self._changed_extension()
@@ -329,7 +346,10 @@ class ShardedParameter:
         The replacement is registered in all modules that share the parameter, because user code may
         have replaced a tied parameter in one of them only.
         """
-        self.sharded = self._registered()
+        before, self.sharded = self.sharded, self._registered()
+        if before is not self.sharded:
+            self._previous = weakref.ref(before)
+        vars(self.sharded).setdefault(HOLDER_ATTRIBUTE, weakref.ref(self))
         mark_repeated_rows(self.sharded, self._repeated_rows)  # conversions lose the mark
         for owner in self.owners:
             owner.registry[owner.name] = self.sharded
@@ -460,7 +480,8 @@ def gradient_accumulator(parameter: nn.Parameter) -> Node | None:
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
     """Return the `ShardedParameter` that `fully_shard` created from ``candidate``.
 
-    Returns None if ``candidate`` was not sharded, or if its unit was garbage-collected.
+    ``candidate`` may also be its unsharded parameter. Returns None if ``candidate`` was not
+    sharded, or if its unit was garbage-collected.
     """
     noted = vars(candidate).get(SHARDED_ATTRIBUTE)
     return None if noted is None else cast("ShardedParameter | None", noted())

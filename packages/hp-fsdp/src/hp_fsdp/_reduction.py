@@ -200,6 +200,8 @@ class ReductionPlan:
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
         self.wrap = wrapper_of(parameters)
+        # User code may register one sharded parameter in place of another one, to tie them.
+        self.tied = len(set(map(id, self.sharded))) < len(self.sharded)
         self.unsharded = [parameter.unsharded for parameter in parameters]
         self.rows = rows
         self.dtype = dtype
@@ -495,7 +497,7 @@ class Reduction:
         if used is not plan.all_used:
             used = self._used_by_any()
         results = self._results()
-        fresh = not self._hooked and False not in used
+        fresh = not (self._hooked or plan.tied or False in used)
         if fresh and set_gradients(plan.sharded, partial(plan.wrap, results)):
             return
         for parameter, local, is_used in zip(plan.parameters, results, used, strict=True):

@@ -9,7 +9,7 @@ from torch import nn
 
 from ._agreement import TagLog
 from ._errors import Once, StateError, first_error
-from ._group import ParameterGroup
+from ._group import ParameterGroup, step_hooks
 from ._mesh import split_axis
 from ._options import Options
 from ._param import added_parameters, are_unchanged, named_modules
@@ -192,10 +192,12 @@ class Schedule:
         if unit.groups.retained and unit.groups.stale:
             unit.reshard()  # an optimizer has stepped
         elif unit.groups.retained:
+            if unit.checked_in_pass != self._pass_number:
+                unit.groups.check_registered()
             unit.groups.copy_requires_grad_to_sharded()
             unit.groups.copy_requires_grad_to_unsharded()
         unit.start_gather(Operation.FORWARD, self._pass_number)
-        call.parameters_version = unit.parameters_version
+        call.parameters_version, call.steps = unit.parameters_version, step_hooks().count
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
                 chosen.start_gather(Operation.FORWARD, self._pass_number, prefetch=True)
@@ -224,6 +226,7 @@ class Schedule:
             if unit.pending_modules and unit is not root:
                 unit.forget_forward()
             if unit.gathered_by_schedule or (unit.groups.retained and unit.groups.stale):
+                unit.groups.check_registered()
                 unit.groups.copy_requires_grad_to_sharded()
                 unit.reshard()
         self._check_together(self._begin_order, backward=False)
@@ -382,6 +385,8 @@ class Schedule:
                 "forward and its backward, which needs the previous parameters; convert them after "
                 "backward"
             )
+        if call.steps != step_hooks().count and not call.unit.groups.retained:
+            self._check_steps(call)
         later = call.next_call
         if later is not None and later.backward_number == self._backwards and self.in_backward:
             self.backward_left(later)
@@ -399,6 +404,14 @@ class Schedule:
             self._advance_to(call, call.end)  # this may end a later call of the same unit
         unit.gradient_state = AFTER[Event.BACKWARD][unit.gradient_state]
         self._reach(call)
+
+    def _check_steps(self, call: ForwardCall) -> None:
+        """Raise `StateError` if parameters were stepped since the forward and gathered again."""
+        if any([group.stepped_since(call.steps) for group in call.unit.groups]):
+            raise StateError(
+                f"an optimizer changed parameters of {self.path_of(call.unit)} between its forward "
+                "and its backward, which needs the earlier values; step after backward"
+            )
 
     def check_unhooked(self, unit: Unit) -> None:
         """Raise `StateError` if the parameters of an unhooked unit were freed before a backward.

@@ -282,8 +282,9 @@ def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[i
 def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name: str) -> None:
     if is_managed(module, name):
         raise ParameterError(
-            f"{full_name} of {type(module).__name__} is sharded already, by a call on an outer "
-            "module; shard blocks first and the root last"
+            f"{full_name} of {type(module).__name__} is sharded already, by a call on another "
+            "module that contains it; shard blocks first and the root last, and give modules that "
+            "share a submodule to fully_shard as one list"
         )
     if (sharded := sharded_from(candidate)) is not None:
         raise ParameterError(

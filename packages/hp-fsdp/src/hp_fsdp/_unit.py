@@ -79,6 +79,7 @@ class ForwardCall:
             ``next_call`` ends when the backward of this call starts.
         nested_modules: Modules that are running inside a call of the same module.
         parameters_version: Value of ``unit.parameters_version`` during the call.
+        steps: Number of optimizer steps before the call.
     """
 
     # Class attributes, because a step creates many objects and most attributes keep these values.
@@ -92,7 +93,7 @@ class ForwardCall:
     input: "weakref.ref[Tensor] | None" = None
     next_call: "ForwardCall | None" = None
     nested_modules: tuple[nn.Module, ...] = ()
-    parameters_version = 0
+    parameters_version = steps = 0
 
     def __init__(self, unit: "Unit", sequence_number: int) -> None:
         self.unit = unit

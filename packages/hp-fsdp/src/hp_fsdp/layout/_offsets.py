@@ -155,8 +155,10 @@ class GradientRows:
             offsets are ascending.
         pieces: Meta tensors with the shapes of consecutive pieces of the tensor that this rank
             receives: the shards and the padding between them.
-        positions: For each gradient, the position of its shard in ``pieces``, or -1 if the shard is
-            empty. None if the pieces are exactly the shards.
+        positions: For each gradient, the position of its shard in ``pieces``. None if there is no
+            padding, so that each piece is a shard.
+        empty: Positions of the empty shards with two or more dims. Before torch 2.13, `split_like`
+            returns tensors of shape ``[0]`` for them.
         flags: Offset of the flags in the tensor that this rank receives. There is one flag for each
             parameter, nonzero if any rank has a gradient of it. Then follow the flags of the unit's
             tag.
@@ -171,6 +173,7 @@ class GradientRows:
     shards: tuple[tuple[int, tuple[int, ...]], ...]
     pieces: tuple[Tensor, ...]
     positions: tuple[int, ...] | None
+    empty: tuple[int, ...]
     flags: int
     separate_flags: bool = False
 
@@ -193,14 +196,11 @@ class GradientRows:
         positions = []
         end = 0
         for start, shape in shards:
-            if not (numel := math.prod(shape)):
-                positions.append(-1)  # `split_like` would lose its shape before torch 2.13
-                continue
             if start > end:
                 shapes.append((start - end,))
             positions.append(len(shapes))
             shapes.append(shape)
-            end = start + numel
+            end = start + math.prod(shape)
         pairs = zip(specs, starts, strict=True)
         columns = tuple(GradientColumns(spec=spec, start=start) for spec, start in pairs)
         between = zip((0, *(each.end for each in columns)), (*starts, width), strict=True)
@@ -211,7 +211,8 @@ class GradientRows:
             gaps=tuple((i, end, start) for i, (end, start) in enumerate(between) if start > end),
             shards=tuple(shards),
             pieces=tuple(torch.empty(shape, device="meta") for shape in shapes),
-            positions=None if positions == list(range(len(shapes))) else tuple(positions),
+            positions=tuple(positions) if len(positions) < len(shapes) else None,
+            empty=tuple(i for i, (_, shape) in enumerate(shards) if 0 in shape and len(shape) > 1),
             flags=flags,
             separate_flags=separate_flags,
         )
@@ -242,10 +243,13 @@ class GradientRows:
         ``reduced`` is the flat tensor that this rank receives from the reduce-scatter.
         """
         parts = split_like(reduced, self.pieces)
-        if self.positions is None:
-            return parts
-        pairs = zip(self.positions, self.shards, strict=True)
-        return [reduced.new_empty(shape) if i < 0 else parts[i] for i, (_, shape) in pairs]
+        if self.positions is not None:
+            parts = [parts[i] for i in self.positions]
+        if self.empty:
+            parts = list(parts)
+            for i in self.empty:
+                parts[i] = parts[i].view(self.shards[i][1])
+        return parts
 
 
 def rows_by_rank(specs: Sequence[ShardSpec], rank: int, itemsize: int) -> GradientRows:
