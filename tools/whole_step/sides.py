@@ -47,7 +47,6 @@ class HpSettings:
         options: Options of `hp_fsdp.fully_shard` for all units.
         separate_ends: Shard the embedding as one unit, and the last norm and the head as another
             one. Otherwise they are in the root unit.
-        experts_in_fsdp: Shard experts over the remaining data-parallel ranks, here one rank.
         ulysses_degree: Number of ranks that exchange heads for context parallelism. 1 gathers keys
             and values.
     """
@@ -55,7 +54,6 @@ class HpSettings:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     separate_ends: bool = False
-    experts_in_fsdp: bool = True
     ulysses_degree: int = 1
 
 
@@ -98,9 +96,7 @@ def candidates(case: Case) -> tuple[list[HpSettings], list[TorchSettings]]:
         TorchSettings(name="defaults", explicit_prefetch=False, separate_ends=False),
     ]
     if case.model == "MoE":
-        name = "experts outside FSDP"
-        ours.append(HpSettings(name=name, experts_in_fsdp=False))
-        theirs.append(TorchSettings(name=f"tuned, {name}", experts_in_fsdp=False))
+        theirs.append(TorchSettings(name="tuned, experts outside FSDP", experts_in_fsdp=False))
     elif case.tp == 1:
         ours.append(HpSettings(name="ragged", options={"layout": "ragged"}))
     if case.cp > 1:
@@ -243,13 +239,8 @@ def _shard_with_hp(model: LanguageModel, mesh: ParallelMesh, settings: HpSetting
     """Shard the units of the trainer; see `train.parallelize.apply_fully_shard`."""
     dense, sparse = mesh["replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
     options: dict[str, Any] = {"gradient_reduction": "sum", **settings.options}
-    experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
-    ignored = {p for module in experts for p in module.parameters()}
-    if settings.experts_in_fsdp:
-        ignored.clear()
-        for module in experts:
-            fully_shard(module, sparse, **options)
-    options["ignored_params"] = ignored
+    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
+        fully_shard(layer.experts, sparse, **options)
     for block in model.blocks.values():
         fully_shard(block, dense, **options)
     if settings.separate_ends:
