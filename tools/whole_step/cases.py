@@ -1,7 +1,7 @@
 """The cases of the benchmark: models, degrees, sizes and batches."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ _GPU = {
     "intermediate_size": 2816,
     "moe_intermediate_size": 1408,
 }
-_CHANGES: dict[Size, dict[str, int]] = {"full": {}, "quick": _QUICK, "gpu": _GPU}
+_CHANGES: dict[Size, dict[str, Any]] = {"full": {}, "quick": _QUICK, "gpu": _GPU}
 _ROWS: dict[Size, tuple[int, int]] = {"full": (2, 256), "quick": (1, 16), "gpu": (2, 1024)}
 
 
@@ -122,7 +122,7 @@ def cases_of(ranks: int, size: Size) -> list[Case]:
     Tensor parallelism alone is left out: without FSDP, both sides would run the same code of torch.
     """
     change = _CHANGES[size]
-    kv = {"num_key_value_heads": 16} if size == "gpu" else {}
+    kv: dict[str, Any] = {"num_key_value_heads": 16} if size == "gpu" else {}
     llama, moe = replace(_LLAMA, **change, **kv), replace(_MOE, **change)
     rows, seq_len = _ROWS[size]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import profile
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +22,7 @@ from hp_dtensor import RaggedTensor
 from .sides import Arm
 
 WARM_UP = 2
+_resolve_group: Callable[[str], Any] = vars(distributed_c10d)["_resolve_process_group"]
 
 
 def synchronize(device: torch.device) -> None:
@@ -161,9 +162,9 @@ class ReceivedBytes(TorchDispatchMode):
         elif name == "reduce_scatter_tensor":
             self._add("reduce-scatter", _bytes(args[0]) - _bytes(result))
         elif name in ("all_reduce", "all_reduce_"):
-            self._add("all-reduce", _of_all_reduce(args[0], _resolve_process_group(args[2])))
+            self._add("all-reduce", _of_all_reduce(args[0], _resolve_group(args[2])))
         elif name == "all_to_all_single":
-            group = _resolve_process_group(args[3])
+            group = _resolve_group(args[3])
             self._add("all-to-all", _from_others(result, args[1], group))
         else:
             raise RuntimeError(f"the bytes of {name} are not counted")
@@ -179,12 +180,13 @@ def _bytes(tensors: Any) -> int:
 
 
 def _of_all_reduce(tensors: Any, group: Any) -> int:
-    return 2 * _bytes(tensors) * (group.size() - 1) // group.size()
+    size: int = group.size()
+    return 2 * _bytes(tensors) * (size - 1) // size
 
 
 def _from_others(output: Tensor, splits: Sequence[int], group: Any) -> int:
     rows = output.shape[0]
-    own = splits[group.rank()] if splits else rows // group.size()
+    own: int = splits[group.rank()] if splits else rows // group.size()
     return (rows - own) * (_bytes(output) // rows if rows else 0)
 
 
@@ -252,8 +254,8 @@ def component_of(name: str) -> str:
         return "wait in functional collectives"
     if low.startswith(("c10d::", "_c10d_functional")):
         return "start of collectives"
-    space, _, operator = low.partition("::")
-    if space not in ("aten", "fsdp") or not operator:
+    space, _, operator = name.partition("::")  # "FSDP" is the name of a range, "fsdp" of operators
+    if space not in ("aten", "fsdp"):
         return "host, outside operators"
     if "adam" in operator:
         return "AdamW"

@@ -82,8 +82,8 @@ class TorchSettings:
 Settings = HpSettings | TorchSettings
 
 
-def candidates(case: Case) -> tuple[list[HpSettings], list[TorchSettings]]:
-    """Return the settings of both sides among which the fastest are measured."""
+def candidates(case: Case) -> dict[str, Sequence[Settings]]:
+    """Return the settings of each side. The fastest of each are measured."""
     ours = [
         HpSettings(name="trainer"),
         HpSettings(name="separate ends", separate_ends=True),
@@ -102,7 +102,7 @@ def candidates(case: Case) -> tuple[list[HpSettings], list[TorchSettings]]:
     if case.cp > 1:
         ours.append(HpSettings(name="Ulysses", ulysses_degree=case.cp))
         theirs.append(TorchSettings(name="tuned, all-to-all", rotate="ALL_TO_ALL"))
-    return ours, theirs
+    return {"hp": ours, "torch": theirs}
 
 
 class Arm:
@@ -355,7 +355,7 @@ def _prefetch(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     cast(Any, model)._set_unshard_async_op(True)
     units: list[list[Any]] = []
     for module in modules:
-        inner = peer.experts_of(module)
+        inner: Any = peer.experts_of(module)
         units.append([module, inner] if isinstance(inner, FSDPModule) else [module])
     for before, after in itertools.pairwise(units):
         before[0].set_modules_to_forward_prefetch(after)
