@@ -269,8 +269,8 @@ def received_bytes(rank: int) -> dict[str, int]:
         dist.all_reduce(own)
         splits = [3, 1] if rank == 0 else [1, 3]
         dist.all_to_all_single(torch.empty(4), own, splits, splits)
-        funcol.all_to_all_single(own, splits, splits, dist.group.WORLD).sum()
         mesh = init_device_mesh("cpu", (2,))
+        funcol.all_to_all_single(own, splits, splits, mesh).sum()
         distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None).full_tensor()
     return dict(counted.by_kind)
 
@@ -288,8 +288,8 @@ def test_bytes_of_collectives_are_those_from_other_ranks(ranks: Callable[[int], 
 @pytest.mark.parametrize(
     ("event", "component"),
     [
-        ("wait: OpType._ALLGATHER_BASE", "wait for all-gathers"),
-        ("wait: OpType.REDUCE_SCATTER_BASE", "wait for reduce-scatters"),
+        ("wait for all-gathers", "wait for all-gathers"),
+        ("wait for reduce-scatters", "wait for reduce-scatters"),
         ("c10d::_allgather_base_", "start of collectives"),
         ("_c10d_functional::wait_tensor", "wait in functional collectives"),
         ("aten::addmm", "products and attention"),

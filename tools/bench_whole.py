@@ -3,7 +3,7 @@
     python tools/bench_whole.py                      2 and 4 gloo ranks on this machine
     python tools/bench_whole.py --quick              tiny sizes: does it run at all
     python tools/bench_whole.py --profile torch      the components of a side's time above compute
-    python tools/bench_whole.py --first --only MoE   first settings of each side, some cases
+    python tools/bench_whole.py --settings first --only MoE    no choice of settings, some cases
     python tools/bench_whole.py --device cuda        one rank on one GPU
 
 Both sides train the trainer's model in float32: a Llama (the built-in model without experts) and
@@ -126,18 +126,22 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="2 and 4 by default")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one setting per side")
-    parser.add_argument("--first", action="store_true", help="do not choose among settings")
+    parser.add_argument(
+        "--settings",
+        choices=["all", "first"],
+        help="choose among all settings of a side, or use the first; default all, quick: first",
+    )
     parser.add_argument("--rounds", type=int, help=f"measured rounds; default {ROUNDS}, quick: 2")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name")
     parser.add_argument("--profile", choices=SIDES, help="show the components of this side's time")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--picture", type=Path, help="draw the times to this SVG file")
-    parser.add_argument("--deadline", type=float, help="seconds for each world; 3600, quick: 120")
+    parser.add_argument("--deadline", type=float, help="seconds for each world; 3600, quick: 300")
     given = parser.parse_args()
     if given.device == "cuda" and given.ranks not in (None, [1]):
         parser.error("one GPU has one rank: leave out --ranks")
     size: Size = "quick" if given.quick else "gpu" if given.device == "cuda" else "full"
-    deadline = given.deadline or (120.0 if given.quick else 3600.0)
+    deadline = given.deadline or (300.0 if given.quick else 3600.0)
     rows: list[Json] = []
     skipped: dict[str, str] = {}
     for ranks in given.ranks or ([1] if given.device == "cuda" else [2, 4]):
@@ -154,7 +158,7 @@ def main() -> int:
             cases=cases,
             device=given.device,
             rounds=given.rounds or (2 if given.quick else ROUNDS),
-            tune=not (given.quick or given.first),
+            tune=(given.settings or ("first" if given.quick else "all")) == "all",
             large=not given.quick,
             profile=given.profile,
         )
@@ -169,18 +173,14 @@ def main() -> int:
 
 
 def run(plan: Plan, ranks: int, deadline: float) -> list[Json]:
-    """Measure the cases in a world, then their host time; print each case."""
+    """Measure the cases in a world, then their host time. Each is printed when it was measured."""
     rows: list[Json] = started(measured, ranks, deadline, plan)
-    if plan.profile is not None:
-        for row in rows:
-            show_components(row)
-        return rows
-    if plan.device == "cpu":
+    if plan.profile is None and plan.device == "cpu":
         hosts = started(host_times, 1, deadline, plan, rows)
+        print("host above compute, on a fake process group")
         for row, host in zip(rows, hosts, strict=True):
             row["host"] = host
-    for row in rows:
-        show(row)
+            _show_times(row["case"], host)
     return rows
 
 
@@ -223,8 +223,9 @@ def _process(
     rank: int, function: Callable[..., Any], ranks: int, folder: str, given: Sequence[Any]
 ) -> None:
     torch.set_num_threads(1)
-    # torchtitan's router asks for autocast to float32, which torch reports on CPUs in each call.
-    warnings.filterwarnings("ignore", message=".*autocast.*")
+    # torchtitan's router asks for autocast to float32, which CPUs do not have. Outputs of torch's
+    # tensor parallel modules are views, of which FSDP2 warns.
+    warnings.filterwarnings("ignore", message=".*(autocast|returned a view tensor)")
     found = function(rank, ranks, str(Path(folder, "store")), *given)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(found))
@@ -244,7 +245,7 @@ def measured(rank: int, ranks: int, store: str, plan: Plan) -> list[Json]:
     for case in plan.cases:
         rows.append(measure(case, plan, rank, device))
         if rank == 0:
-            print(f"{case.name}: measured", file=sys.stderr, flush=True)
+            (show if plan.profile is None else show_components)(rows[-1])
     return rows
 
 
@@ -465,8 +466,7 @@ def show(row: Json) -> None:
         print(f"  note: {note}")
     for key, name in (("step", "step"), ("above", "above compute"), ("host", "host above compute")):
         if key in row:
-            each = row[key]
-            _line(name, f"{each['ours_ms']:.1f} ms", f"{each['theirs_ms']:.1f} ms", each)
+            _show_times(name, row[key])
     _line(f"compute ({row['compute']['name']})", f"{row['compute']['ms']:.1f} ms", "", {})
     for name, unit, scale, key in (
         ("tokens/s", "", 1.0, "tokens_per_second"),
@@ -476,6 +476,11 @@ def show(row: Json) -> None:
         _line(name, f"{scale * a:,.0f}{unit}", f"{scale * b:,.0f}{unit}", {"ratio": a / b})
     a, b = (sum(side["received_bytes"].values()) / 1e6 for side in (hp, other))
     _line("received", f"{a:,.1f} MB", f"{b:,.1f} MB", {"ratio": a / b if b else None})
+    sys.stdout.flush()
+
+
+def _show_times(name: str, each: Json) -> None:
+    _line(name, f"{each['ours_ms']:.1f} ms", f"{each['theirs_ms']:.1f} ms", each)
     sys.stdout.flush()
 
 

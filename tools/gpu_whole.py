@@ -41,9 +41,12 @@ def add(case: Case, device: torch.device, large: bool, rows: Rows) -> None:
     def of(result: Callable[[Json], str | Result]) -> Callable[[], str | Result]:
         def run() -> str | Result:
             if not found:
-                rounds = ROUNDS if large else 2
                 plan = Plan(
-                    cases=[case], device=device.type, rounds=rounds, tune=large, large=large
+                    cases=[case],
+                    device=device.type,
+                    rounds=ROUNDS if large else 2,
+                    tune=large,
+                    large=large,
                 )
                 found.append(measure(case, plan, 0, device))
             return result(found[0])

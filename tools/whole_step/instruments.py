@@ -197,31 +197,54 @@ def received(arm: Arm) -> tuple[dict[str, int], dict[str, int]]:
     return dict(counted.by_kind), dict(counted.calls)
 
 
+_KINDS = {
+    "all-gathers": ("_allgather_base", "allgather", "allgather_into_tensor_coalesced"),
+    "reduce-scatters": ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    "all-reduces": ("allreduce", "allreduce_coalesced"),
+    "all-to-alls": ("alltoall_base",),
+    "sends and receives": ("send", "recv"),
+}
+
+
 @contextmanager
 def _named_waits() -> Iterator[None]:
-    """Give each wait for a collective a range in the profile, with the name of the collective."""
-    kind: Any = dist.Work
-    wait = kind.wait
+    """Give each wait for a collective a range in the profile, with the kind of the collective.
 
-    def named(self: Any, *args: Any) -> Any:
-        with record_function(f"wait: {self._get_op_type()}"):
-            return wait(self, *args)
+    gloo does not know the kind, so the methods that start collectives are replaced, too.
+    """
+    work, group = vars(dist)["Work"], vars(dist)["ProcessGroup"]
+    kinds: dict[int, str] = {}
+    replaced = [(work, "wait", work.wait)]
 
-    kind.wait = named
+    def wait(self: Any, *args: Any) -> Any:
+        with record_function(f"wait for {kinds.pop(id(self), 'other collectives')}"):
+            return replaced[0][2](self, *args)
+
+    def noted(kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = start(*args, **kwargs)
+            kinds[id(found)] = kind
+            return found
+
+        return run
+
+    work.wait = wait
+    for kind, names in _KINDS.items():
+        for name in names:
+            replaced.append((group, name, getattr(group, name)))
+            setattr(group, name, noted(kind, replaced[-1][2]))
     try:
         yield
     finally:
-        kind.wait = wait
+        for owner, name, method in replaced:
+            setattr(owner, name, method)
 
 
 _PRODUCTS = ("mm", "attention")
 _COPIES = ("copy", "cat", "clone", "fill_", "zero_", "as_strided_scatter", "slice_backward")
 _ROWS = ("index", "gather", "scatter", "sort", "topk", "bincount", "cumsum", "repeat_interleave")
 COMPONENTS = (
-    "wait for all-gathers",
-    "wait for reduce-scatters",
-    "wait for all-reduces",
-    "wait for all-to-alls",
+    *(f"wait for {kind}" for kind in _KINDS),
     "wait for other collectives",
     "wait in functional collectives",
     "start of collectives",
@@ -240,16 +263,8 @@ def component_of(name: str) -> str:
     Ranges without an operator, such as those of hooks and of autograd's nodes, are host time.
     """
     low = name.lower()
-    if low.startswith("wait: "):
-        for word, kind in (
-            ("allgather", "all-gathers"),
-            ("reduce_scatter", "reduce-scatters"),
-            ("allreduce", "all-reduces"),
-            ("alltoall", "all-to-alls"),
-        ):
-            if word in low:
-                return f"wait for {kind}"
-        return "wait for other collectives"
+    if name in COMPONENTS:
+        return name
     if low == "_c10d_functional::wait_tensor":
         return "wait in functional collectives"
     if low.startswith(("c10d::", "_c10d_functional")):

@@ -260,14 +260,14 @@ def ends_of(model: LanguageModel) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 @cache
 def torch_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of torch with these axes.
+    """Return a mesh of torch with these axes."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
-    Two axes are also flattened to one. DTensor then reduces over both with one all-reduce.
-    """
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    if len(names) > 1:
-        mesh._flatten("_".join(names))
-    return mesh
+
+@cache
+def _flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the flattened mesh. If it exists, DTensor reduces over all axes with one call."""
+    return mesh._flatten()
 
 
 def torch_arm(
@@ -281,15 +281,17 @@ def torch_arm(
         dims = ParallelDims(dp_shard=case.dp, tp=case.tp, world_size=case.ranks)
         apply_tensor_parallel(model, cast(Any, mesh), dims)  # reads mesh["tp"] only
         dense = mesh["fsdp"]
+        _flat_mesh(mesh)
     elif case.cp > 1:
         mesh = torch_mesh(device.type, (case.dp, case.cp), ("dp", "cp"))
-        dense = mesh["dp_cp"]
+        dense = _flat_mesh(mesh)
         peer.use_ring_attention(model, mesh["cp"].get_group(), settings.rotate)
     else:
         dense = torch_mesh(device.type, (case.dp,), ("fsdp",))
     if case.ep > 1:
         both = torch_mesh(device.type, (1, case.ep), ("efsdp", "ep"))
         sparse = both["efsdp"]
+        _flat_mesh(both)
         peer.use_torchtitan(model, both["ep"])
     elif case.model == "MoE":
         peer.use_torchtitan(model, None)
