@@ -344,11 +344,13 @@ def fastest(
         arms.append(arm)
     arm, tuned = quickest(arms, device, len(settings) > 1)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, peaks[arm.name])
+    dist.all_gather_object(every, peaks)
+    most = {name: max(each[name] for each in every) for name in peaks}
     return arm, {
         "settings": arm.settings,
         "candidates_ms": tuned,
-        "peak_bytes": max(every),
+        "candidates_peak_bytes": most,
+        "peak_bytes": most[arm.name],
     }
 
 
@@ -533,7 +535,9 @@ def draw(rows: Sequence[Json], file: Path) -> None:
         names.append(f"{row['model']}, {row['ranks']} ranks\n{row['layout']}")
     axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], names, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    axes.set_xlim(
+        0, 1.1 * max(row["step"][key] for row in rows for key in ("ours_ms", "theirs_ms"))
+    )
     axes.set_xlabel("ms per step; grey: compute, coloured: time above compute")
     axes.legend(loc="lower right", fontsize=8)
     figure.tight_layout()

@@ -197,11 +197,12 @@ def received(arm: Arm) -> tuple[dict[str, int], dict[str, int]]:
     return dict(counted.by_kind), dict(counted.calls)
 
 
+# Methods of process groups. torch 2.13 has other names for some than torch 2.11.
 _KINDS = {
-    "all-gathers": ("_allgather_base", "allgather", "allgather_into_tensor_coalesced"),
-    "reduce-scatters": ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    "all-gathers": ("all_gather_single", "_allgather_base", "allgather"),
+    "reduce-scatters": ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter"),
     "all-reduces": ("allreduce", "allreduce_coalesced"),
-    "all-to-alls": ("alltoall_base",),
+    "all-to-alls": ("all_to_all_single", "alltoall_base"),
     "sends and receives": ("send", "recv"),
 }
 
@@ -214,11 +215,13 @@ def _named_waits() -> Iterator[None]:
     """
     work, group = vars(dist)["Work"], vars(dist)["ProcessGroup"]
     kinds: dict[int, str] = {}
-    replaced = [(work, "wait", work.wait)]
+    original_wait = work.wait
+    # The entries of the classes, which bind to an object. Attributes of pybind's classes do not.
+    replaced = [(work, "wait", vars(work)["wait"])]
 
     def wait(self: Any, *args: Any) -> Any:
         with record_function(f"wait for {kinds.pop(id(self), 'other collectives')}"):
-            return replaced[0][2](self, *args)
+            return original_wait(self, *args)
 
     def noted(kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -230,9 +233,9 @@ def _named_waits() -> Iterator[None]:
 
     work.wait = wait
     for kind, names in _KINDS.items():
-        for name in names:
-            replaced.append((group, name, getattr(group, name)))
-            setattr(group, name, noted(kind, replaced[-1][2]))
+        for name in (name for name in names if name in vars(group)):
+            replaced.append((group, name, vars(group)[name]))
+            setattr(group, name, noted(kind, getattr(group, name)))
     try:
         yield
     finally:
