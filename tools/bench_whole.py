@@ -48,6 +48,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ from whole_step.cases import Case, Size, cases_of, host_case
 from whole_step.instruments import (
     COMPONENTS,
     components,
+    named_waits,
     received,
     slowest,
     timed,
@@ -243,7 +245,8 @@ def measured(rank: int, ranks: int, store: str, plan: Plan) -> list[Json]:
     dist.init_process_group(backend, store=FileStore(store, ranks), rank=rank, world_size=ranks)
     rows = []
     for case in plan.cases:
-        rows.append(measure(case, plan, rank, device))
+        with nullcontext() if plan.profile is None else named_waits():
+            rows.append(measure(case, plan, rank, device))
         if rank == 0:
             (show if plan.profile is None else show_components)(rows[-1])
     return rows

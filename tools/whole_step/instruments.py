@@ -208,10 +208,11 @@ _KINDS = {
 
 
 @contextmanager
-def _named_waits() -> Iterator[None]:
+def named_waits() -> Iterator[None]:
     """Give each wait for a collective a range in the profile, with the kind of the collective.
 
-    gloo does not know the kind, so the methods that start collectives are replaced, too.
+    gloo does not know the kind, so the methods that start collectives are replaced, too. Create the
+    arms in this context: hp-fsdp looks up the method of its reduce-scatters once.
     """
     work, group = vars(dist)["Work"], vars(dist)["ProcessGroup"]
     kinds: dict[int, str] = {}
@@ -289,6 +290,8 @@ def component_of(name: str) -> str:
 def components(arm: Arm, steps: int) -> dict[str, float]:
     """Return the milliseconds per step of each component, by the profiler, on this thread.
 
+    Call it in the context `named_waits`.
+
     The sum is the time of the step under the profiler, which is longer than without one. Tensor
     parallelism, ring attention and torchtitan's dispatcher use torch's functional collectives.
     These wait in ``wait_tensor``, which does not know the kind of the collective.
@@ -297,7 +300,7 @@ def components(arm: Arm, steps: int) -> dict[str, float]:
     whole = 0.0
     for _ in range(steps):
         dist.barrier()
-        with _named_waits(), profile(use_device=None) as report:
+        with profile(use_device=None) as report:
             start = time.perf_counter()
             with record_function("step"):
                 arm.step()
