@@ -362,7 +362,8 @@ def train(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run the benchmarks, one at a time; packages or files, and ``--quick``, go after ``--``.
 
-    ``-- tools`` runs the one of whole training steps. ``-- --commit`` also writes the figures that the documentation shows.
+    ``-- tools`` runs the one of whole training steps. ``-- --commit`` also writes the figures that
+    the documentation shows.
     """
     install(session, *PACKAGES, extras=TRAINER)
     for peers in sorted(ROOT.glob("packages/*/benchmarks/requirements.txt")):
