@@ -362,9 +362,10 @@ def train(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run the benchmarks, one at a time; packages or files, and ``--quick``, go after ``--``.
 
-    ``-- --commit`` also writes the figures that the documentation shows.
+    ``-- tools`` runs the one of whole training steps. ``-- --commit`` also writes the figures that
+    the documentation shows.
     """
-    install(session, *PACKAGES, extras=("numpy",))
+    install(session, *PACKAGES, extras=TRAINER)
     for peers in sorted(ROOT.glob("packages/*/benchmarks/requirements.txt")):
         session.install("--no-deps", "-r", str(peers))
     session.run("python", "tools/bench.py", *session.posargs)

@@ -1,5 +1,6 @@
 """The repository's own tools."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,10 +15,12 @@ import examples
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import vendor
 from rank_pool import RankError, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from whole_step.instruments import ReceivedBytes, component_of
 
 
 def test_vendoring_moves_imports_of_siblings_and_nothing_else() -> None:
@@ -232,6 +235,74 @@ def test_quick_figures_are_not_for_the_documentation() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "--commit is for full sizes" in result.stderr
+
+
+def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> None:
+    found, picture = tmp_path / "whole.json", tmp_path / "whole.svg"
+    command = [sys.executable, "tools/bench_whole.py", "--quick", "--ranks", "2"]
+    command += ["--only", "Llama, 2 ranks, fsdp=2", "--json", str(found), "--picture", str(picture)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Llama, 2 ranks, fsdp=2: 32 tokens per step" in shown
+    result = json.loads(found.read_text(encoding="utf-8"))
+    names = [row["name"] for row in bench_rows.rows_of("tools/whole", result)]
+    assert [name.rpartition(": ")[2] for name in names] == [
+        "step (trainer)",
+        "above compute (trainer)",
+        "host above compute (trainer)",
+        "compute",
+        "tokens/s",
+        "peak memory",
+        "received",
+    ]
+    (row,) = result["rows"]
+    ours, theirs = (row[side]["received_bytes"] for side in ("hp", "torch"))
+    assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.05)
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def received_bytes(rank: int) -> dict[str, int]:
+    """Run collectives of both of torch's interfaces, and return the bytes that were counted."""
+    own = torch.ones(4)
+    with ReceivedBytes() as counted:
+        dist.all_gather_into_tensor(torch.empty(8), own)
+        dist.reduce_scatter_tensor(torch.empty(2), own)
+        dist.all_reduce(own)
+        splits = [3, 1] if rank == 0 else [1, 3]
+        dist.all_to_all_single(torch.empty(4), own, splits, splits)
+        mesh = init_device_mesh("cpu", (2,))
+        funcol.all_to_all_single(own, splits, splits, mesh).sum()
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None).full_tensor()
+    return dict(counted.by_kind)
+
+
+def test_bytes_of_collectives_are_those_from_other_ranks(ranks: Callable[[int], RankPool]) -> None:
+    for found in ranks(2).run(received_bytes):
+        assert found == {
+            "all-gather": 16 + 8,
+            "reduce-scatter": 8,
+            "all-reduce": 16,
+            "all-to-all": 2 * 4,
+        }
+
+
+@pytest.mark.parametrize(
+    ("event", "component"),
+    [
+        ("wait for all-gathers", "wait for all-gathers"),
+        ("wait for reduce-scatters", "wait for reduce-scatters"),
+        ("c10d::_allgather_base_", "start of collectives"),
+        ("_c10d_functional::wait_tensor", "wait in functional collectives"),
+        ("aten::addmm", "products and attention"),
+        ("fsdp::split_with_sizes_copy", "copies"),
+        ("aten::_fused_adamw_", "AdamW"),
+        ("aten::index_put_", "rows of tokens and indices"),
+        ("aten::mul", "other operators"),
+        ("FSDP::pre_forward (blocks.0)", "host, outside operators"),
+        ("autograd::engine::evaluate_function: MmBackward0", "host, outside operators"),
+    ],
+)
+def test_each_event_of_a_profile_belongs_to_a_component(event: str, component: str) -> None:
+    assert component_of(event) == component
 
 
 @pytest.mark.parametrize(("every", "ran"), [(1, "0123456"), (3, "036"), (9, "0")])

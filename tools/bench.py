@@ -3,10 +3,12 @@
     python tools/bench.py                      every benchmark
     python tools/bench.py hp-fsdp --quick      those of one package, with small sizes
     python tools/bench.py hp-fsdp --commit     also write what the documentation shows
+    python tools/bench.py tools                whole training steps, of all packages together
 
 Each benchmark measures both sides in one interleaved run and writes JSON of its own shape.
 ``--commit`` turns it into rows of one shape, and writes them with the date, the machine and the
-versions to ``packages/*/benchmarks/results/``. Use it on a machine that has no other work.
+versions to ``packages/*/benchmarks/results/``, or to ``tools/bench_results/`` for whole steps. Use
+it on a machine that has no other work.
 """
 
 import argparse
@@ -25,25 +27,37 @@ from bench_rows import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_VERSIONS = ("torch", "torchtitan", "numpy")
+# Pictures that a benchmark draws, with --picture, for the documentation.
+PICTURES = {"tools/whole": ROOT / "tools" / "docs" / "pages" / "whole-steps.svg"}
 
 
 def chosen(names: list[str]) -> list[Path]:
     """Return the benchmark files of the named packages or paths; without names all of them."""
-    every = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
+    every = [*sorted(ROOT.glob("packages/*/benchmarks/bench_*.py")), ROOT / "tools/bench_whole.py"]
     if not names:
         return every
-    matches = {
-        n: [p for p in every if n == p.parents[1].name or p == Path(n).resolve()] for n in names
-    }
+    matches = {n: [p for p in every if n == owner_of(p) or p == Path(n).resolve()] for n in names}
     if unknown := [name for name, found in matches.items() if not found]:
-        known = sorted({p.parents[1].name for p in every})
+        known = sorted({owner_of(p) for p in every})
         raise SystemExit(f"no benchmark matches {unknown}; packages with benchmarks: {known}")
     return [p for p in every if any(p in found for found in matches.values())]
 
 
+def owner_of(path: Path) -> str:
+    """Return the package of a benchmark file, or ``tools``."""
+    return path.parents[1].name if path.parent.name == "benchmarks" else path.parent.name
+
+
 def label_of(path: Path) -> str:
-    """Return the name of a benchmark file, such as ``hp-mesh/build``."""
-    return f"{path.parents[1].name}/{path.stem.removeprefix('bench_')}"
+    """Return the name of a benchmark file, such as ``hp-mesh/build`` or ``tools/whole``."""
+    return f"{owner_of(path)}/{path.stem.removeprefix('bench_')}"
+
+
+def results_of(path: Path) -> Path:
+    """Return the file with the results of a benchmark that the documentation shows."""
+    own = path.parent.name == "benchmarks"
+    folder = path.parent / ("results" if own else "bench_results")
+    return folder / f"{path.stem.removeprefix('bench_')}.json"
 
 
 def machine() -> str:
@@ -92,7 +106,7 @@ def main() -> int:
         "--out", type=Path, help="folder for the JSON; runs/bench-<time> by default"
     )
     parser.add_argument(
-        "--commit", action="store_true", help="also write packages/*/benchmarks/results/"
+        "--commit", action="store_true", help="also write the results for the documentation"
     )
     arguments = parser.parse_args()
     if arguments.commit and arguments.quick:
@@ -105,13 +119,15 @@ def main() -> int:
         written = out / f"{label}.json"
         written.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(path), "--json", str(written)]
+        if arguments.commit and label in PICTURES:
+            command += ["--picture", str(PICTURES[label])]
         if subprocess.run(command + ["--quick"] * arguments.quick, check=False).returncode:
             failed.append(label)
             continue
         shown = committed(label, json.loads(written.read_text(encoding="utf-8")))
         print(f"{len(shown['rows'])} rows for the documentation")
         if arguments.commit:
-            target = path.parent / "results" / f"{label.partition('/')[2]}.json"
+            target = results_of(path)
             target.parent.mkdir(exist_ok=True)
             target.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
     print(f"results: {out}")

@@ -254,6 +254,35 @@ def _plan(result: Json) -> Iterator[Row]:
         yield Row(name=name, ours=row["seconds"], unit="s")
 
 
+def _whole(result: Json) -> Iterator[Row]:
+    for row in result["rows"]:
+        settings = {side: row[side]["settings"]["name"] for side in ("hp", "torch")}
+        kinds = (("step", "step"), ("above", "above compute"), ("host", "host above compute"))
+        for key, what in kinds:
+            each = row[key]
+            low, high = each["quartiles"] or (None, None)
+            yield Row(
+                name=f"{row['case']}: {what} ({settings['hp']})",
+                ours=each["ours_ms"],
+                peer=each["theirs_ms"],
+                unit="ms",
+                against=f"torch ({settings['torch']})",
+                ratio=each["ratio"],
+                low=low,
+                high=high,
+            )
+        yield Row(name=f"{row['case']}: compute", ours=row["compute"]["ms"], unit="ms")
+        hp, other = row["hp"], row["torch"]
+        speeds = hp["tokens_per_second"], other["tokens_per_second"]
+        # The chart has ratios that are better if they are smaller.
+        name = f"{row['case']}: tokens/s"
+        yield Row(name=name, ours=speeds[0], peer=speeds[1], unit="tokens/s", against="torch")
+        ours, theirs = hp["peak_bytes"] / 1e6, other["peak_bytes"] / 1e6
+        yield _compared(f"{row['case']}: peak memory", ours, theirs, "MB", "torch")
+        ours, theirs = (sum(side["received_bytes"].values()) / 1e6 for side in (hp, other))
+        yield _compared(f"{row['case']}: received", ours, theirs, "MB", "torch")
+
+
 CONVERTERS: dict[str, Callable[[Json], Iterator[Row]]] = {
     "hp-mesh/build": _build,
     "hp-mesh/plan": _plan,
@@ -274,6 +303,7 @@ CONVERTERS: dict[str, Callable[[Json], Iterator[Row]]] = {
     "hp-ep/dispatch": _dispatch,
     "hp-ep/memory": _memory_of_ep,
     "hp-ep/rows": _rows_of_ep,
+    "tools/whole": _whole,
 }
 
 

@@ -45,6 +45,7 @@ PARTS = (
     Part("hp-ep", "packages/hp-ep/benchmarks/gpu.py", 80),
     Part("hp-cp", "packages/hp-cp/benchmarks/gpu.py", 120),
     Part("trainer", "tools/gpu_train.py", 120),
+    Part("whole step", "tools/gpu_whole.py", 60),
 )
 
 

@@ -46,7 +46,8 @@ def _expand(entry: Any, pages: Path) -> list[Any]:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace the markers of a page by results, changelogs and recipes."""
-    package = page.file.src_uri.partition("/")[0]
+    folder, nested, _ = page.file.src_uri.partition("/")
+    package = folder if nested else "tools"
 
     def measured(marker: re.Match[str]) -> str:
         try:

@@ -5,6 +5,9 @@
 | ``<!-- results -->`` | all benchmarks of the page's package, then its rows of the GPU checks |
 | ``<!-- results: host -->`` | the benchmark ``bench_host.py`` of the page's package |
 | ``<!-- results: gpu -->`` | the package's rows of the GPU checks |
+
+Outside the folders of packages, ``<!-- results: whole -->`` is replaced by the benchmark
+``tools/bench_whole.py``.
 """
 
 import ast
@@ -28,9 +31,13 @@ Json = dict[str, Any]
 def results(package: str, name: str | None, root: Path = ROOT) -> str:
     """Return Markdown with the measurements of a package: all, one benchmark's, or the GPU's.
 
+    The package ``"tools"`` has one benchmark, that of whole training steps.
+
     Raises:
         ValueError: The package has no such benchmark, or a file of results is incomplete.
     """
+    if package == "tools":
+        return _of_tools(root / "tools", name)
     folder = root / "packages" / package / "benchmarks"
     benchmarks = sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
     if name == "gpu":
@@ -38,11 +45,11 @@ def results(package: str, name: str | None, root: Path = ROOT) -> str:
     if name is not None and name not in benchmarks:
         raise ValueError(f"{package} has no benchmark {name}; use gpu, {', '.join(benchmarks)}")
     if name is not None:
-        return _benchmark(folder, name)
+        return _of_package(folder, name)
     if left := {path.stem for path in folder.glob("results/*.json")} - {*benchmarks}:
         raise ValueError(f"{folder}/results has {sorted(left)}, but no benchmark of that name")
     measured = [each for each in benchmarks if (folder / "results" / f"{each}.json").exists()]
-    parts = [f"### {each}\n\n{_benchmark(folder, each)}" for each in measured]
+    parts = [f"### {each}\n\n{_of_package(folder, each)}" for each in measured]
     if waiting := [each for each in benchmarks if each not in measured]:
         names = ", ".join(f"`{each}`" for each in waiting)
         parts.append(
@@ -53,11 +60,26 @@ def results(package: str, name: str | None, root: Path = ROOT) -> str:
     return f"## Measured on CPUs\n\n{cpu}\n\n## Measured on a GPU\n\n{_gpu(package)}"
 
 
-def _benchmark(folder: Path, name: str) -> str:
-    source = ast.parse((folder / f"bench_{name}.py").read_text(encoding="utf-8"))
+def _of_package(folder: Path, name: str) -> str:
+    script, path = folder / f"bench_{name}.py", folder / "results" / f"{name}.json"
+    return _benchmark(script, path, folder.parents[2])
+
+
+def _of_tools(folder: Path, name: str | None) -> str:
+    if name != "whole":
+        raise ValueError(f"tools has no benchmark {name}; use whole")
+    path = folder / "bench_results" / "whole.json"
+    text = _benchmark(folder / "bench_whole.py", path, folder.parent)
+    picture = folder / "docs" / "pages" / "whole-steps.svg"
+    if path.exists() and picture.exists():
+        text += f"\n\n![Time of a step of each side, and the part above compute]({picture.name})"
+    return text
+
+
+def _benchmark(script: Path, path: Path, root: Path) -> str:
+    source = ast.parse(script.read_text(encoding="utf-8"))
     first = (ast.get_docstring(source) or "").split("\n\n")[0].replace("\n", " ")
-    path = folder / "results" / f"{name}.json"
-    command = f"nox -s bench -- {folder.relative_to(folder.parents[2])}/bench_{name}.py"
+    command = f"nox -s bench -- {script.relative_to(root)}"
     if not path.exists():
         return f"{first}\n\nThis benchmark is still to be measured: `{command}`."
     found: Json = json.loads(path.read_text(encoding="utf-8"))

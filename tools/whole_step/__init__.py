@@ -1,0 +1,1 @@
+"""Parts of ``tools/bench_whole.py``: cases, both sides of a case, instruments."""
