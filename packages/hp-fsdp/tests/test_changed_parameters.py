@@ -1,5 +1,6 @@
 """Parameters that user code ties, replaces or steps at another time than usual."""
 
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -166,3 +167,21 @@ def test_a_step_between_forward_and_backward_is_refused_if_parameters_are_gather
 ) -> None:
     for said in ranks(2).run(stepped, reshard):
         assert ("between its forward and its backward" in said) is reshard
+
+
+def saved(rank: int) -> list[bool]:
+    """Save and load single parameters, sharded and unsharded."""
+    model = sharded(False)
+    found = []
+    for _ in range(2):
+        file = io.BytesIO()
+        torch.save(model[0].weight, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        found.append(torch.equal(full(loaded), full(model[0].weight)))
+        model.unshard()
+    return found
+
+
+def test_single_parameters_can_be_saved(ranks: Ranks) -> None:
+    assert ranks(2).run(saved) == [[True, True]] * 2

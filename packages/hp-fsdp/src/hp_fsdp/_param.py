@@ -144,7 +144,7 @@ class ShardedParameter:
         """
         original = self.original()
         if original is not None:
-            vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
+            vars(original)[SHARDED_ATTRIBUTE] = _WeakReference(self)
 
     @torch.no_grad()
     def build_sharded(self, local: Tensor, ragged: RaggedShard | None = None) -> None:
@@ -157,7 +157,7 @@ class ShardedParameter:
         self.part = local_of if ragged is None else attrgetter("local")
         self.sharded = nn.Parameter(self._laid_out(local), requires_grad=self._requires_grad)
         mark_repeated_rows(self.sharded, self._repeated_rows)
-        vars(self.sharded)[HOLDER_ATTRIBUTE] = weakref.ref(self)
+        vars(self.sharded)[HOLDER_ATTRIBUTE] = _WeakReference(self)
         # ``nn.Parameter`` has made a view of ``local``. Optimizers must write to ``local`` itself.
         self.put(local)
 
@@ -193,7 +193,7 @@ class ShardedParameter:
                 view, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
             )
         self.unsharded = nn.Parameter(view, requires_grad=self._requires_grad)
-        vars(self.unsharded)[SHARDED_ATTRIBUTE] = weakref.ref(self)  # for `sharded_from`
+        vars(self.unsharded)[SHARDED_ATTRIBUTE] = _WeakReference(self)  # for `sharded_from`
 
     @torch.no_grad()
     def move_unsharded(self, view: Tensor) -> None:
@@ -267,14 +267,14 @@ class ShardedParameter:
                 "torch.func.functional_call does it; a sharded module computes with its own "
                 "parameters only: load other values, for example by load_state_dict"
             )
-        for each in others:
+        for each in cast("list[nn.Parameter]", others):
             if self._previous is not None and each is self._previous():
                 return (
                     f"{self.name} was replaced, and then the earlier parameter was registered "
                     "again; its values are gone, because those of the replacement were copied to "
                     "its shard; use load_state_dict to change values for a while"
                 )
-            holder = vars(each).get(HOLDER_ATTRIBUTE, lambda: None)()
+            holder = _noted(each, HOLDER_ATTRIBUTE)
             if holder not in (None, self) and holder._registered() is not each:
                 return (
                     f"{self.name} and {holder.name} were exchanged; copy the values instead, for "
@@ -349,7 +349,7 @@ class ShardedParameter:
         before, self.sharded = self.sharded, self._registered()
         if before is not self.sharded:
             self._previous = weakref.ref(before)
-        vars(self.sharded).setdefault(HOLDER_ATTRIBUTE, weakref.ref(self))
+        vars(self.sharded).setdefault(HOLDER_ATTRIBUTE, _WeakReference(self))
         mark_repeated_rows(self.sharded, self._repeated_rows)  # conversions lose the mark
         for owner in self.owners:
             owner.registry[owner.name] = self.sharded
@@ -477,14 +477,31 @@ def gradient_accumulator(parameter: nn.Parameter) -> Node | None:
     return None if output.grad_fn is None else output.grad_fn.next_functions[0][0]
 
 
+class _WeakReference:
+    """Weak reference to a `ShardedParameter`, for an attribute of a tensor.
+
+    A pickled copy of the tensor has the attribute None.
+    """
+
+    def __init__(self, parameter: ShardedParameter) -> None:
+        self.get = weakref.ref(parameter)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _noted(tensor: Tensor, attribute: str) -> ShardedParameter | None:
+    reference: _WeakReference | None = vars(tensor).get(attribute)
+    return None if reference is None else reference.get()
+
+
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
     """Return the `ShardedParameter` that `fully_shard` created from ``candidate``.
 
     ``candidate`` may also be its unsharded parameter. Returns None if ``candidate`` was not
     sharded, or if its unit was garbage-collected.
     """
-    noted = vars(candidate).get(SHARDED_ATTRIBUTE)
-    return None if noted is None else cast("ShardedParameter | None", noted())
+    return _noted(candidate, SHARDED_ATTRIBUTE)
 
 
 def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
