@@ -288,8 +288,11 @@ class History:
     def needs_comparison(self, collective: Collective) -> bool:
         """Return whether ranks must compare a collective before they start it.
 
-        No comparison is needed if the collective is expected, or if tags show that other ranks
-        start the expected collective; see `Collective.is_like`.
+        Ranks need no comparison in two cases:
+
+        - ``collective`` is `expected`.
+        - ``collective`` is not `expected`, but its result has tags. If other ranks start `expected`
+          instead, the tags show it; see `Collective.is_like`.
         """
         if self.unsettled is not None:
             return True

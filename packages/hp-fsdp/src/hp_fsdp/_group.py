@@ -168,7 +168,7 @@ class ParameterGroup:
 
     @property
     def gather_signature(self) -> tuple[object, ...] | None:
-        """Return the sizes and the dtype size of the all-gather.
+        """Return the slices that each rank sends in the all-gather, and the bytes per element.
 
         Returns None if the group has all-gather extensions, because they choose the sizes.
         """

@@ -188,7 +188,7 @@ class PlacementOnMesh(Protocol):
 
     @property
     def placement(self) -> Shard | None:
-        """Return the placement, or None to shard the default dimension."""
+        """Return the placement of the sharded parameter, or None for the default."""
         ...
 
     @property

@@ -430,7 +430,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_state(self) -> None:
-        """Copy ``self.state`` to the states of the segments.
+        """Copy ``self.state`` to the inner optimizer's states, one state per `Segment`.
 
         Called if the user has loaded or edited ``self.state``.
         """

@@ -28,9 +28,9 @@ class ReductionHook:
     stream: torch.Stream | None = None
 
     def __call__(self, reduced: Tensor) -> None:
-        """Run the function, and make the current stream wait for it.
+        """Run ``function`` on ``stream``, and make the current stream wait for it.
 
-        On a CPU the stream is ignored.
+        On a CPU, ``stream`` is ignored.
         """
         stream = None if reduced.device.type == "cpu" else self.stream
         with nullcontext() if stream is None else _waiting_for_current(stream):

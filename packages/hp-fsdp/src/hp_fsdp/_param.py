@@ -332,7 +332,7 @@ class ShardedParameter:
         )
 
     def undo_replacement(self) -> None:
-        """Register the sharded parameter again in the modules that have a replacement.
+        """Register the sharded parameter again where user code has registered another tensor.
 
         Modules from which the parameter was removed are left unchanged.
         """
@@ -389,7 +389,10 @@ class ShardedParameter:
         self.unsharded.grad = None
 
     def no_gradient(self) -> Tensor:
-        """Return zeros with the local shape of the unsharded parameter, for a missing gradient."""
+        """Return zeros in place of a missing gradient.
+
+        They have the shape of the unsharded parameter, or of its local tensor if it is a DTensor.
+        """
         whole: Tensor = self.unsharded
         whole = local_of(whole) if isinstance(whole, DTensor) else whole
         return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)

@@ -79,7 +79,10 @@ def _holds(made: Mapping[Any, Any], new: dict[Any, Any]) -> bool:
 
 
 def _copy_of(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Return a shallow copy of a mapping. Mappings in its attributes are copied, too."""
+    """Return a shallow copy of a mapping.
+
+    If an attribute of the mapping object is a mapping, the attribute is copied, too.
+    """
     changed = copy.copy(value)
     held = getattr(value, "__dict__", {})
     for name, inner in held.items():

@@ -471,7 +471,7 @@ class Reduction:
             self.scattering = self._rows = None
 
     def finish(self) -> None:
-        """Wait, divide the result, and set the gradients of the sharded parameters.
+        """Wait for the collectives, divide the sums, and set the gradients of the parameters.
 
         If the all-reduce is postponed to a later backward, sets no gradients.
         """
@@ -546,7 +546,7 @@ class StreamedReduction(Reduction):
     _ended: Begun | None = None
 
     def __init__(self, streams: Streams, *given: Any) -> None:
-        """Enqueue all steps on ``streams``. ``given``: the arguments of `Reduction`."""
+        """Enqueue the whole reduction on ``streams``. ``given``: the arguments of `Reduction`."""
         self._streams = streams
         self._held: list[Tensor] = []  # kept alive until the current stream waited for `_ended`
         super().__init__(*given)
@@ -618,7 +618,7 @@ class StreamedReduction(Reduction):
             self._gradients = []
 
     def wait(self) -> None:
-        """Make the current stream wait for all steps. With CPU offload, the host waits too."""
+        """Make the current stream wait for the reduction. With CPU offload, the host waits, too."""
         self.finish_scatter()
         if self._ended is not None:
             with named_range("wait_reduction", self._plan.comm.path):

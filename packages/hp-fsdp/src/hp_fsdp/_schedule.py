@@ -629,10 +629,10 @@ class Schedule:
             unit.groups.finish_copies()
 
     def finish_early(self) -> None:
-        """Finish the reductions in flight of backwards before the last one of a step.
+        """Finish the reductions that earlier backwards of the step have left in flight.
 
-        A no-op during a backward, and after a backward that raised, because other ranks may not
-        call this then.
+        A no-op during a backward and after a backward that raised, because it is then not certain
+        that all ranks call this method.
         """
         if self._reductions and not self.in_backward:
             self._finish_reductions()

@@ -89,7 +89,7 @@ class CommStats:
 
 
 class _Counter:
-    """Totals of one kind of collective."""
+    """Count, bytes and seconds of one kind of collective, such as all-gathers."""
 
     def __init__(self) -> None:
         self.count = self.bytes = 0

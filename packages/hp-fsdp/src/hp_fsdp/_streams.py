@@ -76,7 +76,7 @@ class SideStream:
             raise
 
     def begun(self, work: Waitable | None = None) -> "Begun":
-        """Return a handle for all work enqueued on this stream so far, and for ``work``."""
+        """Return one handle for ``work`` and all work enqueued on this stream so far."""
         return Begun(self._stream.record_event(), self._current, work)
 
     def join(self) -> None:

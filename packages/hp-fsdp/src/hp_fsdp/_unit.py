@@ -228,11 +228,11 @@ class Unit:
             self.groups.retain()
 
     def check_parameters(self, backward: bool) -> None:
-        """Reshard parameters that user code replaced or converted while they were sharded.
+        """Take over sharded parameters that user code has replaced or converted.
 
         Args:
-            backward: Whether the next all-gather is for backward. If True, parameters with moved
-                memory are ignored, because backward needs the parameters of its forward.
+            backward: Whether the next all-gather is for backward. If True, parameters whose memory
+                has moved are ignored, because backward needs the parameters of its forward.
 
         Raises:
             ParameterError: A parameter cannot be used.
@@ -588,7 +588,7 @@ class Unit:
 
     @property
     def path(self) -> str:
-        """Return the path of the unit from the root of its schedule."""
+        """Return the name of the module from the root module, such as ``"layers.0"``."""
         return "(no root yet)" if self.schedule is None else self.schedule.path_of(self)
 
     def __str__(self) -> str:

@@ -116,11 +116,11 @@ class GradientColumns:
         return self.start + self.left * math.prod(self.spec.shape[1:])
 
     def full_rows(self, packed: Tensor) -> Tensor:
-        """Return a view of this gradient in ``packed``: the rows that have no padding.
+        """Return this gradient's columns of the rows of ``packed`` without padding, as a view.
 
-        ``packed`` are the packed gradients, ``[degree, width]``. If the gradient is sharded along
-        dim 0, the view has the shape ``[full, spec.rows, ...]``. Otherwise it has the shape of
-        `ShardSpec.by_rank`.
+        ``packed``: the packed gradients of a group, ``[degree, width]``, one row for each rank. If
+        the gradient is sharded along dim 0, the view has the shape ``[full, spec.rows, ...]``;
+        `full` is the number of these rows. Otherwise it has the shape of `ShardSpec.by_rank`.
         """
         spec = self.spec
         shape: tuple[int, ...] = (spec.rows, *spec.shape[1:])
@@ -229,7 +229,7 @@ class GradientRows:
 
     @property
     def tag_start(self) -> int:
-        """Return the offset of the tag's flags in the tensor that this rank receives."""
+        """Return the offset of the tag's flags in this rank's output of the reduce-scatter."""
         return self.flags + len(self.columns)
 
     @property

@@ -97,9 +97,10 @@ class FlatPlan(GatherPlan, Protocol):
 
     @abstractmethod
     def gradient_rows(self, chosen: Sequence[int], rank: int, itemsize: int) -> GradientRows:
-        """Return the offsets of the packed gradients of the parameters at ``chosen``.
+        """Return the layout of the packed gradients, with the offset of each gradient.
 
-        ``itemsize`` is the number of bytes per element of the gradients.
+        ``chosen``: indices of the parameters with a gradient. ``itemsize``: bytes per element of
+        the gradients.
         """
 
     @abstractmethod

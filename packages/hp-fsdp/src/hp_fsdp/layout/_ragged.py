@@ -58,7 +58,7 @@ class RaggedPlan(FlatPlan):
         return tuple((end - first) // numel for first, end in ranges)
 
     def ragged_shard(self, position: int) -> RaggedShard:
-        """Return the placement of the sharded parameter, a `RaggedTensor`."""
+        """Return the placement of the sharded parameter, which is a `RaggedTensor`."""
         return RaggedShard(tuple(range(self.leading(position))), self.rows(position))
 
     def shard(self, position: int, rank: int) -> tuple[int, tuple[int, ...]]:

@@ -375,18 +375,19 @@ def _mismatches(
 
 
 def _raise_problems(
-    by_rank: Mapping[int, Problems], folder: Path, unused: set[str], ties: bool
+    by_rank: Mapping[int, Problems], folder: Path, stored: set[str], ties: bool
 ) -> None:
     """Raise one `CheckpointError` that lists the problems of all ranks, if there are any.
 
-    ``unused``: names of all stored tensors, except ignored ones. ``ties``: whether the model has a
+    ``stored``: names of the tensors in the files, except ignored ones. Those that no rank uses are
+    a problem. ``ties``: whether the model has a
     method ``tie_weights``, which the message then suggests.
     """
     every = by_rank.values()
     missing = sorted({name for each in every for name in each.missing})
     wrong = list(dict.fromkeys(text for each in every for text in each.wrong))
     # A stored tensor may be used by one stage of a pipeline only.
-    unexpected = sorted(unused.difference(*(each.used for each in every)))
+    unexpected = sorted(stored.difference(*(each.used for each in every)))
     parts = [f"missing in the files: {listed(missing)}"] if missing else []
     parts += [f"not in the model: {listed(unexpected)}"] if unexpected else []
     parts += [f"{'; '.join(wrong[:LISTED])}"] if wrong else []

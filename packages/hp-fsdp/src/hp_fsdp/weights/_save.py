@@ -201,12 +201,12 @@ def _plan(
 
 
 class Saved(NamedTuple):
-    """The tensors and the files that all ranks save together. All ranks have equal objects.
+    """The tensors and the files that all ranks save together. It is the same on all ranks.
 
     Attributes:
-        plan: The sources of the tensors of all ranks.
-        first_rank: For each tensor, the first rank that has it. If the tensor is plain, only this
-            rank writes it.
+        plan: The `Source` of each stored tensor of any rank.
+        first_rank: For each tensor of the model, the first rank that has it. If the tensor is not
+            distributed, only this rank writes it.
         files: The files to write.
     """
 
