@@ -51,7 +51,7 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "async_op is 'x'": lambda _, unit: unit.unshard("x"),
     "modules is of type FSDPLinear; allowed: a list": lambda _, unit: SHARE(unit),
     "shard is 1": lambda plain, _: DIMS(shard=1),
-    "an FSDPModule is": lambda _, unit: FSDPModule(),
+    "FSDPModule cannot be constructed": lambda _, unit: FSDPModule(),
     "module is of type generator": lambda _, unit: OPTIMIZER(ADAMW, unit.parameters()),
     "cls is an AdamW": lambda _, unit: OPTIMIZER(ADAMW(unit.parameters()), unit),
 }

@@ -286,7 +286,7 @@ class FSDPModule:
         For example, a slice of a sharded ``nn.Sequential`` is a plain ``nn.Sequential``.
         """
         if cls is FSDPModule:
-            raise ModuleTypeError("FSDPModule cannot be constructed; call fully_shard(module)")
+            raise ModuleTypeError("FSDPModule cannot be constructed; give a module to fully_shard")
         own = cast(Any, cls.__bases__[1])
         module = own.__new__(own, *args, **kwargs)
         module.__init__(*args, **kwargs)
