@@ -1,7 +1,7 @@
 """The steps before and after the forward of a unit, and the hooks that detect its backward.
 
-`pre_forward` and `post_forward` run in the forward of a module. `_before_backward` runs when
-autograd has computed the gradient of an output, `_AfterBackward` when it has computed the gradients
+`pre_forward` and `post_forward` run in the forward of a module. `pre_backward` runs when
+autograd has computed the gradient of an output, `_PostBackward` when it has computed the gradients
 of the inputs.
 """
 
@@ -223,7 +223,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         if True in map(call.needs_view, tensors):
             output = map_tensors(partial(_own_view, call), output)
             tensors = tensors_with_gradient(output)
-        before = partial(_before_backward, call)
+        before = partial(pre_backward, call)
         for tensor in tensors:
             tensor.register_hook(before)
             if (base := base_since(tensor, call.sequence_number)) is not None:
@@ -264,16 +264,17 @@ def _before_transform(unit: Unit, gradient: Tensor) -> None:
     outside_transforms(_unshard_in_backward, unit)
 
 
-def _before_backward(call: ForwardCall, gradient: Tensor) -> None:
+def pre_backward(call: ForwardCall, gradient: Tensor) -> None:
+    """Unshard the parameters. A hook that runs when the gradient of an output was computed."""
     unit = call.unit
     if unit.schedule is None:
         raise StateError("a backward reached a unit that has not run forward")
     if torch.is_grad_enabled():  # with create_graph=True
         with torch.no_grad():
             _expect_second_backward(call, unit.schedule)
-            _before_backward(call, gradient)
+            pre_backward(call, gradient)
         return
-    unit.schedule.backward_reached(call)
+    unit.schedule.pre_backward(call)
     if unit.options.unshard_in_backward:
         unit.groups.unshard()
 
@@ -304,7 +305,7 @@ def _expect_second_backward(call: ForwardCall, schedule: Schedule) -> None:
 def _mark_inputs(call: ForwardCall, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the inputs, with hooks that detect the end of the unit's backward.
 
-    - Usually, the inputs that require grad pass through `_AfterBackward`.
+    - Usually, the inputs that require grad pass through `_PostBackward`.
     - If only one input requires grad and it is the output of the previous unit, the hook on that
       output is used instead.
     - If no input requires grad, the unit's backward ends with the whole backward.
@@ -318,15 +319,15 @@ def _mark_inputs(call: ForwardCall, args: Args, kwargs: Kwargs) -> tuple[Args, K
     if len(tensors) == 1 and call.use_hook_of_previous(tensors[0]):
         return args, kwargs
     if alone:
-        return apply_untransformed(_AfterBackward, call, *args), kwargs
-    marked = iter(apply_untransformed(_AfterBackward, call, *tensors))
+        return apply_untransformed(_PostBackward, call, *args), kwargs
+    marked = iter(apply_untransformed(_PostBackward, call, *tensors))
     args, kwargs = map_tensors(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
     )
     return args, kwargs
 
 
-class _AfterBackward(torch.autograd.Function):
+class _PostBackward(torch.autograd.Function):
     """Identity function on a unit's inputs. Its backward runs after the unit's backward."""
 
     @staticmethod
@@ -338,7 +339,7 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call.unit.schedule is not None:
             with torch.no_grad():  # gradients are enabled with create_graph=True
-                ctx.call.unit.schedule.backward_left(ctx.call)
+                ctx.call.unit.schedule.post_backward(ctx.call)
         return None, *gradients
 
     @staticmethod

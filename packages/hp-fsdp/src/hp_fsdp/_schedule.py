@@ -370,7 +370,7 @@ class Schedule:
             call_after_backward(self._finish_backward)
             self._check_together(self.units, backward=True)
 
-    def backward_reached(self, call: ForwardCall) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """Record that backward has reached the outputs of ``call``.
 
         Starts the all-gather of the unit, and the prefetch of the next unit in backward. If the
@@ -389,7 +389,7 @@ class Schedule:
             self._check_steps(call)
         later = call.next_call
         if later is not None and later.backward_number == self._backwards and self.in_backward:
-            self.backward_left(later)
+            self.post_backward(later)
         unit = call.unit
         if not self.in_backward:
             self.begin_backward()
@@ -427,7 +427,7 @@ class Schedule:
                 "backwards except the last one, and reshard after it"
             )
 
-    def backward_left(self, call: ForwardCall) -> None:
+    def post_backward(self, call: ForwardCall) -> None:
         """End the backward of a forward call: reshard the unit and reduce its gradients."""
         if call.unit.unhooked:
             self.check_unhooked(call.unit)
