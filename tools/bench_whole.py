@@ -8,13 +8,13 @@
 
 Both sides train the trainer's model in float32: a Llama (the built-in model without experts) and
 the mixture of experts. They start from the same weights, take the same batches, clip gradients and
-update with AdamW. Before the measurement, the losses of three steps of each arm, and the gradient
-norm of the first, must equal those of one process within 1e-4. Each rank has one thread. Tensor
-parallelism is torch's on both sides, with the trainer's plan.
+update with AdamW. Before the measurement, each arm is compared with one process: the losses of
+three steps and the gradient norm of the first step must agree within 1e-4. Each rank has one
+thread. Tensor parallelism is torch's on both sides, with the trainer's plan.
 
 For each side, the fastest of several settings is chosen first. The chosen arms and the computation
-then run in the same processes, one step each in random order. Times are those of the slowest rank.
-Ratios are medians of paired ratios, with quartiles.
+then run in the same processes, one step each in random order. The slowest rank gives the time of a
+step. Ratios are medians of paired ratios, with quartiles.
 
 | row | meaning |
 |---|---|
@@ -86,7 +86,7 @@ from whole_step.sides import (
 
 Json = dict[str, Any]
 SIDES = ("hp", "torch")
-BOUND = 1e-4  # relative difference of losses and norms to those of one process
+BOUND = 1e-4  # largest relative difference of losses and norms between an arm and one process
 TUNING = 3  # rounds among the settings of a side
 ROUNDS = 11
 HOST_ROUNDS = 15
@@ -372,8 +372,8 @@ def check(name: str, case: Case, step: int, found: list[float], expected: list[f
     for what, mine, other in zip(("loss", "gradient norm"), found, expected, strict=True):
         if (what == "loss" or step == 0) and not abs(mine - other) <= BOUND * abs(other):
             raise RuntimeError(
-                f"{case.name}, {name}: {what} of step {step + 1} is {mine:.7g}, and that of one "
-                f"process {other:.7g}"
+                f"{case.name}, {name}: {what} of step {step + 1} is {mine:.7g}, and "
+                f"{other:.7g} in one process"
             )
 
 
@@ -436,7 +436,7 @@ def _host(seconds: dict[str, list[float]]) -> Json:
 
 
 def host_times(rank: int, ranks: int, store: str, plan: Plan, rows: list[Json]) -> list[Json]:
-    """Measure the host's part of steps above that of the computation, on fake process groups.
+    """Measure the host time of steps in addition to the computation, on fake process groups.
 
     Collectives take no time there, and tensors have a few elements. The settings are the chosen
     ones of both sides.

@@ -3,8 +3,8 @@
     python tools/gpu_whole.py                 on one GPU
     python tools/gpu_whole.py --device cpu    the same code on CPUs, in small sizes
 
-The cases, sides and checks are those of ``bench_whole.py``, for one rank in float32. One rank does
-not communicate, so the time above compute is that of copies and of the host.
+Runs the cases, sides and checks of ``bench_whole.py`` for one rank in float32. One rank does not
+communicate, so the time above compute consists of copies and host time.
 """
 
 import sys
@@ -53,7 +53,9 @@ def add(case: Case, device: torch.device, large: bool, rows: Rows) -> None:
 
         return run
 
-    rows.add(f"{case.model}, losses", of(lambda row: "three losses as those of plain modules"))
+    rows.add(
+        f"{case.model}, losses", of(lambda row: "three losses equal the losses of plain modules")
+    )
     rows.add(f"{case.model}, step", of(lambda row: _times(row, "step")))
     rows.add(f"{case.model}, above compute", of(lambda row: _times(row, "above")))
     if device.type == "cuda":

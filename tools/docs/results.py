@@ -31,7 +31,7 @@ Json = dict[str, Any]
 def results(package: str, name: str | None, root: Path = ROOT) -> str:
     """Return Markdown with the measurements of a package: all, one benchmark's, or the GPU's.
 
-    The package ``"tools"`` has one benchmark, that of whole training steps.
+    The package ``"tools"`` has one benchmark: whole training steps.
 
     Raises:
         ValueError: The package has no such benchmark, or a file of results is incomplete.

@@ -264,7 +264,7 @@ COMPONENTS = (
 def component_of(name: str) -> str:
     """Return the component to which the self time of an event in a profile belongs.
 
-    Ranges without an operator, such as those of hooks and of autograd's nodes, are host time.
+    Ranges without an operator, such as hooks and autograd nodes, are host time.
     """
     low = name.lower()
     if name in COMPONENTS:

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
@@ -20,9 +22,8 @@ from hp_ep import MoE
 from .cases import TRAIN
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-_TITAN = "torchtitan.models.common"
-# In torchtitan, this setting makes the layer compute on plain tensors.
-_PLAIN_TENSORS = "partial_dtensor"
+# Folder of `peers`, which makes torchtitan's layer for hp-ep's benchmarks.
+sys.path.append(str(Path(__file__).parents[2] / "packages" / "hp-ep" / "benchmarks"))
 
 
 def without_torchtitan() -> str:
@@ -122,49 +123,13 @@ def experts_of(block: nn.Module) -> nn.Module | None:
 
 
 def _layer_like(layer: MoE, ep: DeviceMesh | None) -> nn.Module:
-    moe: Any = importlib.import_module(f"{_TITAN}.moe")
-    dispatcher: Any = importlib.import_module(f"{_TITAN}.token_dispatcher")
-    linear: Any = importlib.import_module(f"{_TITAN}.linear").Linear
-    cast(Any, importlib.import_module("torchtitan.distributed.utils")).set_spmd_backend(
-        _PLAIN_TENSORS
-    )
-    router, size = layer.router, 1 if ep is None else ep.size()
-    kind = "AllToAllTokenDispatcher" if size > 1 else "LocalTokenDispatcher"
-    found: Any = moe.MoE.Config(
-        num_experts=router.num_experts,
-        routed_experts=moe.RoutedExperts.Config(
-            inner_experts=moe.GroupedExperts.Config(
-                dim=layer.dim,
-                hidden_dim=layer.experts.hidden_dim,
-                num_experts=router.num_experts // size,
-            ),
-            token_dispatcher=getattr(dispatcher, kind).Config(
-                num_experts=router.num_experts, top_k=router.top_k
-            ),
-        ),
-        router=moe.TokenChoiceTopKRouter.Config(
-            num_experts=router.num_experts,
-            gate=linear.Config(in_features=layer.dim, out_features=router.num_experts),
-            top_k=router.top_k,
-            score_func=router.score,
-            route_norm=router.norm_topk_prob,
-        ),
-        load_balance_coeff=None,
-    ).build()
-    found.to(router.weight)
-    found.tokens_per_expert_E.zero_()
-    found.routed_experts.token_dispatcher.wire_meshes(ep_mesh=ep if size > 1 else None)
+    found: Any = cast(Any, importlib.import_module("peers")).layer_like(layer, ep)
     experts = found.routed_experts.inner_experts
     experts.forward = MethodType(_experts_in_own_dtype, experts)
-    weights = layer.experts.gate_up_proj.detach(), layer.experts.down_proj.detach()
-    (gate, up), down = weights[0].unbind(1), weights[1]
-    for name, value in {"w1_EFD": gate, "w3_EFD": up, "w2_EDF": down}.items():
-        local: Tensor = value.chunk(size)[0 if ep is None else ep.get_local_rank()].clone()
-        if ep is not None:
-            local = DTensor.from_local(local, ep, [Shard(0)], run_check=False)
-        setattr(experts, name, nn.Parameter(local))
-    with torch.no_grad():
-        found.router.gate.weight.copy_(router.weight)
+    for name in ("w1_EFD", "w3_EFD", "w2_EDF") if ep is not None else ():
+        local = experts.get_parameter(name).detach()
+        sharded = DTensor.from_local(local, ep, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(sharded))
     return cast(nn.Module, found)
 
 

@@ -40,7 +40,7 @@ Part = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HpSettings:
-    """Settings of the hp arm. The defaults are those of the trainer.
+    """Settings of the hp arm. The defaults equal the trainer's settings.
 
     Attributes:
         name: Name in the report.
@@ -117,7 +117,7 @@ class Arm:
         count: Number of labels of a batch, of all ranks.
         clip: Clips the gradients and returns their norm.
         optimizer: Updates the parameters.
-        zero_grad: Drops the gradients. Defaults to that of the optimizer.
+        zero_grad: Drops the gradients. Defaults to ``optimizer.zero_grad``.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ def _shard_with_torch(
 ) -> None:
     """Shard the embedding, each block, and the norm with the head, as torchtitan does.
 
-    Gradients are summed. The root has no parameters of its own then.
+    Gradients are summed. The root unit then has no parameters.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard
@@ -392,11 +392,11 @@ def compute_arms(
       with weight decay and without, with as many elements as the shards of this rank.
     - ``tp``: each matrix is this rank's shard. An all-gather is replaced by copies of the own
       input, and a reduce-scatter by its first part.
-    - ``cp``: queries, keys and values are those of this rank, and attention has no mask. With two
+    - ``cp``: attention takes this rank's queries, keys and values, without a mask. With two
       ranks this is the number of products of one rank under the causal mask.
     - ``ep``: the layer has as many experts as this rank, and each token goes to ``top_k`` of them.
-      This is the mean number of rows of a rank. The experts are hp-ep's in one arm, and those of
-      torchtitan in another one.
+      This is the mean number of rows of a rank. One arm has hp-ep's experts, another one has
+      torchtitan's.
     """
 
     def make(name: str, titan: bool) -> Arm:
@@ -468,7 +468,7 @@ class _LocalAttention(nn.Module):
 
 
 def _keep_local_experts(layer: MoE, case: Case) -> None:
-    """Replace the layer's router and experts by those of one rank."""
+    """Replace the layer's router and experts by smaller ones, with the experts of one rank."""
     number = layer.router.num_experts // case.ep
     small = MoE(layer.dim, layer.experts.hidden_dim, number, layer.router.top_k)
     with torch.no_grad():

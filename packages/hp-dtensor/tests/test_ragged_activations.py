@@ -1,4 +1,4 @@
-"""Activations and losses of ragged tensors equal those of whole tensors, with gradients."""
+"""Activations, losses and gradients of ragged tensors equal the results with whole tensors."""
 
 from collections.abc import Callable
 from functools import partial

@@ -98,16 +98,18 @@ def dispatcher_config(size: int, num_experts: int, top_k: int) -> Any:
     return kind.Config(num_experts=num_experts, top_k=top_k)
 
 
-def layer_like(whole: MoE, mesh: DeviceMesh) -> nn.Module:
+def layer_like(whole: MoE, mesh: DeviceMesh | None) -> nn.Module:
     """Return torchtitan's layer with the options and weights of ``whole``, and this rank's experts.
 
-    Those of its options that both have: group scores of two experts, SwiGLU.
+    ``mesh``: 1-D mesh over which the experts are distributed; None for one rank. Only options that
+    both layers have are supported: group scores of two experts, SwiGLU.
     """
     module: Any = importlib.import_module(LAYER)
     linear: Any = importlib.import_module(LINEAR).Linear
     feed_forward: Any = importlib.import_module(FEED_FORWARD).FeedForward
     module.get_spmd_backend = lambda: BACKEND
-    size, router, experts = mesh.size(), whole.router, whole.experts
+    size, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+    router, experts = whole.router, whole.experts
     local, shared = router.num_experts // size, whole.shared_experts
 
     def matrix(rows: int, columns: int) -> Any:
@@ -141,9 +143,9 @@ def layer_like(whole: MoE, mesh: DeviceMesh) -> nn.Module:
         load_balance_coeff=None if router.bias is None else 1e-3,
         shared_experts=beside,
     ).build()
-    layer.to(router.weight.dtype)
+    layer.to(router.weight)
     layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh if size > 1 else None)
-    here = slice(mesh.get_rank() * local, (mesh.get_rank() + 1) * local)
+    here = slice(rank * local, (rank + 1) * local)
     values = {
         "routed_experts.inner_experts.w1_EFD": experts.gate_up_proj[here, 0],
         "routed_experts.inner_experts.w3_EFD": experts.gate_up_proj[here, 1],

@@ -125,14 +125,12 @@ class ParameterGroups(tuple[ParameterGroup, ...]):
             ParameterError: A parameter cannot be used, and ``final`` is True.
             StateError: Parameters were converted while their gradients wait for a reduction.
         """
-        replacement_errors = [
-            replacement_error for group in self for replacement_error in group.replacement_errors()
-        ]
-        if replacement_errors and final:
+        errors = [error for group in self for error in group.replacement_errors()]
+        if errors and final:
             for group in self:
                 group.undo_replacements()
-            raise ParameterError("; ".join(replacement_errors))
-        if replacement_errors:
+            raise ParameterError("; ".join(errors))
+        if errors:
             return False
         for group in self:
             group.check_converted()

@@ -265,6 +265,14 @@ class FSDPModule:
     call. A method with ``recurse=False`` applies only to the unit of this module. With
     ``recurse=True``, it also applies to the units of all modules inside this module.
 
+    Attributes:
+        unshard: Unshards the parameters of this unit.
+        reshard: Frees the unsharded parameters of this unit.
+        no_sync: Context in which gradients accumulate without communication.
+        reset: Aborts a step after an exception.
+        plan_report: Describes the communication of this module.
+        comm_stats: Counts the collectives of this module.
+
     Raises:
         ModuleError: The class is constructed directly.
 

@@ -271,8 +271,8 @@ class ShardedParameter:
             if self._previous is not None and each is self._previous():
                 return (
                     f"{self.name} was replaced, and then the earlier parameter was registered "
-                    "again; its values are gone, because those of the replacement were copied to "
-                    "its shard; use load_state_dict to change values for a while"
+                    "again; its values are gone, because the replacement was copied to its shard; "
+                    "use load_state_dict to change values for a while"
                 )
             holder = _noted(each, HOLDER_ATTRIBUTE)
             if holder not in (None, self) and holder._registered() is not each:

@@ -53,6 +53,28 @@ class CaseTable:
             found += rows
         return found
 
+    def problems(self, least: int) -> list[str]:
+        """Return descriptions of the mistakes on the page.
+
+        Args:
+            least: The page must name at least this many tests.
+
+        Returns:
+            Tests that do not exist, wrong numbers, and rows "same" or "differs" without a test.
+        """
+        counted, named = self.counted(), len(self.named_tests())
+        found = [f"no test {name}" for name in self.missing_tests()]
+        if named < least:
+            found.append(f"{named} tests are named, fewer than {least}")
+        if self.stated() != counted:
+            found.append(f"the first table states {self.stated()}; counted: {counted}")
+        if f"{sum(counted.values())} in all" not in self.text():
+            found.append(f"the total is {sum(counted.values())}")
+        for restated, result in self.rows():
+            if "`test_" not in restated and result.startswith(("same", "differs")):
+                found.append(f"a row names no test: {result}")
+        return found
+
     def counted(self) -> dict[str, int]:
         """Return the number of rows for each result.
 
