@@ -12,13 +12,13 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
 
-from hp_dtensor import Axis, TorchCollectives, collectives
+from hp_dtensor import Axis, TorchCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .meshes import world_axis
 
 Ranks = Callable[[int], RankPool]
-LARGE = 2**19  # of float32: gloo gathers such tensors one by one
+LARGE = 2**19  # of float32: over gloo, each rank broadcasts such tensors one by one
 # NCCL gathers several tensors in one call.
 KINDS = [pytest.param("all_gather", marks=pytest.mark.gloo), "broadcast"]
 
@@ -57,23 +57,22 @@ def failing(function: Any, start: int | None, wait: int | None, seen: list[Watch
 def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dict[str, Any]:
     """Gather or broadcast three large tensors, of which one fails."""
     axis, seen = world_axis(), list[Watched]()
+    calls = axis.size if kind == "all_gather" else 1  # per tensor; the first one of them fails
+    start, wait = (None if at is None else at * calls for at in (start, wait))
     inputs = [torch.full((LARGE,), 10.0 * i + rank) for i in range(3)]
     outputs: list[Tensor]
     said = []
     if kind == "all_gather":
         outputs = [torch.zeros(LARGE * axis.size) for _ in inputs]
-        where: Any = collectives._c10d
-        name, expected = (
-            "_gather",
-            [
-                torch.cat([torch.full((LARGE,), 10.0 * i + r) for r in range(axis.size)])
-                for i in range(3)
-            ],
-        )
+        where: Any = dist.ProcessGroup
+        expected = [
+            torch.cat([torch.full((LARGE,), 10.0 * i + r) for r in range(axis.size)])
+            for i in range(3)
+        ]
     else:
-        outputs, where, name = inputs, dist, "broadcast"
+        outputs, where = inputs, dist
         expected = [torch.full((LARGE,), 10.0 * i) for i in range(3)]
-    with mock.patch.object(where, name, failing(getattr(where, name), start, wait, seen)):
+    with mock.patch.object(where, "broadcast", failing(where.broadcast, start, wait, seen)):
         carrier = TorchCollectives()
         try:
             if kind == "all_gather":
@@ -90,7 +89,7 @@ def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dic
             said.append(str(error))
             complete = [
                 torch.equal(x, y)
-                for x, y in zip(outputs[: len(seen)], expected[: len(seen)], strict=True)
+                for x, y in list(zip(outputs, expected, strict=True))[: len(seen) // calls]
             ]
     return {"said": said, "complete": complete}
 

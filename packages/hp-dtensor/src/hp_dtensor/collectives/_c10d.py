@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
+    BroadcastOptions,
     ReduceScatterOptions,
 )
 from torch.distributed import ProcessGroup
@@ -85,6 +86,11 @@ _REDUCE_OPTIONS = {name: _asynchronous(AllreduceOptions(), op) for name, op in _
 _REDUCE_LIST_OPTIONS = {
     name: _asynchronous(AllreduceCoalescedOptions(), op) for name, op in _OPS.items()
 }
+
+_MAX_BROADCASTS = 8  # for one all-gather over gloo; see `_takes_broadcasts`
+_BROADCAST_OPTIONS = [_asynchronous(BroadcastOptions()) for _ in range(_MAX_BROADCASTS)]
+for _source, _options in enumerate(_BROADCAST_OPTIONS):
+    _options.rootRank = _source
 
 _Pair = tuple[Tensor, Tensor]  # (output, input) of a collective of one tensor
 _Finish = Callable[[], None]  # copies or divides outputs after the communication
@@ -226,21 +232,20 @@ class TorchCollectives:
         if len(inputs) == len(outputs) == 1:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                return _PendingWork("all_gather", axis, [_gather(out, x, axis)], [out], [x])
+                return _start("all_gather", axis, _gathers(out, x, axis), [out], [x])
         inputs = [x.contiguous() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
-        if len(pairs) < 2:
-            starts = [partial(_gather, *pair, axis) for pair in pairs]
-        elif backend_of(axis.group, inputs[0].device) == "gloo":
+        starts: list[Callable[[], Any]]
+        over_gloo = bool(inputs) and _is_gloo(axis, inputs[0].device)
+        if len(pairs) > 1 and over_gloo:
             pairs, unpack = _pack_small(pairs, axis.size)
-            starts = [partial(_gather, *pair, axis) for pair in pairs]
             copies = [*unpack, *copies]
-        elif _takes_lists(axis, _GATHER_LIST, inputs[0].device):
+        if len(pairs) > 1 and not over_gloo and _takes_lists(axis, _GATHER_LIST, inputs[0].device):
             parts = [_real(x) for x in dense], [_real(x) for x in inputs]
             starts = [partial(_method(axis, _GATHER_LIST), *parts, _GATHER_OPTIONS)]
         else:
-            starts = [partial(_gather, *pair, axis) for pair in pairs]
+            starts = [start for pair in pairs for start in _gathers(*pair, axis)]
         used = [x for pair in pairs for x in pair]
         return _start("all_gather", axis, starts, list(outputs), used, copies)
 
@@ -276,7 +281,11 @@ class TorchCollectives:
             tensor(8.)
         """
         _check_prepared(axis)
-        return partial(_method(axis, _GATHER), _real(output), _real(input), _GATHER_OPTIONS)
+        output, input = _real(output), _real(input)
+        if not _takes_broadcasts(axis, input):
+            return partial(_method(axis, _GATHER), output, input, _GATHER_OPTIONS)
+        # Each call copies this rank's block.
+        return lambda: _start("all_gather", axis, _broadcasts(output, input, axis), [output], [])
 
     def prepare_reduce_scatter(
         self, axis: Axis, op: ReduceOp = "sum"
@@ -310,10 +319,15 @@ class TorchCollectives:
         _check_prepared(axis)
         scatter = _method(axis, _SCATTER)
         options, for_bools = _SCATTER_OPTIONS[op], _SCATTER_OPTIONS[_for_bools(op)]
+        over_gloo = _is_gloo(axis, torch.device("cpu")) and op in _BLOCK_REDUCTIONS
+        exchange, ranks = _method(axis, _EXCHANGE), axis.size
 
         def start(output: Tensor, input: Tensor) -> Waitable:
-            if input.is_complex():
+            if input.dtype.is_complex:  # an attribute costs less than a call
                 output, input = _real(output, op), _real(input, op)
+            if over_gloo and input.device.type == "cpu":
+                reduction = op if input.dtype is not torch.bool else _for_bools(op)
+                return _BlockReduction(output, input, reduction, ranks, exchange)
             use = options if input.dtype is not torch.bool else for_bools
             work: Waitable = scatter(output, input, use)
             return work
@@ -339,24 +353,26 @@ class TorchCollectives:
         if len(inputs) == len(outputs) == 1:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                works = [_scatter(out, x, op, axis)]
+                works = [_scatter(out, x, op, axis, _is_gloo(axis, x.device))]
                 return _PendingWork("reduce_scatter", axis, works, [out], [x], divide)
         inputs = [x.contiguous() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
-        dtypes = {x.dtype for x in inputs}
-        is_small = sum(map(bytes_of, inputs)) < _MIN_BYTES_UNPACKED
-        if len(pairs) < 2:
-            starts = [partial(_scatter, *pair, op, axis) for pair in pairs]
-        elif len(dtypes) == 1 and is_small and backend_of(axis.group, inputs[0].device) == "gloo":
+        several, dtypes = len(pairs) > 1, {x.dtype for x in inputs}
+        over_gloo = bool(inputs) and _is_gloo(axis, inputs[0].device)
+        if over_gloo and len(dtypes) == 1 and sum(map(bytes_of, inputs)) < _MIN_BYTES_UNPACKED:
             packed, unpack = _packed(pairs, axis.size, 1)
-            pairs, starts = [packed], [partial(_scatter, *packed, op, axis)]
-            copies = [unpack, *copies]
-        elif torch.bool not in dtypes and _takes_lists(axis, _SCATTER_LIST, inputs[0].device):
+            pairs, copies = [packed], [unpack, *copies]
+        if (
+            several
+            and not over_gloo
+            and torch.bool not in dtypes
+            and _takes_lists(axis, _SCATTER_LIST, inputs[0].device)
+        ):
             parts = [_real(x.detach(), op) for x in dense], [_real(x, op) for x in inputs]
             starts = [partial(_method(axis, _SCATTER_LIST), *parts, _SCATTER_OPTIONS[op])]
         else:
-            starts = [partial(_scatter, *pair, op, axis) for pair in pairs]
+            starts = [partial(_scatter, *pair, op, axis, over_gloo) for pair in pairs]
         used, finishes = [x for pair in pairs for x in pair], [*copies, *divide]
         return _start("reduce_scatter", axis, starts, list(outputs), used, finishes)
 
@@ -516,29 +532,123 @@ def _takes_lists(axis: Axis, names: tuple[str, ...], device: torch.device) -> bo
         device: Device of the tensors.
     """
     group = axis.group
-    if names is _REDUCE_LIST and device.type != "cpu" and backend_of(group, device) == "gloo":
+    if names is _REDUCE_LIST and device.type != "cpu" and _is_gloo(axis, device):
         return False
     if type(group) is ProcessGroup or _overridden(group, names):
         return True
     return backend_object(group, device) is not None
 
 
-def _gather(output: Tensor, input: Tensor, axis: Axis) -> Any:
-    """Start an all-gather of one contiguous tensor, and return torch's work."""
+def _is_gloo(axis: Axis, device: torch.device) -> bool:
+    """Return whether the process group of ``axis`` uses gloo for tensors on ``device``."""
+    return backend_of(axis.group, device) == "gloo"
+
+
+def _gathers(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any]]:
+    """Return functions that together start an all-gather of one contiguous tensor."""
     if input.is_complex():
         output, input = _real(output), _real(input)
-    return _method(axis, _GATHER)(output, input, _GATHER_OPTIONS)
+    if _takes_broadcasts(axis, input):
+        return _broadcasts(output, input, axis)
+    return [partial(_method(axis, _GATHER), output, input, _GATHER_OPTIONS)]
 
 
-def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis) -> Any:
-    """Start a reduce-scatter of one contiguous tensor, and return torch's work."""
+def _takes_broadcasts(axis: Axis, input: Tensor) -> bool:
+    """Return whether an all-gather of ``input`` is made of broadcasts, one from each rank.
+
+    This is so for large tensors on a CPU and few ranks over gloo. gloo's all-gather receives all
+    blocks in a buffer of its own and then copies them to the output (torch 2.11 to 2.13). A
+    broadcast receives a block in the output.
+    """
+    return (
+        axis.size <= _MAX_BROADCASTS
+        and input.device.type == "cpu"
+        and bytes_of(input) >= _MIN_BYTES_UNPACKED
+        and _is_gloo(axis, input.device)
+    )
+
+
+def _broadcasts(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any]]:
+    """Copy this rank's block, and return functions that start one broadcast from each rank."""
+    output = output.detach()
+    blocks = output.view(axis.size, -1)
+    with _unrecorded([output]):
+        blocks[axis.index].copy_(input.view(-1))
+    group: Any = axis.group
+    return [
+        partial(group.broadcast, [block], _BROADCAST_OPTIONS[source])
+        for source, block in enumerate(blocks.unbind())
+    ]
+
+
+def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis, over_gloo: bool) -> Any:
+    """Start a reduce-scatter of one contiguous tensor, and return a handle with ``wait()``."""
     if output.requires_grad:
         output = output.detach()  # gloo writes to it with autograd enabled
     if input.is_complex():
         output, input = _real(output, op), _real(input, op)
     elif input.dtype is torch.bool:
         op = _for_bools(op)
+    is_on_cpu = input.device.type == "cpu"
+    if over_gloo and is_on_cpu and op in _BLOCK_REDUCTIONS and not input.is_complex():
+        exchange = _method(axis, _EXCHANGE)
+        return _BlockReduction(output, input.detach(), op, axis.size, exchange)
     return _method(axis, _SCATTER)(output, input, _SCATTER_OPTIONS[op])
+
+
+# They write to ``out=``.
+_BLOCK_REDUCTIONS: dict[ReduceOp, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+    "prod": torch.prod,
+}
+
+
+class _BlockReduction:
+    """Handle of a reduce-scatter over gloo: an all-to-all of blocks, which `wait` reduces.
+
+    gloo's own reduce-scatter copies the input, all-reduces the copy, and then copies one block of
+    it (torch 2.11 to 2.13). Each rank therefore receives twice as many bytes.
+
+    Args:
+        output: Contiguous tensor of one block, which does not require grad.
+        input: Contiguous tensor of one block for each rank, not complex.
+        op: Reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
+        ranks: Number of ranks.
+        exchange: Method of the process group that starts an all-to-all.
+    """
+
+    __slots__ = ("_blocks", "_op", "_output", "_ranks", "_work")
+
+    def __init__(
+        self, output: Tensor, input: Tensor, op: ReduceOp, ranks: int, exchange: Callable[..., Any]
+    ) -> None:
+        self._output = output
+        self._op = op
+        self._ranks = ranks
+        self._blocks: Tensor | None = torch.empty_like(input)
+        self._work = exchange(self._blocks, input, [], [], _EXCHANGE_OPTIONS)
+
+    def wait(self) -> None:
+        """Wait for the blocks of all ranks, and reduce them in rank order."""
+        self._work.wait()
+        if self._blocks is None:
+            return
+        if self._output.is_inference():
+            with torch.inference_mode():
+                self._reduce(self._blocks)
+        else:
+            self._reduce(self._blocks)
+        self._blocks = None
+
+    def _reduce(self, blocks: Tensor) -> None:
+        output = self._output
+        blocks = blocks.view(self._ranks, *output.shape)
+        if self._ranks == 2 and self._op == "sum":
+            torch.add(blocks[0], blocks[1], out=output)  # in half the time of ``torch.sum``
+        else:
+            _BLOCK_REDUCTIONS[self._op](blocks, 0, out=output)
 
 
 def _reduce(tensor: Tensor, op: ReduceOp, axis: Axis) -> Any:

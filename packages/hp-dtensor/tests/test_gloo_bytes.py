@@ -1,0 +1,112 @@
+"""Over gloo, collectives receive no more bytes than they need, and no second copy of the result."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hp_dtensor import TorchCollectives
+
+from .meshes import world_axis
+
+Pools = Callable[[int], RankPool]
+LARGE = 2**18 + 3  # elements of a block, above the 1 MiB from which blocks are broadcast
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of c10d."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reduced(rank: int) -> tuple[list[Tensor], Counter[str]]:
+    axis, collectives = world_axis(), TorchCollectives()
+    rows = torch.arange(2.0 * 3 * axis.size).view(-1, 3) * (rank + 1)
+    out = nn.Parameter(torch.zeros(2, 3))
+    with Operations() as operations:
+        results = [
+            *collectives.reduce_scatter(axis, [rows]).wait(),
+            *collectives.reduce_scatter(axis, [rows], op="max").wait(),
+            *collectives.reduce_scatter(axis, [rows], op="avg").wait(),
+            *collectives.reduce_scatter(axis, [rows], [out]).wait(),
+            *collectives.reduce_scatter(axis, [rows.to(torch.complex64)]).wait(),
+            *collectives.reduce_scatter(axis, [rows, rows.to(torch.int64)]).wait(),
+        ]
+        own = torch.empty(2, 3)
+        handle = collectives.prepare_reduce_scatter(axis)(own, rows)
+        handle.wait()
+        handle.wait()  # changes nothing
+        results.append(own)
+    return [x.detach() for x in results], operations.found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_reduce_scatter_is_one_all_to_all(ranks: Pools, size: int) -> None:
+    rows = torch.arange(2.0 * 3 * size).view(-1, 3)
+    total = size * (size + 1) / 2
+    for rank, (results, operations) in enumerate(ranks(size).run(reduced)):
+        assert operations == {"alltoall_base_": 8}
+        block = rows[2 * rank : 2 * rank + 2]
+        wanted = [block * total, block * size, block * total / size, block * total]
+        wanted += [(block * total).to(torch.complex64), block * total]
+        wanted += [(block * total).to(torch.int64), block * total]
+        for found, right in zip(results, wanted, strict=True):
+            assert found.dtype == right.dtype
+            assert torch.equal(found, right)
+
+
+def gathered(rank: int) -> tuple[list[Tensor], Counter[str]]:
+    axis, collectives = world_axis(), TorchCollectives()
+    block = torch.arange(float(LARGE)) + rank
+    whole = nn.Parameter(torch.zeros(axis.size * LARGE))
+    with Operations() as operations:
+        results = [
+            *collectives.all_gather(axis, [block]).wait(),
+            *collectives.all_gather(axis, [block], [whole]).wait(),
+            *collectives.all_gather(axis, [block.to(torch.complex64)]).wait(),
+            *collectives.all_gather(axis, [block, block.to(torch.int64)]).wait(),
+        ]
+        own = torch.empty(axis.size * LARGE)
+        start = collectives.prepare_all_gather(axis, block, own)
+        start().wait()
+        block += 1
+        start().wait()
+        results.append(own)
+    return [x.detach() for x in results], operations.found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_blocks_are_broadcast_into_the_output(ranks: Pools, size: int) -> None:
+    right = torch.cat([torch.arange(float(LARGE)) + rank for rank in range(size)])
+    dtypes = [torch.float32, torch.float32, torch.complex64, torch.float32, torch.int64]
+    for results, operations in ranks(size).run(gathered):
+        assert operations == {"broadcast_": 7 * size}
+        *others, last = results
+        for found, dtype in zip(others, dtypes, strict=True):
+            assert torch.equal(found, right.to(dtype))
+        assert torch.equal(last, right + 1)
+
+
+def not_a_number(rank: int) -> Tensor:
+    rows = torch.tensor([1.0, float("nan") if rank else 2.0]).repeat(2, 1)
+    (found,) = TorchCollectives().reduce_scatter(world_axis(), [rows], op="max").wait()
+    return found
+
+
+def test_the_maximum_keeps_nan(ranks: Pools) -> None:
+    """gloo's own maximum loses a NaN that is on any rank except the first."""
+    for found in ranks(2).run(not_a_number):
+        assert found[0, 0] == 1.0
+        assert found[0, 1].isnan()
