@@ -124,6 +124,34 @@ def test_there_is_one_tensor_for_each_group_and_no_copy_of_gradients(
         assert fresh
 
 
+def on_one_rank(rank: int) -> tuple[list[int], list[bool]]:
+    """Return the sizes of the inner optimizer's tensors, and which gradients are not copies."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 600))
+    fully_shard(model, mesh_of((1,), NAMES[1]))
+    optimizer: Any = sharded_optimizer(torch.optim.AdamW, model)
+    model(torch.randn(4, 512)).sum().backward()
+    shared = []
+    for segment in optimizer._segments:
+        segment.take_gradients()
+        memory = segment.flat.grad.untyped_storage().data_ptr()
+        for piece in segment.pieces:
+            part = piece.owner.part(piece.parameter.grad)
+            held = segment.flat.grad[piece.start : piece.start + part.numel()]
+            assert torch.equal(held, part.view(-1))
+            if part.numel() > 1000:
+                shared.append(part.untyped_storage().data_ptr() == memory)
+    return [len(segment.flat) for segment in optimizer._segments], shared
+
+
+def test_on_one_rank_large_gradients_are_not_copied(ranks: Ranks) -> None:
+    """Gradients of one rank are not packed, so that each one has memory of its own."""
+    sizes, shared = ranks(1).run(on_one_rank)[0]
+    assert sum(sizes) == 512 * 512 + 512 + 2 * 512 + 600 * 512 + 600
+    assert shared == [True, True]
+    assert len(sizes) < 6  # the small ones are stepped together
+
+
 def state_moves(rank: int) -> dict[str, bool]:
     """Load states from one kind of optimizer into the other, and go on."""
     mesh = mesh_of((2,), NAMES[1])

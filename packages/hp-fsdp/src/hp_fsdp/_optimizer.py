@@ -1,5 +1,6 @@
 """`sharded_optimizer`: an optimizer that updates many sharded parameters as one flat tensor."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,18 +165,24 @@ class Segment:
 def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group.
 
-    A frozen parameter or a gap between two parameters ends a segment. Returns an empty list for
-    parameters with all-gather extensions, because their group has no flat shard.
+    A frozen parameter or a gap between two parameters ends a segment. On one rank, gradients are
+    not packed, so a segment of several parameters would copy them. Large parameters are segments of
+    their own there. Returns an empty list for parameters with all-gather extensions, because their
+    group has no flat shard.
     """
     if not group.flat:
         return []
     spans = group.layout.shard_ranges
+    large = math.inf
+    if group.axes.size == 1:
+        large = group.config.direct_bytes / group.layout.shard.element_size()
     runs: list[list[int]] = []
-    last = -1
+    last, alone = -1, False
     for i in group.order:
         if not group.parameters[i].sharded.requires_grad:
             continue
-        if spans[i][0] != last:
+        was_alone, alone = alone, spans[i][1] - spans[i][0] >= large
+        if alone or was_alone or spans[i][0] != last:
             runs.append([])
         runs[-1].append(i)
         last = spans[i][1]
