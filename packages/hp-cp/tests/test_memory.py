@@ -122,8 +122,7 @@ def test_gather_holds_the_gathered_keys_and_their_gradients_once_each(
     layout: Layout, keep: bool, n: int
 ) -> None:
     out, sums = 0.5, 1 / SIZE
-    # The gathered keys have this rank's rows too; under Zigzag in two ranges.
-    kept = (n if isinstance(layout, Contiguous) else n + 1) if keep else 1
+    kept = n if keep else 1  # the gathered keys have this rank's rows too
     for _, left, most in held(n, layout, schedule="gather", keep_kv=keep):
         assert left <= kept + out + sums
         assert most <= 2 * n + (3.5 if keep else 5) + sums  # the rest: own keys, and queries
