@@ -249,6 +249,7 @@ def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> Non
         "step (trainer)",
         "above compute (trainer)",
         "host above compute (trainer)",
+        "bare collectives above compute",
         "compute",
         "tokens/s",
         "peak memory",

@@ -271,6 +271,9 @@ def _whole(result: Json) -> Iterator[Row]:
                 low=low,
                 high=high,
             )
+        each = row["bare"]
+        bare = f"{row['case']}: bare collectives above compute"
+        yield Row(name=bare, ours=each["ours_ms"], unit="ms")
         yield Row(name=f"{row['case']}: compute", ours=row["compute"]["ms"], unit="ms")
         hp, other = row["hp"], row["torch"]
         speeds = hp["tokens_per_second"], other["tokens_per_second"]

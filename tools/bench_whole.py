@@ -14,21 +14,23 @@ thread. Tensor parallelism is torch's on both sides, with the trainer's plan.
 
 For each side, the fastest of several settings is chosen first. The chosen arms and the computation
 then run in the same processes, one step each in random order. The slowest rank gives the time of a
-step. Ratios are medians of paired ratios, with quartiles.
+step. Ratios are medians of paired ratios, with quartiles. The learning rate is 0 then, so that the
+experts of both sides receive the same rows in each round.
 
 | row | meaning |
 |---|---|
 | step | time of forward, backward, clipping, AdamW and ``zero_grad`` |
 | compute | the same ranks compute at the same time without communication, see below |
 | above compute | step minus compute, in each round |
+| bare collectives | as "above compute", with hp's collectives and nothing else: a lower bound |
 | tokens/s | tokens of all ranks per second |
 | peak memory | the most memory of a rank at any time, by the profiler of torch's allocator |
 | received | bytes that rank 0 receives from other ranks in a step, computed from the shapes |
 | host above compute | as "above compute", with tensors of a few elements on a fake process group |
 
 Compute: each rank has a plain model with the shapes of its part, and the other parts of the step.
-The docstring of `whole_step.sides.compute_arms` says exactly what differs from the sharded model.
-For the mixture of experts, the faster one of hp-ep's and torchtitan's layers is used for both.
+The docstring of `whole_step.sides.compute_arm` says exactly what differs from the sharded model.
+Experts compute as many rows as they receive, so loads that differ between ranks count as compute.
 
 The aim for "above compute" is half of the peer's. The aim for the step follows: ``1 - s / 2``, if
 ``s`` is the share of the peer's step above compute.
@@ -63,6 +65,7 @@ from whole_step import peer
 from whole_step.cases import Case, Size, cases_of, host_case
 from whole_step.instruments import (
     COMPONENTS,
+    BareCollectives,
     components,
     named_waits,
     received,
@@ -76,10 +79,11 @@ from whole_step.sides import (
     Settings,
     TorchSettings,
     candidates,
-    compute_arms,
+    compute_arm,
     make_arm,
     number_of,
     plain_arm,
+    received_rows,
     torch_mesh,
     whole_loss,
 )
@@ -276,19 +280,20 @@ def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
     for side, settings in candidates(case).items():
         chosen = settings if plan.tune else settings[:1]
         best[side], row[side] = fastest(base, case, chosen, expected, rank, device)
-    computes = [make() for _, make in compute_arms(base, case, rank, device)]
-    best["compute"], tuned = quickest(computes, device, plan.tune)
-    row["compute"] = {"name": best["compute"].name, "candidates_ms": tuned}
-    del computes, base
+    rows = received_rows(best["hp"]) if case.model == "MoE" else None
+    best["compute"] = compute_arm(base, case, rank, device, rows)
+    row["rows_of_experts"] = rows
+    del base
     if plan.profile is not None:
         steps = 3 if plan.large else 1
-        row["profile"] = {
-            name: mean_of_ranks(components(best[name], steps)) for name in (plan.profile, "compute")
-        }
+        names = (plan.profile, "compute")
+        row["profile"] = of_slowest_rank({n: components(best[n], steps) for n in names})
         row["profiled"] = plan.profile
         return row
-    times, host = (slowest(t) for t in timed(list(best.values()), plan.rounds, device))
+    bare = BareCollectives(best["hp"], best["compute"])
+    times, host = (slowest(t) for t in timed([*best.values(), bare], plan.rounds, device))
     row["seconds"] = {name: times[arm.name] for name, arm in best.items()}
+    row["seconds"]["bare"] = times[bare.name]
     if device.type == "cuda":
         row["host"] = _host({name: host[arm.name] for name, arm in best.items()})
     for side in SIDES:
@@ -343,6 +348,7 @@ def fastest(
         arm.name = f"{arm.name}: {each.name}"
         for step, (loss, norm) in enumerate(results):
             check(arm.name, case, step, [whole_loss(loss, case), number_of(norm)], expected[step])
+        arm.freeze()
         peaks[arm.name] = peak
         arms.append(arm)
     arm, tuned = quickest(arms, device, len(settings) > 1)
@@ -390,11 +396,11 @@ def quickest(arms: Sequence[Arm], device: torch.device, tune: bool) -> tuple[Arm
     return next(arm for arm in arms if arm.name == name), medians
 
 
-def mean_of_ranks(figures: dict[str, float]) -> dict[str, float]:
-    """Return the mean over the ranks of each figure."""
+def of_slowest_rank(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the figures of the rank that computes longest, which waits least for other ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, figures)
-    return {name: statistics.fmean(each[name] for each in found) for name in figures}
+    return max(found, key=lambda each: sum(each["compute"].values()))
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> Json:
@@ -417,11 +423,12 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> Json:
 
 def summarize(row: Json) -> None:
     """Add the comparisons to a row."""
-    ours, theirs, compute = (row["seconds"][name] for name in (*SIDES, "compute"))
-    above = [[a - c for a, c in zip(side, compute, strict=True)] for side in (ours, theirs)]
+    ours, theirs, bare, compute = (row["seconds"][name] for name in (*SIDES, "bare", "compute"))
+    above = [[a - c for a, c in zip(side, compute, strict=True)] for side in (ours, theirs, bare)]
     row["step"] = compared(ours, theirs)
-    row["above"] = compared(*above) | {"aim": AIM}
-    row["compute"]["ms"] = 1e3 * statistics.median(compute)
+    row["above"] = compared(above[0], above[1]) | {"aim": AIM}
+    row["bare"] = compared(above[2], above[1])
+    row["compute"] = {"ms": 1e3 * statistics.median(compute)}
     share = row["above"]["theirs_ms"] / row["step"]["theirs_ms"]
     row["step"]["aim"] = 1 - share * (1 - AIM)
     for side, key in zip(SIDES, ("ours_ms", "theirs_ms"), strict=True):
@@ -455,8 +462,7 @@ def host_times(rank: int, ranks: int, store: str, plan: Plan, rows: list[Json]) 
         for side, kind in kinds.items():
             fields = {k: v for k, v in row[side]["settings"].items() if k in kind.__slots__}
             arms[side] = make_arm(base, small, kind(**fields), 0, device)
-        computes = {name: make for name, make in compute_arms(base, small, 0, device)}
-        arms["compute"] = computes[row["compute"]["name"]]()
+        arms["compute"] = compute_arm(base, small, 0, device)
         times = timed(list(arms.values()), HOST_ROUNDS if plan.large else 2, device)[0]
         found.append(_host({name: times[arm.name] for name, arm in arms.items()}))
     return found
@@ -469,10 +475,16 @@ def show(row: Json) -> None:
     print(f"  settings: hp {hp['settings']['name']}; torch {other['settings']['name']}")
     for note in row["notes"]:
         print(f"  note: {note}")
-    for key, name in (("step", "step"), ("above", "above compute"), ("host", "host above compute")):
+    names = {
+        "step": "step",
+        "above": "above compute",
+        "bare": "bare collectives above compute",
+        "host": "host above compute",
+    }
+    for key, name in names.items():
         if key in row:
             _show_times(name, row[key])
-    _line(f"compute ({row['compute']['name']})", f"{row['compute']['ms']:.1f} ms", "", {})
+    _line("compute", f"{row['compute']['ms']:.1f} ms", "", {})
     for name, unit, scale, key in (
         ("tokens/s", "", 1.0, "tokens_per_second"),
         ("peak memory", " MB", 1e-6, "peak_bytes"),
@@ -502,10 +514,10 @@ def _line(name: str, ours: str, theirs: str, each: Json) -> None:
 
 
 def show_components(row: Json) -> None:
-    """Print the components of the time above compute of the profiled side."""
+    """Print the components of the time above compute, of the rank that computes longest."""
     side = row["profiled"]
     mine, floor = row["profile"][side], row["profile"]["compute"]
-    print(f"{row['case']}: {side}, {row[side]['settings']['name']}; ms per step, mean of the ranks")
+    print(f"{row['case']}: {side}, {row[side]['settings']['name']}; ms per step on one rank")
     for note in row["notes"]:
         print(f"  note: {note}")
     print(f"  {'':34s} {'step':>10s} {'compute':>10s} {'above':>10s}")
@@ -519,29 +531,31 @@ def show_components(row: Json) -> None:
 
 
 def draw(rows: Sequence[Json], file: Path) -> None:
-    """Draw the steps of both sides as bars: the computation, and the time above it."""
+    """Draw the time above compute of both sides as bars, and the bare collectives as lines."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.75 * len(rows)))
+    sides = (("hp", "ours_ms", "#4c72b0"), ("torch", "theirs_ms", "#c0562f"))
+    figure, axes = pyplot.subplots(figsize=(8, 1.0 + 0.62 * len(rows)))
     names: list[str] = []
     for number, row in enumerate(rows):
-        compute = row["compute"]["ms"]
-        for offset, (side, key) in enumerate(zip(SIDES, ("ours_ms", "theirs_ms"), strict=True)):
-            place, above = 3 * number + offset, row["above"][key]
-            color = {"hp": "#4c72b0", "torch": "#c0562f"}[side]
-            axes.barh(place, compute, color="#b8b8b8")
-            axes.barh(place, above, left=compute, color=color, label=side if not number else None)
-            axes.text(compute + max(above, 0), place, f" {above:.0f}", va="center", fontsize=8)
+        for offset, (side, key, color) in enumerate(sides):
+            place, above, step = 3 * number + offset, row["above"][key], row["step"][key]
+            label = side if number == 0 else None
+            axes.barh(place, above, color=color, label=label)
+            said = f" {above:.0f} of {step:.0f} ms"
+            axes.text(max(above, 0), place, said, va="center", fontsize=8)
+        label = "the bare collectives of hp" if number == 0 else None
+        bare = row["bare"]["ours_ms"]
+        axes.plot([bare, bare], [3 * number - 0.4, 3 * number + 0.4], color="black", label=label)
         names.append(f"{row['model']}, {row['ranks']} ranks\n{row['layout']}")
     axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(
-        0, 1.1 * max(row["step"][key] for row in rows for key in ("ours_ms", "theirs_ms"))
-    )
-    axes.set_xlabel("ms per step; grey: compute, coloured: time above compute")
+    longest = max(row["above"][key] for row in rows for _, key, _ in sides)
+    axes.set_xlim(0, 1.25 * max(longest, 1e-3))
+    axes.set_xlabel("ms of a training step above the computation of the same ranks")
     axes.legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     matplotlib.rcParams["svg.hashsalt"] = "whole"  # the same file from the same rows

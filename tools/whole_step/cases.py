@@ -16,7 +16,7 @@ Size = Literal["full", "quick", "gpu"]
 # Reference batches. Each arm trains on them in turn.
 BATCHES = 3
 # The weight decay and the clipping of the trainer. Clipping is active in each step.
-TRAIN = TrainConfig(learning_rate=1e-3, warmup_steps=0)
+TRAIN = TrainConfig(learning_rate=1e-4, warmup_steps=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

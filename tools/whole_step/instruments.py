@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from hp_dtensor import RaggedTensor
 
@@ -32,7 +33,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(
-    arms: Sequence[Arm], rounds: int, device: torch.device
+    arms: "Sequence[Arm | BareCollectives]", rounds: int, device: torch.device
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Run each arm once per round, in random order, after `WARM_UP` rounds.
 
@@ -153,6 +154,9 @@ class ReceivedBytes(TorchDispatchMode):
         elif name == "alltoall_base_":
             group = dist.ProcessGroup.unbox(args[2])
             self._add("all-to-all", _from_others(args[0], args[3], group))
+        elif name == "broadcast_":
+            group = dist.ProcessGroup.unbox(args[1])
+            self._add("broadcast", _bytes(args[0]) if args[2] != group.rank() else 0)
         elif name == "recv_":
             self._add("send and receive", _bytes(args[0]))
         elif name == "send":
@@ -197,12 +201,81 @@ def received(arm: Arm) -> tuple[dict[str, int], dict[str, int]]:
     return dict(counted.by_kind), dict(counted.calls)
 
 
+class _Recorded(TorchDispatchMode):
+    """Records all operators that communicate, with buffers of their own in place of the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record, and call."""
+        if any(issubclass(kind, (DTensor, RaggedTensor)) for kind in types):
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            if name not in ("wait_tensor", "barrier", "_wrap_tensor_autograd"):
+                own = tree_map_only(Tensor, torch.zeros_like, (args, kwargs or {}))
+                self.calls.append((func, *own))
+        return func(*args, **(kwargs or {}))
+
+
+class BareCollectives:
+    """The computation, and the collectives of another arm with the same sizes: a lower bound.
+
+    All collectives start at the beginning of the step, on buffers that exist already. Exchanges of
+    rows of tokens, for which experts have to wait, run one after the other. The step ends when the
+    computation and all collectives have ended. There are no copies and no hooks.
+
+    Args:
+        arm: The arm whose collectives are recorded, in one step.
+        compute: The computation.
+    """
+
+    name = "bare collectives"
+
+    def __init__(self, arm: Arm, compute: Arm) -> None:
+        with _Recorded() as recorded:
+            arm.step()
+        self._calls = recorded.calls
+        self._compute = compute
+
+    def step(self) -> None:
+        """Start all collectives, compute, and wait for the collectives."""
+        started = []
+        for func, args, kwargs in self._calls:
+            result = func(*args, **kwargs)
+            if _exchanges_rows(func, args):
+                _wait_for(result)
+            else:
+                started.append(result)
+        self._compute.step()
+        for result in started:
+            _wait_for(result)
+
+
+def _exchanges_rows(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operator is an all-to-all with a number of rows for each rank."""
+    name = func._schema.name.partition("::")[2]
+    return (name == "alltoall_base_" and bool(args[3])) or name == "all_to_all_single"
+
+
+def _wait_for(result: Any) -> None:
+    """Wait for a collective; ``result`` is the result of its operator."""
+    if isinstance(result, Tensor):
+        torch.ops._c10d_functional.wait_tensor(result)
+    else:
+        work = result[1] if isinstance(result, tuple | list) else result
+        dist.Work.unbox(work).wait()
+
+
 # Methods of process groups. torch 2.13 has other names for some than torch 2.11.
 _KINDS = {
     "all-gathers": ("all_gather_single", "_allgather_base", "allgather"),
     "reduce-scatters": ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter"),
     "all-reduces": ("allreduce", "allreduce_coalesced"),
     "all-to-alls": ("all_to_all_single", "alltoall_base"),
+    "broadcasts": ("broadcast",),
     "sends and receives": ("send", "recv"),
 }
 

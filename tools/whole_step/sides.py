@@ -6,7 +6,7 @@ clipping. Losses are parts of one mean over the tokens of all ranks, so gradient
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal, cast
@@ -33,7 +33,7 @@ from hp_fsdp import fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
 from . import peer
-from .cases import TRAIN, Case, batches, count_of
+from .cases import BATCHES, TRAIN, Case, batches, count_of
 
 Part = tuple[Tensor, Tensor]
 
@@ -87,7 +87,6 @@ def candidates(case: Case) -> dict[str, Sequence[Settings]]:
     ours = [
         HpSettings(name="trainer"),
         HpSettings(name="separate ends", separate_ends=True),
-        HpSettings(name="accumulate", options={"grads": "accumulate"}),
     ]
     theirs = [
         TorchSettings(name="tuned"),
@@ -97,8 +96,10 @@ def candidates(case: Case) -> dict[str, Sequence[Settings]]:
     ]
     if case.model == "MoE":
         theirs.append(TorchSettings(name="tuned, experts outside FSDP", experts_in_fsdp=False))
-    elif case.tp == 1:
-        ours.append(HpSettings(name="ragged", options={"layout": "ragged"}))
+    if case.tp == 1:
+        ragged = {"layout": "ragged"}
+        ours.append(HpSettings(name="ragged", options=ragged))
+        ours.append(HpSettings(name="ragged, separate ends", options=ragged, separate_ends=True))
     if case.cp > 1:
         ours.append(HpSettings(name="Ulysses", ulysses_degree=case.cp))
         theirs.append(TorchSettings(name="tuned, all-to-all", rotate="ALL_TO_ALL"))
@@ -118,6 +119,9 @@ class Arm:
         clip: Clips the gradients and returns their norm.
         optimizer: Updates the parameters.
         zero_grad: Drops the gradients. Defaults to ``optimizer.zero_grad``.
+
+    Attributes:
+        batch: Number of the batch of the current or latest step.
     """
 
     def __init__(
@@ -142,6 +146,12 @@ class Arm:
         self._optimizer = optimizer
         self._zero_grad = optimizer.zero_grad if zero_grad is None else zero_grad
         self._steps = 0
+        self.batch = 0
+
+    def freeze(self) -> None:
+        """Set the learning rate to 0, so that experts receive the same rows in each later step."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Take one step: forward, backward, clip, update, drop the gradients.
@@ -149,7 +159,8 @@ class Arm:
         Returns:
             This rank's part of the loss, and the norm of all gradients before clipping.
         """
-        tokens, labels = self._parts[self._steps % len(self._parts)]
+        self.batch = self._steps % len(self._parts)
+        tokens, labels = self._parts[self.batch]
         self._steps += 1
         logits = self.model(tokens, self._positions)
         loss = F.cross_entropy(
@@ -380,10 +391,33 @@ def plain_arm(base: LanguageModel, case: Case, device: torch.device) -> Arm:
     )
 
 
-def compute_arms(
-    base: LanguageModel, case: Case, rank: int, device: torch.device
-) -> Iterator[tuple[str, Callable[[], Arm]]]:
-    """Yield the computations of one rank without communication: names and functions.
+ExpertRows = list[list[list[int]]]  # rows of each local expert, by batch and layer
+
+
+def received_rows(arm: Arm) -> ExpertRows:
+    """Return how many rows each local expert receives; takes one step per batch."""
+    found: ExpertRows = [[] for _ in range(BATCHES)]
+
+    def note(_: nn.Module, given: tuple[Any, ...]) -> None:
+        found[arm.batch].append(given[1].tolist())
+
+    layers = [module for module in arm.model.modules() if isinstance(module, MoE)]
+    hooks = [layer.experts.register_forward_pre_hook(note) for layer in layers]
+    for _ in range(BATCHES):
+        arm.step()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def compute_arm(
+    base: LanguageModel,
+    case: Case,
+    rank: int,
+    device: torch.device,
+    rows: ExpertRows | None = None,
+) -> Arm:
+    """Return the computation of one rank without communication.
 
     The model is local to the rank, has no DTensor, and sends nothing. It differs from the model of
     one process as follows.
@@ -394,37 +428,35 @@ def compute_arms(
       input, and a reduce-scatter by its first part.
     - ``cp``: attention takes this rank's queries, keys and values, without a mask. With two
       ranks this is the number of products of one rank under the causal mask.
-    - ``ep``: the layer has as many experts as this rank, and each token goes to ``top_k`` of them.
-      This is the mean number of rows of a rank. One arm has hp-ep's experts, another one has
-      torchtitan's.
+    - ``ep``: this rank's experts compute as many rows as they receive in the sharded model. The
+      rows are copies of the rank's own tokens.
+
+    Args:
+        base: The whole model.
+        case: The case.
+        rank: Rank of this process.
+        device: Device of the model.
+        rows: What `received_rows` returned. Defaults to None: each expert has the mean.
     """
-
-    def make(name: str, titan: bool) -> Arm:
-        model = _local_model(base, case, titan).to(device)
-        shards = _flat_shards(model, case)
-        rest = {"lr": TRAIN.learning_rate, "betas": TRAIN.betas, "fused": True}
-        decays = (TRAIN.weight_decay, 0.0)
-        groups = [
-            {"params": [p], "weight_decay": decay} for p, decay in zip(shards, decays, strict=True)
-        ]
-        parts, positions = parts_of(case, rank, device)
-        return Arm(
-            name,
-            {},
-            model,
-            parts,
-            positions,
-            count_of(batches(case)[0][1]),
-            lambda: torch.nn.utils.clip_grad_norm_(shards, TRAIN.max_norm),
-            torch.optim.AdamW(groups, **cast(Any, rest)),
-            model.zero_grad,
-        )
-
-    if case.model == "MoE":
-        yield "compute, hp-ep's experts", lambda: make("compute, hp-ep's experts", False)
-        yield "compute, torchtitan's", lambda: make("compute, torchtitan's", True)
-    else:
-        yield "compute", lambda: make("compute", False)
+    model = _local_model(base, case, rows).to(device)
+    shards = _flat_shards(model, case)
+    rest = {"lr": TRAIN.learning_rate, "betas": TRAIN.betas, "fused": True}
+    decays = (TRAIN.weight_decay, 0.0)
+    groups = [
+        {"params": [p], "weight_decay": decay} for p, decay in zip(shards, decays, strict=True)
+    ]
+    parts, positions = parts_of(case, rank, device)
+    return Arm(
+        "compute",
+        {},
+        model,
+        parts,
+        positions,
+        count_of(batches(case)[0][1]),
+        lambda: torch.nn.utils.clip_grad_norm_(shards, TRAIN.max_norm),
+        torch.optim.AdamW(groups, **cast(Any, rest)),
+        model.zero_grad,
+    )
 
 
 def _flat_shards(model: nn.Module, case: Case) -> list[nn.Parameter]:
@@ -440,13 +472,12 @@ def _flat_shards(model: nn.Module, case: Case) -> list[nn.Parameter]:
     return found
 
 
-def _local_model(base: LanguageModel, case: Case, titan: bool) -> LanguageModel:
+def _local_model(base: LanguageModel, case: Case, rows: ExpertRows | None) -> LanguageModel:
     model = copy.deepcopy(base)
-    if case.model == "MoE":
-        for layer in (m for m in model.modules() if isinstance(m, MoE)):
-            _keep_local_experts(layer, case)
-        if titan:
-            peer.use_torchtitan(model, None)
+    blocks: list[Any] = [b for b in model.blocks.values() if isinstance(b.mlp, MoE)]
+    for number, block in enumerate(blocks):
+        own = None if rows is None else [of_batch[number] for of_batch in rows]
+        block.mlp = _LocalMoE(block.mlp, case, own)
     if case.tp > 1:
         _keep_local_matrices(model, case.tp)
     if case.cp > 1:
@@ -467,15 +498,40 @@ class _LocalAttention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa)
 
 
-def _keep_local_experts(layer: MoE, case: Case) -> None:
-    """Replace the layer's router and experts by smaller ones, with the experts of one rank."""
-    number = layer.router.num_experts // case.ep
-    small = MoE(layer.dim, layer.experts.hidden_dim, number, layer.router.top_k)
-    with torch.no_grad():
-        small.router.weight.copy_(layer.router.weight[:number])
-        small.experts.gate_up_proj.copy_(layer.experts.gate_up_proj[:number])
-        small.experts.down_proj.copy_(layer.experts.down_proj[:number])
-    layer.router, layer.experts, layer.dispatcher = small.router, small.experts, small.dispatcher
+class _LocalMoE(nn.Module):
+    """The router of a layer, and the experts of one rank, which compute copies of its tokens.
+
+    Args:
+        layer: The whole layer.
+        case: The case.
+        rows: Rows of each local expert in each batch. None: each expert has the mean.
+    """
+
+    def __init__(self, layer: MoE, case: Case, rows: list[list[int]] | None) -> None:
+        super().__init__()
+        number = layer.router.num_experts // case.ep
+        self.router = layer.router
+        self.experts = MoE(layer.dim, layer.experts.hidden_dim, number, layer.router.top_k).experts
+        with torch.no_grad():
+            for own, whole in zip(
+                self.experts.parameters(), layer.experts.parameters(), strict=True
+            ):
+                own.copy_(whole[:number])
+        assignments = case.tokens // case.ranks * layer.router.top_k
+        self._counts = [torch.tensor(x) for x in rows or [[assignments // number] * number]]
+        self._calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the results of each token, ``[batch, seq, dim]``."""
+        tokens = x.flatten(0, 1)
+        weights, _ = self.router(tokens)
+        counts = self._counts[self._calls % len(self._counts)].to(x.device)
+        self._calls += 1
+        places = torch.arange(int(counts.sum()), device=x.device)
+        index = places % len(tokens)
+        row_weights = weights.flatten().index_select(0, places % weights.numel())
+        results = self.experts(tokens.index_select(0, index), counts, row_weights)
+        return torch.zeros_like(tokens).index_add(0, index, results).view(x.shape)
 
 
 def _keep_local_matrices(model: LanguageModel, tp: int) -> None:
