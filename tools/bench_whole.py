@@ -549,14 +549,20 @@ def draw(rows: Sequence[Json], file: Path) -> None:
             axes.text(max(above, 0), place, said, va="center", fontsize=8)
         label = "the bare collectives of hp" if number == 0 else None
         bare = row["bare"]["ours_ms"]
-        axes.plot([bare, bare], [3 * number - 0.4, 3 * number + 0.4], color="black", label=label)
+        axes.plot(
+            [bare, bare],
+            [3 * number - 0.4, 3 * number + 0.4],
+            color="black",
+            linewidth=2,
+            label=label,
+        )
         names.append(f"{row['model']}, {row['ranks']} ranks\n{row['layout']}")
     axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], names, fontsize=8)
     axes.invert_yaxis()
     longest = max(row["above"][key] for row in rows for _, key, _ in sides)
     axes.set_xlim(0, 1.25 * max(longest, 1e-3))
     axes.set_xlabel("ms of a training step above the computation of the same ranks")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8)
     figure.tight_layout()
     matplotlib.rcParams["svg.hashsalt"] = "whole"  # the same file from the same rows
     figure.savefig(file, format="svg", metadata={"Date": None})
