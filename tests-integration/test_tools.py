@@ -246,9 +246,9 @@ def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> Non
     result = json.loads(found.read_text(encoding="utf-8"))
     names = [row["name"] for row in bench_rows.rows_of("tools/whole", result)]
     assert [name.rpartition(": ")[2] for name in names] == [
-        "step (trainer)",
-        "above compute (trainer)",
-        "host above compute (trainer)",
+        "step",
+        "above compute",
+        "host time above compute",
         "bare collectives above compute",
         "compute",
         "tokens/s",
@@ -259,6 +259,19 @@ def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> Non
     ours, theirs = (row[side]["received_bytes"] for side in ("hp", "torch"))
     assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.05)
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_the_readme_has_the_committed_ratios_of_whole_steps() -> None:
+    root = Path(__file__).resolve().parents[1]
+    found = json.loads((root / "tools/bench_results/whole.json").read_text(encoding="utf-8"))
+    ratios = {row["name"]: row["ratio"] for row in found["rows"]}
+    cases = [name.removesuffix(": step") for name in ratios if name.endswith(": step")]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert len(cases) == 7
+    for case in cases:
+        kinds = ("step", "above compute", "peak memory")
+        cells = " | ".join(f"{ratios[f'{case}: {kind}']:.2f}" for kind in kinds)
+        assert f"| {case} | {cells} |" in readme
 
 
 def received_bytes(rank: int) -> dict[str, int]:

@@ -256,17 +256,17 @@ def _plan(result: Json) -> Iterator[Row]:
 
 def _whole(result: Json) -> Iterator[Row]:
     for row in result["rows"]:
-        settings = {side: row[side]["settings"]["name"] for side in ("hp", "torch")}
-        kinds = (("step", "step"), ("above", "above compute"), ("host", "host above compute"))
+        hp, other = row["hp"], row["torch"]
+        kinds = (("step", "step"), ("above", "above compute"), ("host", "host time above compute"))
         for key, what in kinds:
             each = row[key]
             low, high = each["quartiles"] or (None, None)
             yield Row(
-                name=f"{row['case']}: {what} ({settings['hp']})",
+                name=f"{row['case']}: {what}",
                 ours=each["ours_ms"],
                 peer=each["theirs_ms"],
                 unit="ms",
-                against=f"torch ({settings['torch']})",
+                against="torch",
                 ratio=each["ratio"],
                 low=low,
                 high=high,
@@ -275,7 +275,6 @@ def _whole(result: Json) -> Iterator[Row]:
         bare = f"{row['case']}: bare collectives above compute"
         yield Row(name=bare, ours=each["ours_ms"], unit="ms")
         yield Row(name=f"{row['case']}: compute", ours=row["compute"]["ms"], unit="ms")
-        hp, other = row["hp"], row["torch"]
         speeds = hp["tokens_per_second"], other["tokens_per_second"]
         # The chart has ratios that are better if they are smaller.
         name = f"{row['case']}: tokens/s"
@@ -284,6 +283,10 @@ def _whole(result: Json) -> Iterator[Row]:
         yield _compared(f"{row['case']}: peak memory", ours, theirs, "MB", "torch")
         ours, theirs = (sum(side["received_bytes"].values()) / 1e6 for side in (hp, other))
         yield _compared(f"{row['case']}: received", ours, theirs, "MB", "torch")
+        for setting, ms in hp["candidates_ms"].items():
+            yield Row(name=f"{row['case']}: setting {setting}", ours=ms, unit="ms")
+        for setting, ms in other["candidates_ms"].items():
+            yield Row(name=f"{row['case']}: setting {setting}", ours=None, peer=ms, unit="ms")
 
 
 CONVERTERS: dict[str, Callable[[Json], Iterator[Row]]] = {

@@ -72,7 +72,8 @@ def _of_tools(folder: Path, name: str | None) -> str:
     text = _benchmark(folder / "bench_whole.py", path, folder.parent)
     picture = folder / "docs" / "pages" / "whole-steps.svg"
     if path.exists() and picture.exists():
-        text += f"\n\n![Time of a step of each side, and the part above compute]({picture.name})"
+        about = "Time of a step above the computation, of both sides, and the bare collectives"
+        text = f"![{about}]({picture.name})\n\n{text}"
     return text
 
 
