@@ -37,7 +37,8 @@ def timed(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Run each arm once per round, in random order, after `WARM_UP` rounds.
 
-    All ranks start each step together. Python's garbage collection runs between the rounds.
+    In one round, all arms have the same batch. All ranks start each step together. Python's garbage
+    collection runs between the rounds.
 
     Returns:
         Seconds of each step on this rank to its end on the device, and until the host returned.
@@ -53,7 +54,7 @@ def timed(
                 synchronize(device)
                 dist.barrier()
                 start = time.perf_counter()
-                arm.step()
+                arm.step(turn)
                 returned = time.perf_counter()
                 synchronize(device)
                 if turn >= WARM_UP:
@@ -240,8 +241,8 @@ class BareCollectives:
         self._calls = recorded.calls
         self._compute = compute
 
-    def step(self) -> None:
-        """Start all collectives, compute, and wait for the collectives."""
+    def step(self, number: int) -> None:
+        """Start all collectives, compute the step with this number, and wait for all."""
         started = []
         for func, args, kwargs in self._calls:
             result = func(*args, **kwargs)
@@ -249,7 +250,7 @@ class BareCollectives:
                 _wait_for(result)
             else:
                 started.append(result)
-        self._compute.step()
+        self._compute.step(number)
         for result in started:
             _wait_for(result)
 
@@ -371,12 +372,12 @@ def components(arm: Arm, steps: int) -> dict[str, float]:
     """
     found = dict.fromkeys(COMPONENTS, 0.0)
     whole = 0.0
-    for _ in range(steps):
+    for number in range(steps):
         dist.barrier()
         with profile(use_device=None) as report:
             start = time.perf_counter()
             with record_function("step"):
-                arm.step()
+                arm.step(number)
             whole += time.perf_counter() - start
         events: Any = report.function_events
         thread = next(event.thread for event in events if event.name == "step")

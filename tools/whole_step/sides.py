@@ -153,15 +153,19 @@ class Arm:
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
 
-    def step(self) -> tuple[Tensor, Tensor]:
+    def step(self, number: int | None = None) -> tuple[Tensor, Tensor]:
         """Take one step: forward, backward, clip, update, drop the gradients.
+
+        Args:
+            number: Number of the step, which chooses the batch. Defaults to None: the next one.
 
         Returns:
             This rank's part of the loss, and the norm of all gradients before clipping.
         """
-        self.batch = self._steps % len(self._parts)
+        if number is None:
+            number, self._steps = self._steps, self._steps + 1
+        self.batch = number % len(self._parts)
         tokens, labels = self._parts[self.batch]
-        self._steps += 1
         logits = self.model(tokens, self._positions)
         loss = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -403,8 +407,8 @@ def received_rows(arm: Arm) -> ExpertRows:
 
     layers = [module for module in arm.model.modules() if isinstance(module, MoE)]
     hooks = [layer.experts.register_forward_pre_hook(note) for layer in layers]
-    for _ in range(BATCHES):
-        arm.step()
+    for number in range(BATCHES):
+        arm.step(number)
     for hook in hooks:
         hook.remove()
     return found
@@ -439,6 +443,7 @@ def compute_arm(
         rows: What `received_rows` returned. Defaults to None: each expert has the mean.
     """
     model = _local_model(base, case, rows).to(device)
+    experts = [module for module in model.modules() if isinstance(module, _LocalMoE)]
     shards = _flat_shards(model, case)
     rest = {"lr": TRAIN.learning_rate, "betas": TRAIN.betas, "fused": True}
     decays = (TRAIN.weight_decay, 0.0)
@@ -446,7 +451,7 @@ def compute_arm(
         {"params": [p], "weight_decay": decay} for p, decay in zip(shards, decays, strict=True)
     ]
     parts, positions = parts_of(case, rank, device)
-    return Arm(
+    arm = Arm(
         "compute",
         {},
         model,
@@ -457,6 +462,9 @@ def compute_arm(
         torch.optim.AdamW(groups, **cast(Any, rest)),
         model.zero_grad,
     )
+    for layer in experts:
+        layer.arm = arm
+    return arm
 
 
 def _flat_shards(model: nn.Module, case: Case) -> list[nn.Parameter]:
@@ -505,7 +513,12 @@ class _LocalMoE(nn.Module):
         layer: The whole layer.
         case: The case.
         rows: Rows of each local expert in each batch. None: each expert has the mean.
+
+    Attributes:
+        arm: The arm of the layer, which knows the batch.
     """
+
+    arm: Arm
 
     def __init__(self, layer: MoE, case: Case, rows: list[list[int]] | None) -> None:
         super().__init__()
@@ -518,15 +531,14 @@ class _LocalMoE(nn.Module):
             ):
                 own.copy_(whole[:number])
         assignments = case.tokens // case.ranks * layer.router.top_k
-        self._counts = [torch.tensor(x) for x in rows or [[assignments // number] * number]]
-        self._calls = 0
+        mean = [[assignments // number] * number] * BATCHES
+        self._counts = [torch.tensor(each) for each in rows or mean]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of the results of each token, ``[batch, seq, dim]``."""
         tokens = x.flatten(0, 1)
         weights, _ = self.router(tokens)
-        counts = self._counts[self._calls % len(self._counts)].to(x.device)
-        self._calls += 1
+        counts = self._counts[self.arm.batch].to(x.device)
         places = torch.arange(int(counts.sum()), device=x.device)
         index = places % len(tokens)
         row_weights = weights.flatten().index_select(0, places % weights.numel())
