@@ -11,12 +11,14 @@ from rank_pool import RankPool, cached
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import (
+    Axis,
     CheckedCollectives,
     Layout,
     NonMember,
     Partial,
     Replicate,
     Shard,
+    TorchCollectives,
     clip_grad_norm_,
     redistribute,
 )
@@ -70,6 +72,27 @@ def test_all_changes_on_one_mesh_pass_the_checks_of_detail(
     ranks: Callable[[int], RankPool],
 ) -> None:
     assert ranks(4).run(changes) == [[]] * 4
+
+
+def unequal(rank: int) -> str:
+    """Reduce-scatter tensors whose sizes differ between the ranks."""
+    c10d: Any = dist
+    c10d.set_debug_level(c10d.DebugLevel.DETAIL)
+    try:
+        group: Any = dist.new_group()
+    finally:
+        c10d.set_debug_level_from_env()
+    axis = Axis("x", group, (0, 1))
+    try:
+        TorchCollectives().reduce_scatter(axis, [torch.ones(16 * (2 - rank))]).wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_detail_compares_the_sizes_of_reduce_scatters(ranks: Callable[[int], RankPool]) -> None:
+    for error in ranks(2).run(unequal):
+        assert "mismatch" in error
 
 
 MESHES = {"two": [0, 1], "three": [1, 2, 3], "all": [[0, 1], [2, 3]], "one": [3]}

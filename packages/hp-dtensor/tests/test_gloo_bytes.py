@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor import TorchCollectives
+from hp_dtensor import Axis, TorchCollectives
 
 from .meshes import world_axis
 
@@ -97,6 +98,43 @@ def test_large_blocks_are_broadcast_into_the_output(ranks: Pools, size: int) -> 
         for found, dtype in zip(others, dtypes, strict=True):
             assert torch.equal(found, right.to(dtype))
         assert torch.equal(last, right + 1)
+
+
+def in_subgroup(rank: int) -> tuple[list[Tensor], list[str]]:
+    group: Any = dist.new_group([1, 2])
+    if rank == 0:
+        return [], []
+    axis, collectives = Axis("some", group, (1, 2)), TorchCollectives()
+    block = torch.full((LARGE,), float(rank))
+    with torch.inference_mode():
+        whole = torch.empty(2 * LARGE)
+    results = [
+        *collectives.all_gather(axis, [block], [whole]).wait(),
+        *collectives.reduce_scatter(axis, [torch.arange(4.0) * rank]).wait(),
+    ]
+    errors = []
+    calls: list[Callable[[], Any]] = [
+        lambda: collectives.all_gather(axis, [block], [whole.double()]),
+        lambda: collectives.all_gather(axis, [block], [torch.empty(3 * LARGE)]),
+        lambda: collectives.reduce_scatter(axis, [block.double()[:4]], [torch.empty(2)]),
+        lambda: collectives.prepare_reduce_scatter(axis)(torch.empty(3), block[:4]),
+    ]
+    for call in calls:
+        try:
+            call().wait()
+        except (ValueError, RuntimeError) as error:
+            errors.append(str(error))
+    return [x.clone() for x in results], errors
+
+
+def test_some_ranks_of_the_world_and_wrong_outputs(ranks: Pools) -> None:
+    whole = torch.tensor([1.0, 2.0]).repeat_interleave(LARGE)
+    for rank, (results, errors) in enumerate(ranks(3).run(in_subgroup)):
+        if rank > 0:
+            gathered, part = results
+            assert torch.equal(gathered, whole)
+            assert part.tolist() == [[0.0, 3.0], [6.0, 9.0]][rank - 1]
+            assert len(errors) == 4
 
 
 def not_a_number(rank: int) -> Tensor:

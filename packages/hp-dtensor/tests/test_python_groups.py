@@ -65,6 +65,27 @@ def overridden(old_names: bool, lists: bool) -> dict[str, str]:
     }
 
 
+def with_backend(rank: int) -> dict[str, int]:
+    """Call a subclass that overrides two methods and has gloo as its backend."""
+    inner: Any = dist.new_group()
+    names = {known(name): known(name) for name in SINGLES[:2]}
+    made: Any
+    made, calls = counting(inner, names)
+    cpu = torch.device("cpu")
+    made._register_backend(cpu, ProcessGroup.BackendType.GLOO, inner._get_backend(cpu))
+    axis, collectives = Axis("x", made, tuple(range(inner.size()))), TorchCollectives()
+    (whole,) = collectives.all_gather(axis, [torch.full((2**19,), float(rank))]).wait()
+    (part,) = collectives.reduce_scatter(axis, [torch.arange(4.0)]).wait()
+    assert whole.sum() == 2**19
+    assert part.tolist() == [[0.0, 2.0], [4.0, 6.0]][rank]
+    return dict(calls)
+
+
+def test_a_subclass_with_gloo_keeps_its_methods(ranks: Ranks) -> None:
+    for calls in ranks(2).run(with_backend):
+        assert calls == {known(name): 1 for name in SINGLES[:2]}
+
+
 def every_collective(rank: int, old_names: bool, lists: bool) -> tuple[dict[str, int], list[bool]]:
     inner: Any = dist.new_group()
     group, calls = counting(inner, overridden(old_names, lists))

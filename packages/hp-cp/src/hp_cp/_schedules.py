@@ -577,7 +577,7 @@ class _Attend(torch.autograd.Function):
                 for batch in schedule.batches[source]:
                     forward_batch(batch, queries, held_k, held_v, kernel, rows)
         out, lse = rows.result(sinks)
-        own = (None, None) if kept and schedule.places else (k, v)  # gathered keys have them too
+        own = (None, None) if kept and schedule.places else (k, v)  # the gathered keys contain them
         ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
         ctx.schedule, ctx.peers, ctx.origin = schedule, peers, schedule.origin
         ctx.sources = sources

@@ -466,6 +466,18 @@ def counts_messages(group: object, device: torch.device) -> bool:
     return wrapper is not None and isinstance(backend_object(group, device), wrapper)
 
 
+def is_plain_gloo(group: object, device: torch.device) -> bool:
+    """Return whether collectives on a device go to gloo directly.
+
+    The result is False for classes that derive from ``ProcessGroup``, because they may override
+    collectives. It is also False with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, because torch then
+    compares each call between the ranks. The result is the same on all ranks.
+    """
+    if type(group) is not ProcessGroup or backend_of(group, device) != "gloo":
+        return False
+    return not counts_messages(group, device)
+
+
 def makes_groups_alone() -> bool:
     """Return whether the ranks of a new process group can create it without the other ranks.
 

@@ -162,6 +162,11 @@ class Segment:
         return out
 
 
+# On one rank, parameters of at least this size are updated one by one. Copying smaller gradients
+# together takes less time than a separate update.
+LARGE_BYTES = 64 * 1024
+
+
 def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group.
 
@@ -175,7 +180,7 @@ def segments_of(group: ParameterGroup) -> list[Segment]:
     spans = group.layout.shard_ranges
     large = math.inf
     if group.axes.size == 1:
-        large = group.config.direct_bytes / group.layout.shard.element_size()
+        large = LARGE_BYTES / group.layout.shard.element_size()
     runs: list[list[int]] = []
     last, alone = -1, False
     for i in group.order:

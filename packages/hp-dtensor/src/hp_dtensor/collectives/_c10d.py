@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 from .._errors import LayoutError
-from .._torch import backend_object, backend_of, timeout_of
+from .._torch import backend_object, backend_of, is_plain_gloo, timeout_of
 from ._interface import (
     Axis,
     Collectives,
@@ -37,6 +37,7 @@ from ._interface import (
     check_divisible,
     own_fault,
 )
+from ._uneven import reduce_blocks
 
 
 def _names(*names: str) -> tuple[str, ...]:
@@ -87,7 +88,8 @@ _REDUCE_LIST_OPTIONS = {
     name: _asynchronous(AllreduceCoalescedOptions(), op) for name, op in _OPS.items()
 }
 
-_MAX_BROADCASTS = 8  # for one all-gather over gloo; see `_takes_broadcasts`
+_CPU = torch.device("cpu")
+_MAX_BROADCASTS = 8  # for one all-gather over gloo; see `_gathers`
 _BROADCAST_OPTIONS = [_asynchronous(BroadcastOptions()) for _ in range(_MAX_BROADCASTS)]
 for _source, _options in enumerate(_BROADCAST_OPTIONS):
     _options.rootRank = _source
@@ -169,9 +171,9 @@ def _start(
     collective: str,
     axis: Axis,
     starts: Sequence[Callable[[], Any]],
+    finishes: Sequence[_Finish],
     outputs: list[Tensor],
     inputs: Sequence[Tensor],
-    finishes: Sequence[_Finish] = (),
 ) -> _PendingWork:
     """Start the operations of one collective call, one after the other.
 
@@ -182,9 +184,9 @@ def _start(
         collective: Name of the collective, for error messages.
         axis: Axis of the collective.
         starts: Functions that each start one operation and return its ``torch.distributed.Work``.
+        finishes: Functions that ``wait`` calls after all operations are done.
         outputs: Tensors that ``wait`` returns.
         inputs: Tensors that must stay alive until all operations are done.
-        finishes: Functions that ``wait`` calls after all operations are done.
     """
     works: list[Any] = []
     for start in starts:
@@ -232,7 +234,7 @@ class TorchCollectives:
         if len(inputs) == len(outputs) == 1:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                return _start("all_gather", axis, _gathers(out, x, axis), [out], [x])
+                return _start("all_gather", axis, _gathers(out, x, axis), (), [out], [x])
         inputs = [x.contiguous() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
@@ -247,15 +249,15 @@ class TorchCollectives:
         else:
             starts = [start for pair in pairs for start in _gathers(*pair, axis)]
         used = [x for pair in pairs for x in pair]
-        return _start("all_gather", axis, starts, list(outputs), used, copies)
+        return _start("all_gather", axis, starts, copies, list(outputs), used)
 
     def prepare_all_gather(
         self, axis: Axis, input: Tensor, output: Tensor
     ) -> Callable[[], Waitable]:
         """Return a function that starts the same all-gather, with the same tensors, at each call.
 
-        This method checks the axis and looks up the process group only once. So a call of the
-        returned function takes no more host time than the process group itself.
+        This method checks the axis and looks up the process group only once, which saves host time
+        in each call of the returned function.
 
         Args:
             axis: Axis of at least two ranks, with a process group.
@@ -281,11 +283,10 @@ class TorchCollectives:
             tensor(8.)
         """
         _check_prepared(axis)
-        output, input = _real(output), _real(input)
-        if not _takes_broadcasts(axis, input):
-            return partial(_method(axis, _GATHER), output, input, _GATHER_OPTIONS)
-        # Each call copies this rank's block.
-        return lambda: _start("all_gather", axis, _broadcasts(output, input, axis), [output], [])
+        starts = _gathers(output, input, axis)
+        if len(starts) == 1:
+            return starts[0]
+        return partial(_start, "all_gather", axis, starts, (), [output], [input])
 
     def prepare_reduce_scatter(
         self, axis: Axis, op: ReduceOp = "sum"
@@ -317,22 +318,7 @@ class TorchCollectives:
             tensor([4., 4.])
         """
         _check_prepared(axis)
-        scatter = _method(axis, _SCATTER)
-        options, for_bools = _SCATTER_OPTIONS[op], _SCATTER_OPTIONS[_for_bools(op)]
-        over_gloo = _is_gloo(axis, torch.device("cpu")) and op in _BLOCK_REDUCTIONS
-        exchange, ranks = _method(axis, _EXCHANGE), axis.size
-
-        def start(output: Tensor, input: Tensor) -> Waitable:
-            if input.dtype.is_complex:  # an attribute costs less than a call
-                output, input = _real(output, op), _real(input, op)
-            if over_gloo and input.device.type == "cpu":
-                reduction = op if input.dtype is not torch.bool else _for_bools(op)
-                return _BlockReduction(output, input, reduction, ranks, exchange)
-            use = options if input.dtype is not torch.bool else for_bools
-            work: Waitable = scatter(output, input, use)
-            return work
-
-        return start
+        return partial(_scatter, op=op, ranks=axis.size, methods=_scatter_methods(axis))
 
     def reduce_scatter(
         self,
@@ -353,28 +339,25 @@ class TorchCollectives:
         if len(inputs) == len(outputs) == 1:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                works = [_scatter(out, x, op, axis, _is_gloo(axis, x.device))]
+                works = [_scatter(out, x, op, axis.size, _scatter_methods(axis))]
                 return _PendingWork("reduce_scatter", axis, works, [out], [x], divide)
         inputs = [x.contiguous() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
         several, dtypes = len(pairs) > 1, {x.dtype for x in inputs}
-        over_gloo = bool(inputs) and _is_gloo(axis, inputs[0].device)
+        over_gloo = several and _is_gloo(axis, inputs[0].device)
         if over_gloo and len(dtypes) == 1 and sum(map(bytes_of, inputs)) < _MIN_BYTES_UNPACKED:
             packed, unpack = _packed(pairs, axis.size, 1)
             pairs, copies = [packed], [unpack, *copies]
-        if (
-            several
-            and not over_gloo
-            and torch.bool not in dtypes
-            and _takes_lists(axis, _SCATTER_LIST, inputs[0].device)
-        ):
+        takes_list = several and not over_gloo and torch.bool not in dtypes
+        if takes_list and _takes_lists(axis, _SCATTER_LIST, inputs[0].device):
             parts = [_real(x.detach(), op) for x in dense], [_real(x, op) for x in inputs]
             starts = [partial(_method(axis, _SCATTER_LIST), *parts, _SCATTER_OPTIONS[op])]
         else:
-            starts = [partial(_scatter, *pair, op, axis, over_gloo) for pair in pairs]
+            methods = _scatter_methods(axis)
+            starts = [partial(_scatter, *pair, op, axis.size, methods) for pair in pairs]
         used, finishes = [x for pair in pairs for x in pair], [*copies, *divide]
-        return _start("reduce_scatter", axis, starts, list(outputs), used, finishes)
+        return _start("reduce_scatter", axis, starts, finishes, list(outputs), used)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """Reduce each tensor in place; see `Collectives.all_reduce`."""
@@ -395,7 +378,7 @@ class TorchCollectives:
             starts = [partial(_reduce_list, same, op, axis) for same in by_dtype.values()]
         else:
             starts = [partial(_reduce, tensor, op, axis) for tensor in dense]
-        return _start("all_reduce", axis, starts, outputs, dense, [*copies, *divide])
+        return _start("all_reduce", axis, starts, [*copies, *divide], outputs, dense)
 
     def all_to_all(
         self,
@@ -475,7 +458,7 @@ class TorchCollectives:
         dense, copies = _dense(outputs)
         options: dict[str, Any] = {"group": axis.group, "async_op": True}
         starts = [partial(dist.broadcast, x, axis.ranks[source], **options) for x in dense]
-        return _start("broadcast", axis, starts, outputs, dense, copies)
+        return _start("broadcast", axis, starts, copies, outputs, dense)
 
 
 def _check_group(axis: Axis) -> None:
@@ -545,71 +528,82 @@ def _is_gloo(axis: Axis, device: torch.device) -> bool:
 
 
 def _gathers(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any]]:
-    """Return functions that together start an all-gather of one contiguous tensor."""
+    """Return functions that together start an all-gather of one contiguous tensor.
+
+    For large tensors on CPUs and few ranks over gloo, these are one broadcast from each rank.
+    gloo's all-gather receives all blocks in a buffer of its own and then copies them to the output
+    (torch 2.11 to 2.13). A broadcast receives a block in the output.
+    """
     if input.is_complex():
         output, input = _real(output), _real(input)
-    if _takes_broadcasts(axis, input):
-        return _broadcasts(output, input, axis)
-    return [partial(_method(axis, _GATHER), output, input, _GATHER_OPTIONS)]
+    if (
+        axis.size > _MAX_BROADCASTS
+        or bytes_of(input) < _MIN_BYTES_UNPACKED
+        or input.device.type != "cpu"
+        or output.dtype is not input.dtype
+        or output.numel() != axis.size * input.numel()
+        or not is_plain_gloo(axis.group, input.device)
+    ):
+        return [partial(_method(axis, _GATHER), output, input, _GATHER_OPTIONS)]
+    index, group, block = axis.index, cast(Any, axis.group), input.detach().view(-1)
+    blocks = output.detach().view(axis.size, -1).unbind()
+
+    def start(source: int) -> Any:
+        if source == index:
+            with _unrecorded([blocks[source]]):
+                blocks[source].copy_(block)
+        return group.broadcast([blocks[source]], _BROADCAST_OPTIONS[source])
+
+    return [partial(start, source) for source in range(axis.size)]
 
 
-def _takes_broadcasts(axis: Axis, input: Tensor) -> bool:
-    """Return whether an all-gather of ``input`` is made of broadcasts, one from each rank.
+_ScatterMethods = tuple[Callable[..., Any], Callable[..., Any] | None]
 
-    This is so for large tensors on a CPU and few ranks over gloo. gloo's all-gather receives all
-    blocks in a buffer of its own and then copies them to the output (torch 2.11 to 2.13). A
-    broadcast receives a block in the output.
+
+def _scatter_methods(axis: Axis) -> _ScatterMethods:
+    """Return the method that starts a reduce-scatter, and the one to be used on CPUs over gloo.
+
+    The second one starts an all-to-all. It is None if the group of the axis does not use gloo for
+    CPUs, or not directly. See `_BlockReduction`.
     """
-    return (
-        axis.size <= _MAX_BROADCASTS
-        and input.device.type == "cpu"
-        and bytes_of(input) >= _MIN_BYTES_UNPACKED
-        and _is_gloo(axis, input.device)
-    )
+    over_gloo = is_plain_gloo(axis.group, _CPU)
+    return _method(axis, _SCATTER), _method(axis, _EXCHANGE) if over_gloo else None
 
 
-def _broadcasts(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any]]:
-    """Copy this rank's block, and return functions that start one broadcast from each rank."""
-    output = output.detach()
-    blocks = output.view(axis.size, -1)
-    with _unrecorded([output]):
-        blocks[axis.index].copy_(input.view(-1))
-    group: Any = axis.group
-    return [
-        partial(group.broadcast, [block], _BROADCAST_OPTIONS[source])
-        for source, block in enumerate(blocks.unbind())
-    ]
-
-
-def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis, over_gloo: bool) -> Any:
+def _scatter(
+    output: Tensor, input: Tensor, op: ReduceOp, ranks: int, methods: _ScatterMethods
+) -> Any:
     """Start a reduce-scatter of one contiguous tensor, and return a handle with ``wait()``."""
     if output.requires_grad:
         output = output.detach()  # gloo writes to it with autograd enabled
-    if input.is_complex():
+    if input.requires_grad:
+        input = input.detach()
+    if input.dtype.is_complex:
         output, input = _real(output, op), _real(input, op)
     elif input.dtype is torch.bool:
         op = _for_bools(op)
-    is_on_cpu = input.device.type == "cpu"
-    if over_gloo and is_on_cpu and op in _BLOCK_REDUCTIONS and not input.is_complex():
-        exchange = _method(axis, _EXCHANGE)
-        return _BlockReduction(output, input.detach(), op, axis.size, exchange)
-    return _method(axis, _SCATTER)(output, input, _SCATTER_OPTIONS[op])
-
-
-# They write to ``out=``.
-_BLOCK_REDUCTIONS: dict[ReduceOp, Callable[..., Tensor]] = {
-    "sum": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-    "prod": torch.prod,
-}
+    scatter, exchange = methods
+    if input.ndim == output.ndim == 1:  # attributes cost less host time than calls
+        fits = input.shape[0] == ranks * output.shape[0]
+    else:
+        fits = input.numel() == ranks * output.numel()
+    if (
+        exchange is not None
+        and fits
+        and input.dtype is output.dtype
+        and input.device.type == "cpu"
+        and op != "avg"
+        and not input.dtype.is_complex
+    ):
+        return _BlockReduction(output, input, op, ranks, exchange)
+    return scatter(output, input, _SCATTER_OPTIONS[op])
 
 
 class _BlockReduction:
     """Handle of a reduce-scatter over gloo: an all-to-all of blocks, which `wait` reduces.
 
-    gloo's own reduce-scatter copies the input, all-reduces the copy, and then copies one block of
-    it (torch 2.11 to 2.13). Each rank therefore receives twice as many bytes.
+    gloo's own reduce-scatter all-reduces a copy of the input, so each rank receives twice the bytes
+    (torch 2.11 to 2.13).
 
     Args:
         output: Contiguous tensor of one block, which does not require grad.
@@ -627,28 +621,23 @@ class _BlockReduction:
         self._output = output
         self._op = op
         self._ranks = ranks
-        self._blocks: Tensor | None = torch.empty_like(input)
+        self._blocks = torch.empty_like(input)
         self._work = exchange(self._blocks, input, [], [], _EXCHANGE_OPTIONS)
 
     def wait(self) -> None:
         """Wait for the blocks of all ranks, and reduce them in rank order."""
-        self._work.wait()
-        if self._blocks is None:
+        work, output = self._work, self._output
+        if work is None:  # an earlier call has ended
             return
-        if self._output.is_inference():
+        work.wait()
+        blocks = self._blocks.view(self._ranks, *output.shape)
+        if output.is_inference():
             with torch.inference_mode():
-                self._reduce(self._blocks)
+                reduce_blocks(blocks, self._op, output)
         else:
-            self._reduce(self._blocks)
-        self._blocks = None
-
-    def _reduce(self, blocks: Tensor) -> None:
-        output = self._output
-        blocks = blocks.view(self._ranks, *output.shape)
-        if self._ranks == 2 and self._op == "sum":
-            torch.add(blocks[0], blocks[1], out=output)  # in half the time of ``torch.sum``
-        else:
-            _BLOCK_REDUCTIONS[self._op](blocks, 0, out=output)
+            reduce_blocks(blocks, self._op, output)
+        self._work = None  # it holds the input and the blocks
+        self._blocks = output
 
 
 def _reduce(tensor: Tensor, op: ReduceOp, axis: Axis) -> Any:
@@ -897,7 +886,7 @@ def _send_and_receive(
             for method, tensors in ((group.recv, arriving), (group.send, leaving))
             for peer, x in tensors
         ]
-        return _start("send_recv", axis, starts, outputs, used, finishes)
+        return _start("send_recv", axis, starts, finishes, outputs, used)
     pairs = [
         (function, peer, x)
         for function, tensors in ((dist.irecv, arriving), (dist.isend, leaving))
@@ -911,7 +900,7 @@ def _send_and_receive(
         return _PendingWork("send_recv", axis, works, outputs, used, finishes)
     # The group is written in Python. ``batch_isend_irecv`` would also call its methods one by one.
     starts = [partial(function, x, axis.ranks[peer], group) for function, peer, x in pairs]
-    return _start("send_recv", axis, starts, outputs, used, finishes)
+    return _start("send_recv", axis, starts, finishes, outputs, used)
 
 
 def _start_with_timeout(
