@@ -14,26 +14,26 @@ thread. Tensor parallelism is torch's on both sides, with the trainer's plan.
 
 For each side, the fastest of several settings is chosen first. The chosen arms and the computation
 then run in the same processes, one step each in random order. The slowest rank gives the time of a
-step. Ratios are medians of paired ratios, with quartiles. The learning rate is 0 then, so that the
-experts of both sides receive the same rows in each round.
+step. Ratios are medians of paired ratios, with quartiles. In these rounds, the learning rate is 0,
+and all arms have the same batch. So the experts of both sides receive the same rows.
 
 | row | meaning |
 |---|---|
 | step | time of forward, backward, clipping, AdamW and ``zero_grad`` |
 | compute | the same ranks compute at the same time without communication, see below |
 | above compute | step minus compute, in each round |
-| bare collectives | as "above compute", with hp's collectives and nothing else: a lower bound |
+| bare collectives | as "above compute", of hp's collectives without hp's copies and hooks |
 | tokens/s | tokens of all ranks per second |
 | peak memory | the most memory of a rank at any time, by the profiler of torch's allocator |
 | received | bytes that rank 0 receives from other ranks in a step, computed from the shapes |
-| host above compute | as "above compute", with tensors of a few elements on a fake process group |
+| host time above compute | as "above compute", with tiny tensors on a fake process group |
 
 Compute: each rank has a plain model with the shapes of its part, and the other parts of the step.
 The docstring of `whole_step.sides.compute_arm` says exactly what differs from the sharded model.
 Experts compute as many rows as they receive, so loads that differ between ranks count as compute.
 
-The aim for "above compute" is half of the peer's. The aim for the step follows: ``1 - s / 2``, if
-``s`` is the share of the peer's step above compute.
+The aim for "above compute" is half of the peer's. The ratio of the steps would then be
+``1 - s / 2``, where ``s`` is the share of the peer's step above compute.
 
 torch's public ``context_parallel`` raises on CPUs. The peer then runs its ring attention with the
 kernels for CPUs, and the report shows the error. gloo on CPUs says something about bytes, copies,
@@ -91,7 +91,7 @@ from whole_step.sides import (
 Json = dict[str, Any]
 SIDES = ("hp", "torch")
 BOUND = 1e-4  # largest relative difference of losses and norms between an arm and one process
-TUNING = 3  # rounds among the settings of a side
+TUNING = 4  # rounds among all settings of both sides
 ROUNDS = 11
 HOST_ROUNDS = 15
 AIM = 0.5
@@ -105,15 +105,15 @@ TITAN = ["torchtitan.models.common.moe", "torchtitan.models.common.linear"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the ranks of one world measure.
+    """Settings of the measurements in one world.
 
     Attributes:
         cases: The cases.
         device: ``"cpu"`` or ``"cuda"``.
-        rounds: Measured rounds.
-        tune: Whether to choose among all settings; otherwise the first ones are used.
-        large: Whether the tensors are large; otherwise few steps are enough.
-        profile: The side whose components are measured instead of all else, if any.
+        rounds: Number of measured rounds.
+        tune: If True, all settings are tried. Otherwise the first one of each side is used.
+        large: False for ``--quick``, which takes few steps.
+        profile: If given, only the components of this side's time are measured.
     """
 
     cases: Sequence[Case]
@@ -179,11 +179,11 @@ def main() -> int:
 
 
 def run(plan: Plan, ranks: int, deadline: float) -> list[Json]:
-    """Measure the cases in a world, then their host time. Each is printed when it was measured."""
+    """Measure all cases, then the host time of each. Prints each result at once."""
     rows: list[Json] = started(measured, ranks, deadline, plan)
     if plan.profile is None and plan.device == "cpu":
         hosts = started(host_times, 1, deadline, plan, rows)
-        print("host above compute, on a fake process group")
+        print("host time above compute, on a fake process group")
         for row, host in zip(rows, hosts, strict=True):
             row["host"] = host
             _show_times(row["case"], host)
@@ -191,9 +191,12 @@ def run(plan: Plan, ranks: int, deadline: float) -> list[Json]:
 
 
 def started(function: Callable[..., Any], ranks: int, deadline: float, *given: Any) -> Any:
-    """Return what ``function(rank, ranks, store, *given)`` returns on rank 0.
+    """Run ``function(rank, ranks, store, *given)`` in ``ranks`` processes.
 
-    It runs in as many processes, with one thread each. Results travel as JSON.
+    Each process has one thread.
+
+    Returns:
+        The result on rank 0, which is passed on as JSON.
 
     Raises:
         TimeoutError: The processes did not end in time; they are killed.
@@ -260,7 +263,7 @@ def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
     """Return the row of a case, from all ranks of the current world.
 
     Raises:
-        RuntimeError: An arm does not train as one process does.
+        RuntimeError: The losses or the norm of an arm differ from those of one process.
     """
     base = build_model(case.config, 0, torch.float32, device)
     expected = reference(base, case, rank, device)
@@ -277,9 +280,20 @@ def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
         "notes": notes(case, device),
     }
     best: dict[str, Arm] = {}
+    arms: dict[str, list[Arm]] = {}
     for side, settings in candidates(case).items():
         chosen = settings if plan.tune else settings[:1]
-        best[side], row[side] = fastest(base, case, chosen, expected, rank, device)
+        arms[side], peaks = checked_arms(base, case, chosen, expected, rank, device)
+        row[side] = {"candidates_peak_bytes": peaks}
+    medians = medians_of([*arms["hp"], *arms["torch"]], device) if plan.tune else {}
+    for side, own in arms.items():
+        best[side] = arm = min(own, key=lambda each: medians.get(each.name, 0.0))
+        row[side] |= {
+            "settings": arm.settings,
+            "candidates_ms": {each.name: medians[each.name] for each in own if medians},
+            "peak_bytes": row[side]["candidates_peak_bytes"][arm.name],
+        }
+    del arms
     rows = received_rows(best["hp"]) if case.model == "MoE" else None
     best["compute"] = compute_arm(base, case, rank, device, rows)
     row["rows_of_experts"] = rows
@@ -305,7 +319,7 @@ def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
 
 
 def notes(case: Case, device: torch.device) -> list[str]:
-    """Return what readers must know about the peer in this case."""
+    """Return notes about the peer for the report."""
     if case.cp == 1:
         return []
     mesh = torch_mesh(device.type, (case.ranks,), ("cp",))
@@ -321,7 +335,11 @@ def notes(case: Case, device: torch.device) -> list[str]:
 def reference(
     base: LanguageModel, case: Case, rank: int, device: torch.device
 ) -> list[list[float]]:
-    """Return loss and norm of three steps of one process, on all ranks."""
+    """Train an unsharded model on rank 0 for three steps.
+
+    Returns:
+        The loss and the gradient norm of each step, on every rank.
+    """
     found: list[Any] = [None]
     if rank == 0:
         arm = plain_arm(base, case, device)
@@ -331,15 +349,20 @@ def reference(
     return expected
 
 
-def fastest(
+def checked_arms(
     base: LanguageModel,
     case: Case,
     settings: Sequence[Settings],
     expected: list[list[float]],
     rank: int,
     device: torch.device,
-) -> tuple[Arm, Json]:
-    """Create an arm for each of the settings, check it, and return the fastest with its figures."""
+) -> tuple[list[Arm], dict[str, int]]:
+    """Create an arm for each of the settings, and compare it with one process.
+
+    Returns:
+        The arms, with a learning rate of 0; and the peak memory of each in bytes, by name. It is
+        the peak of the rank with the highest one.
+    """
     arms = []
     peaks = {}
     for each in settings:
@@ -351,16 +374,9 @@ def fastest(
         arm.freeze()
         peaks[arm.name] = peak
         arms.append(arm)
-    arm, tuned = quickest(arms, device, len(settings) > 1)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, peaks)
-    most = {name: max(each[name] for each in every) for name in peaks}
-    return arm, {
-        "settings": arm.settings,
-        "candidates_ms": tuned,
-        "candidates_peak_bytes": most,
-        "peak_bytes": most[arm.name],
-    }
+    return arms, {name: max(each[name] for each in every) for name in peaks}
 
 
 def _maker(
@@ -383,21 +399,17 @@ def check(name: str, case: Case, step: int, found: list[float], expected: list[f
             )
 
 
-def quickest(arms: Sequence[Arm], device: torch.device, tune: bool) -> tuple[Arm, dict[str, float]]:
-    """Return the arm with the shortest median step, the same on all ranks, and all medians in ms.
-
-    Without ``tune``, return the first arm.
-    """
-    if len(arms) == 1 or not tune:
-        return arms[0], {}
+def medians_of(arms: Sequence[Arm], device: torch.device) -> dict[str, float]:
+    """Return the median step of each arm in ms, by name. All arms alternate."""
     times = slowest(timed(arms, TUNING, device)[0])
-    medians = {name: 1e3 * statistics.median(each) for name, each in times.items()}
-    name = min(medians, key=lambda key: medians[key])
-    return next(arm for arm in arms if arm.name == name), medians
+    return {name: 1e3 * statistics.median(each) for name, each in times.items()}
 
 
 def of_slowest_rank(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the figures of the rank that computes longest, which waits least for other ranks."""
+    """Return the figures of the rank with the longest computation.
+
+    This rank waits least for the other ranks.
+    """
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, figures)
     return max(found, key=lambda each: sum(each["compute"].values()))
@@ -422,7 +434,7 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> Json:
 
 
 def summarize(row: Json) -> None:
-    """Add the comparisons to a row."""
+    """Add ``step``, ``above``, ``bare``, ``compute`` and ``tokens_per_second`` to a row."""
     ours, theirs, bare, compute = (row["seconds"][name] for name in (*SIDES, "bare", "compute"))
     above = [[a - c for a, c in zip(side, compute, strict=True)] for side in (ours, theirs, bare)]
     row["step"] = compared(ours, theirs)
@@ -443,10 +455,10 @@ def _host(seconds: dict[str, list[float]]) -> Json:
 
 
 def host_times(rank: int, ranks: int, store: str, plan: Plan, rows: list[Json]) -> list[Json]:
-    """Measure the host time of steps in addition to the computation, on fake process groups.
+    """Measure the host time of a step minus that of the computation, on fake process groups.
 
-    Collectives take no time there, and tensors have a few elements. The settings are the chosen
-    ones of both sides.
+    Collectives take no time there, and tensors have a few elements. The backend is not gloo, so
+    hp-dtensor's own operations over gloo do not count. The settings are the chosen ones.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -479,7 +491,7 @@ def show(row: Json) -> None:
         "step": "step",
         "above": "above compute",
         "bare": "bare collectives above compute",
-        "host": "host above compute",
+        "host": "host time above compute",
     }
     for key, name in names.items():
         if key in row:
@@ -514,7 +526,7 @@ def _line(name: str, ours: str, theirs: str, each: Json) -> None:
 
 
 def show_components(row: Json) -> None:
-    """Print the components of the time above compute, of the rank that computes longest."""
+    """Print each component of the time above compute, on the rank with the longest computation."""
     side = row["profiled"]
     mine, floor = row["profile"][side], row["profile"]["compute"]
     print(f"{row['case']}: {side}, {row[side]['settings']['name']}; ms per step on one rank")
@@ -547,7 +559,7 @@ def draw(rows: Sequence[Json], file: Path) -> None:
             axes.barh(place, above, color=color, label=label)
             said = f" {above:.0f} of {step:.0f} ms"
             axes.text(max(above, 0), place, said, va="center", fontsize=8)
-        label = "the bare collectives of hp" if number == 0 else None
+        label = "bare collectives of hp" if number == 0 else None
         bare = row["bare"]["ours_ms"]
         axes.plot(
             [bare, bare],

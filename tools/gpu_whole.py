@@ -20,7 +20,7 @@ ROUNDS = 15
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
-    """Return the only world."""
+    """Return one world of one rank."""
     return [World("1 rank", nccl(on_gpu))]
 
 
@@ -35,7 +35,7 @@ def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
 
 
 def add(case: Case, device: torch.device, large: bool, rows: Rows) -> None:
-    """Add the rows of a case. It is measured when the first row is."""
+    """Add the rows of a case. The first row measures all of them."""
     found: list[Json] = []
 
     def of(result: Callable[[Json], str | Result]) -> Callable[[], str | Result]:

@@ -140,7 +140,7 @@ def cases_of(ranks: int, size: Size) -> list[Case]:
 
 
 def host_case(case: Case) -> Case:
-    """Return the case with as many modules and parameters, and tensors of a few elements."""
+    """Return a copy of the case with the same modules and tensors of a few elements."""
     config = replace(
         case.config,
         vocab_size=16,

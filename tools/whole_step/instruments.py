@@ -41,7 +41,8 @@ def timed(
     collection runs between the rounds.
 
     Returns:
-        Seconds of each step on this rank to its end on the device, and until the host returned.
+        Two dicts from the name of an arm to the seconds of each round on this rank: until the
+        device has finished, and until the host has returned.
     """
     seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     host: dict[str, list[float]] = {arm.name: [] for arm in arms}
@@ -121,8 +122,8 @@ class ReceivedBytes(TorchDispatchMode):
     """Counts the bytes that the collectives of a rank receive from other ranks.
 
     They are computed from the shapes, for both sides in the same way. An all-reduce of ``b`` bytes
-    over ``n`` ranks counts as ``2 * b * (n - 1) / n``. An operator that communicates and is not
-    known raises.
+    over ``n`` ranks counts as ``2 * b * (n - 1) / n``. Raises RuntimeError for an unknown
+    collective operator.
 
     Attributes:
         by_kind: Bytes of each kind of collective.
@@ -203,7 +204,11 @@ def received(arm: Arm) -> tuple[dict[str, int], dict[str, int]]:
 
 
 class _Recorded(TorchDispatchMode):
-    """Records all operators that communicate, with buffers of their own in place of the tensors."""
+    """Records each collective operator of a step, with its arguments.
+
+    Each tensor argument is replaced by a new zero tensor of the same shape, so that the calls can
+    be repeated later.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -222,11 +227,11 @@ class _Recorded(TorchDispatchMode):
 
 
 class BareCollectives:
-    """The computation, and the collectives of another arm with the same sizes: a lower bound.
+    """Runs the computation together with the recorded collectives of another arm.
 
-    All collectives start at the beginning of the step, on buffers that exist already. Exchanges of
-    rows of tokens, for which experts have to wait, run one after the other. The step ends when the
-    computation and all collectives have ended. There are no copies and no hooks.
+    The arm's copies and hooks are left out. All collectives start at the beginning of the step.
+    Exchanges of rows of tokens, for which experts have to wait, run one after the other. The step
+    ends when the computation and all collectives have ended.
 
     Args:
         arm: The arm whose collectives are recorded, in one step.
@@ -256,7 +261,7 @@ class BareCollectives:
 
 
 def _exchanges_rows(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operator is an all-to-all with a number of rows for each rank."""
+    """Return whether an operator is an all-to-all with split sizes."""
     name = func._schema.name.partition("::")[2]
     return (name == "alltoall_base_" and bool(args[3])) or name == "all_to_all_single"
 
@@ -283,10 +288,10 @@ _KINDS = {
 
 @contextmanager
 def named_waits() -> Iterator[None]:
-    """Give each wait for a collective a range in the profile, with the kind of the collective.
+    """Label each wait for a collective in the profile with the kind of the collective.
 
-    gloo does not know the kind, so the methods that start collectives are replaced, too. Create the
-    arms in this context: hp-fsdp looks up the method of its reduce-scatters once.
+    Replaces methods of ``Work`` and ``ProcessGroup`` while the context is open. Create the arms in
+    this context, because hp-fsdp looks up the method of its reduce-scatters once.
     """
     work, group = vars(dist)["Work"], vars(dist)["ProcessGroup"]
     kinds: dict[int, str] = {}
@@ -362,7 +367,7 @@ def component_of(name: str) -> str:
 
 
 def components(arm: Arm, steps: int) -> dict[str, float]:
-    """Return the milliseconds per step of each component, by the profiler, on this thread.
+    """Profile some steps, and return the milliseconds per step of each component on this thread.
 
     Call it in the context `named_waits`.
 

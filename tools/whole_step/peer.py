@@ -107,7 +107,7 @@ class _Ring(torch.autograd.Function):
 def use_torchtitan(model: LanguageModel, ep: DeviceMesh | None) -> None:
     """Replace each mixture of experts by torchtitan's layer with the same weights.
 
-    The routed experts compute in the dtype of their weights. torchtitan's own cast to bfloat16.
+    torchtitan's routed experts cast to bfloat16. Here they compute in the dtype of their weights.
     With ``ep``, experts are sharded over it and the dispatcher is the all-to-all one.
     """
     for block in model.blocks.values():
@@ -116,7 +116,7 @@ def use_torchtitan(model: LanguageModel, ep: DeviceMesh | None) -> None:
 
 
 def experts_of(block: nn.Module) -> nn.Module | None:
-    """Return the routed experts of a block with torchtitan's layer; None of other modules."""
+    """Return the routed experts of a block with torchtitan's layer. Returns None for others."""
     routed = getattr(getattr(block, "mlp", None), "routed_experts", None)
     found: nn.Module | None = getattr(routed, "inner_experts", None)
     return found

@@ -1,7 +1,8 @@
 """The arms of a case: hp, the peer, and the computation without communication.
 
 All arms start from the same weights, and train on the same batches with the trainer's AdamW and
-clipping. Losses are parts of one mean over the tokens of all ranks, so gradients are summed.
+clipping. The loss of a rank is the sum over its tokens, divided by the number of tokens of all
+ranks. So gradients are summed over the ranks.
 """
 
 import copy
@@ -66,7 +67,8 @@ class TorchSettings:
         separate_ends: As in `HpSettings`. The unit of the norm and the head is not resharded.
         explicit_prefetch: Prefetch the next unit in forward and the previous one in backward, start
             all-gathers of the current unit asynchronously, and do not reshard the last block.
-        experts_in_fsdp: Shard experts over the remaining data-parallel ranks, here one rank.
+        experts_in_fsdp: If True, the experts are units of their own over the ranks that hold the
+            same experts (one rank in these cases). If False, they are not sharded.
         optimizer: Implementation of AdamW.
         rotate: How ring attention passes keys and values on.
     """
@@ -95,7 +97,15 @@ def candidates(case: Case) -> dict[str, Sequence[Settings]]:
         TorchSettings(name="defaults", explicit_prefetch=False, separate_ends=False),
     ]
     if case.model == "MoE":
-        theirs.append(TorchSettings(name="tuned, experts outside FSDP", experts_in_fsdp=False))
+        theirs += [
+            TorchSettings(name="tuned, experts outside FSDP", experts_in_fsdp=False),
+            TorchSettings(
+                name="defaults, experts outside FSDP",
+                explicit_prefetch=False,
+                separate_ends=False,
+                experts_in_fsdp=False,
+            ),
+        ]
     if case.tp == 1:
         ragged = {"layout": "ragged"}
         ours.append(HpSettings(name="ragged", options=ragged))
@@ -330,7 +340,7 @@ def _shard_with_torch(
 ) -> None:
     """Shard the embedding, each block, and the norm with the head, as torchtitan does.
 
-    Gradients are summed. The root unit then has no parameters.
+    Gradients are summed. With separate ends, the root unit has no parameters.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard
@@ -431,7 +441,7 @@ def compute_arm(
     - ``tp``: each matrix is this rank's shard. An all-gather is replaced by copies of the own
       input, and a reduce-scatter by its first part.
     - ``cp``: attention takes this rank's queries, keys and values, without a mask. With two
-      ranks this is the number of products of one rank under the causal mask.
+      ranks, this takes as many multiplications as the causal mask leaves per rank.
     - ``ep``: this rank's experts compute as many rows as they receive in the sharded model. The
       rows are copies of the rank's own tokens.
 
@@ -440,7 +450,7 @@ def compute_arm(
         case: The case.
         rank: Rank of this process.
         device: Device of the model.
-        rows: What `received_rows` returned. Defaults to None: each expert has the mean.
+        rows: Result of `received_rows`. Defaults to None: each expert has the mean.
     """
     model = _local_model(base, case, rows).to(device)
     experts = [module for module in model.modules() if isinstance(module, _LocalMoE)]
@@ -507,7 +517,10 @@ class _LocalAttention(nn.Module):
 
 
 class _LocalMoE(nn.Module):
-    """The router of a layer, and the experts of one rank, which compute copies of its tokens.
+    """Stands in for a mixture of experts on one rank.
+
+    The rank's experts compute as many rows as they receive in the sharded model. The rows are
+    copies of the rank's own tokens.
 
     Args:
         layer: The whole layer.
@@ -535,15 +548,17 @@ class _LocalMoE(nn.Module):
         self._counts = [torch.tensor(each) for each in rows or mean]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the results of each token, ``[batch, seq, dim]``."""
+        """Return the outputs of the experts, summed per token, ``[batch, seq, dim]``."""
         tokens = x.flatten(0, 1)
         weights, _ = self.router(tokens)
-        counts = self._counts[self.arm.batch].to(x.device)
-        places = torch.arange(int(counts.sum()), device=x.device)
-        index = places % len(tokens)
-        row_weights = weights.flatten().index_select(0, places % weights.numel())
-        results = self.experts(tokens.index_select(0, index), counts, row_weights)
-        return torch.zeros_like(tokens).index_add(0, index, results).view(x.shape)
+        counts = self._counts[self.arm.batch]
+        rows = sum(counts.tolist())
+        copies = -(-rows // len(tokens))
+        each = tokens.repeat(copies, 1)[:rows]
+        row_weights = weights.flatten().repeat(copies)[:rows]
+        results = self.experts(each, counts.to(x.device), row_weights)
+        padded = F.pad(results, (0, 0, 0, copies * len(tokens) - rows))
+        return padded.view(copies, *tokens.shape).sum(0).view(x.shape)
 
 
 def _keep_local_matrices(model: LanguageModel, tp: int) -> None:
@@ -572,7 +587,10 @@ def _keep_first(module: Any, parts: int, dim: int) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """In place of an all-gather: copies of the input. Backward returns one part."""
+    """Replaces an all-gather: concatenates ``parts`` copies of the input.
+
+    Backward returns the first of ``parts`` chunks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int, dim: int) -> Tensor:
@@ -585,7 +603,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """In place of a reduce-scatter: the first part. Backward returns copies."""
+    """Replaces a reduce-scatter: keeps the first of ``parts`` chunks.
+
+    Backward concatenates copies.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int, dim: int) -> Tensor:
