@@ -25,16 +25,18 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 from .._errors import LayoutError
-from .._torch import backend_object, backend_of, is_plain_gloo, timeout_of
+from .._torch import backend_object, backend_of, is_plain_gloo, keep_eager, timeout_of
 from ._interface import (
     Axis,
     Collectives,
     Parts,
+    RankMismatchError,
     ReduceOp,
     Waitable,
     Work,
     as_tensors,
     check_divisible,
+    check_outputs,
     own_fault,
 )
 from ._uneven import reduce_blocks
@@ -231,11 +233,13 @@ class TorchCollectives:
             return _PendingWork("all_gather", axis, [], _copied(inputs, outputs))
         if outputs is None:
             outputs = [x.new_empty((x.shape[0] * axis.size, *x.shape[1:])) for x in inputs]
-        if len(inputs) == len(outputs) == 1:
+        else:
+            check_outputs("all_gather", axis, inputs, outputs)
+        if len(inputs) == len(outputs) == 1 and not inputs[0].dtype.is_complex:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
                 return _start("all_gather", axis, _gathers(out, x, axis), (), [out], [x])
-        inputs = [x.contiguous() for x in inputs]
+        inputs = [x.contiguous().resolve_conj() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
         starts: list[Callable[[], Any]]
@@ -333,15 +337,19 @@ class TorchCollectives:
         check_divisible(axis, inputs)
         if outputs is None:
             outputs = [x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) for x in inputs]
+        else:
+            check_outputs("reduce_scatter", axis, outputs, inputs)
+        methods = _scatter_methods(axis)
         divide: Sequence[_Finish] = ()
         if op == "avg":
             op, divide = _average(axis, outputs)
-        if len(inputs) == len(outputs) == 1:
+        checks = [partial(_SizeCheck, axis, inputs, methods[1])] if methods[1] and inputs else []
+        if len(inputs) == len(outputs) == 1 and not inputs[0].dtype.is_complex:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                works = [_scatter(out, x, op, axis.size, _scatter_methods(axis))]
-                return _PendingWork("reduce_scatter", axis, works, [out], [x], divide)
-        inputs = [x.contiguous() for x in inputs]
+                starts = [*checks, partial(_scatter, out, x, op, axis.size, methods)]
+                return _start("reduce_scatter", axis, starts, divide, [out], [x])
+        inputs = [x.contiguous().resolve_conj() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
         several, dtypes = len(pairs) > 1, {x.dtype for x in inputs}
@@ -354,8 +362,8 @@ class TorchCollectives:
             parts = [_real(x.detach(), op) for x in dense], [_real(x, op) for x in inputs]
             starts = [partial(_method(axis, _SCATTER_LIST), *parts, _SCATTER_OPTIONS[op])]
         else:
-            methods = _scatter_methods(axis)
             starts = [partial(_scatter, *pair, op, axis.size, methods) for pair in pairs]
+            starts = [*checks, *starts]
         used, finishes = [x for pair in pairs for x in pair], [*copies, *divide]
         return _start("reduce_scatter", axis, starts, finishes, list(outputs), used)
 
@@ -534,6 +542,7 @@ def _gathers(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any
     gloo's all-gather receives all blocks in a buffer of its own and then copies them to the output
     (torch 2.11 to 2.13). A broadcast receives a block in the output.
     """
+    output, input = output.detach(), input.detach()  # gloo writes with autograd enabled
     if input.is_complex():
         output, input = _real(output), _real(input)
     if (
@@ -542,11 +551,12 @@ def _gathers(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any
         or input.device.type != "cpu"
         or output.dtype is not input.dtype
         or output.numel() != axis.size * input.numel()
+        or not (output.is_contiguous() and input.is_contiguous())
         or not is_plain_gloo(axis.group, input.device)
     ):
         return [partial(_method(axis, _GATHER), output, input, _GATHER_OPTIONS)]
-    index, group, block = axis.index, cast(Any, axis.group), input.detach().view(-1)
-    blocks = output.detach().view(axis.size, -1).unbind()
+    index, group, block = axis.index, cast(Any, axis.group), input.view(-1)
+    blocks = output.view(axis.size, -1).unbind()
 
     def start(source: int) -> Any:
         if source == index:
@@ -560,6 +570,7 @@ def _gathers(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any
 _ScatterMethods = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
+@keep_eager
 def _scatter_methods(axis: Axis) -> _ScatterMethods:
     """Return the method that starts a reduce-scatter, and the one to be used on CPUs over gloo.
 
@@ -594,9 +605,43 @@ def _scatter(
         and input.device.type == "cpu"
         and op != "avg"
         and not input.dtype.is_complex
+        and input.is_contiguous()
     ):
         return _BlockReduction(output, input, op, ranks, exchange)
     return scatter(output, input, _SCATTER_OPTIONS[op])
+
+
+class _SizeCheck:
+    """Handle of an all-to-all that compares the bytes of a reduce-scatter between the ranks.
+
+    If a rank sends smaller blocks than the others, gloo's all-to-all leaves the rest of the
+    received blocks as they were, without an error.
+
+    Args:
+        axis: Axis of the reduce-scatter.
+        inputs: Inputs of the reduce-scatter.
+        exchange: Method of the process group that starts an all-to-all.
+    """
+
+    __slots__ = ("_axis", "_sizes", "_work")
+
+    def __init__(self, axis: Axis, inputs: Sequence[Tensor], exchange: Callable[..., Any]) -> None:
+        own = torch.full((axis.size,), sum(map(bytes_of, inputs)), dtype=torch.int64, device=_CPU)
+        self._axis = axis
+        self._sizes = torch.empty_like(own)
+        self._work = exchange(self._sizes, own, [], [], _EXCHANGE_OPTIONS)
+
+    def wait(self) -> None:
+        """Wait for the sizes. Raises `RankMismatchError` if they differ."""
+        self._work.wait()
+        sizes = self._sizes.tolist()
+        if len(set(sizes)) > 1:
+            pairs = zip(self._axis.ranks, sizes, strict=True)
+            found = ", ".join(f"rank {rank} has {size}" for rank, size in pairs)
+            raise RankMismatchError(
+                f"the inputs of a reduce_scatter over {self._axis.name} have different numbers of "
+                f"bytes: {found}; pass tensors of the same sizes on all ranks"
+            )
 
 
 class _BlockReduction:
@@ -613,31 +658,29 @@ class _BlockReduction:
         exchange: Method of the process group that starts an all-to-all.
     """
 
-    __slots__ = ("_blocks", "_op", "_output", "_ranks", "_work")
+    __slots__ = ("_op", "_output", "_pending")
 
     def __init__(
         self, output: Tensor, input: Tensor, op: ReduceOp, ranks: int, exchange: Callable[..., Any]
     ) -> None:
         self._output = output
         self._op = op
-        self._ranks = ranks
-        self._blocks = torch.empty_like(input)
-        self._work = exchange(self._blocks, input, [], [], _EXCHANGE_OPTIONS)
+        blocks = input.new_empty((ranks, *output.shape))
+        work = exchange(blocks, input, [], [], _EXCHANGE_OPTIONS)
+        self._pending: tuple[Any, Tensor] | None = work, blocks
 
     def wait(self) -> None:
         """Wait for the blocks of all ranks, and reduce them in rank order."""
-        work, output = self._work, self._output
-        if work is None:  # an earlier call has ended
+        if self._pending is None:  # an earlier call has ended
             return
+        work, blocks = self._pending
         work.wait()
-        blocks = self._blocks.view(self._ranks, *output.shape)
-        if output.is_inference():
+        if self._output.is_inference():
             with torch.inference_mode():
-                reduce_blocks(blocks, self._op, output)
+                reduce_blocks(blocks, self._op, self._output)
         else:
-            reduce_blocks(blocks, self._op, output)
-        self._work = None  # it holds the input and the blocks
-        self._blocks = output
+            reduce_blocks(blocks, self._op, self._output)
+        self._pending = None  # releases the blocks and the input
 
 
 def _reduce(tensor: Tensor, op: ReduceOp, axis: Axis) -> Any:

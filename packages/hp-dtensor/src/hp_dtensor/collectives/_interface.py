@@ -179,6 +179,31 @@ def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
             )
 
 
+def check_outputs(
+    collective: str, axis: Axis, parts: Sequence[Tensor], wholes: Sequence[Tensor]
+) -> None:
+    """Raise ValueError unless each whole has ``axis.size`` times the elements of its part.
+
+    Args:
+        collective: Name of the collective, for the error message.
+        axis: Axis of the collective.
+        parts: Inputs of an all-gather, or outputs of a reduce-scatter.
+        wholes: Outputs of the all-gather, or inputs of the reduce-scatter.
+    """
+    if len(parts) != len(wholes):
+        raise ValueError(
+            f"{collective} over {axis.name} got {len(parts)} and {len(wholes)} tensors as inputs "
+            "and outputs; pass one output for each input"
+        )
+    for part, whole in zip(parts, wholes, strict=True):
+        if part.dtype is not whole.dtype or whole.numel() != axis.size * part.numel():
+            raise ValueError(
+                f"{collective} over {axis.name} got {part.dtype} {tuple(part.shape)} for one rank "
+                f"and {whole.dtype} {tuple(whole.shape)} for {axis.size} ranks; input and output "
+                "must have the same dtype, and one of them the elements of all ranks"
+            )
+
+
 class Waitable(Protocol):
     """Handle of an operation in flight: a `Work`, or a ``torch.distributed.Work``.
 
@@ -208,6 +233,8 @@ class Work(Protocol):
 
     def wait(self) -> list[Tensor]:
         """Wait for the collective and return its outputs. A second call returns the same tensors.
+
+        Call it from one thread at a time.
 
         Returns:
             The outputs, ready for use on the caller's stream.
