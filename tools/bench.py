@@ -28,7 +28,7 @@ from bench_rows import rows_of
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_VERSIONS = ("torch", "torchtitan", "numpy")
 # Pictures that a benchmark draws, with --picture, for the documentation.
-PICTURES = {"tools/whole": ROOT / "tools" / "docs" / "pages" / "whole-steps.svg"}
+PICTURES = {"tools/whole": ROOT / "tools" / "docs" / "pages" / "whole-steps.png"}
 
 
 def chosen(names: list[str]) -> list[Path]:

@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their name")
     parser.add_argument("--profile", choices=SIDES, help="show the components of this side's time")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--picture", type=Path, help="draw the times to this SVG file")
+    parser.add_argument("--picture", type=Path, help="draw the times to this SVG or PNG file")
     parser.add_argument("--deadline", type=float, help="seconds for each world; 3600, quick: 300")
     given = parser.parse_args()
     if given.device == "cuda" and given.ranks not in (None, [1]):
@@ -576,8 +576,7 @@ def draw(rows: Sequence[Json], file: Path) -> None:
     axes.set_xlabel("ms of a training step above the computation of the same ranks")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8)
     figure.tight_layout()
-    matplotlib.rcParams["svg.hashsalt"] = "whole"  # the same file from the same rows
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 

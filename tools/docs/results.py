@@ -70,7 +70,7 @@ def _of_tools(folder: Path, name: str | None) -> str:
         raise ValueError(f"tools has no benchmark {name}; use whole")
     path = folder / "bench_results" / "whole.json"
     text = _benchmark(folder / "bench_whole.py", path, folder.parent)
-    picture = folder / "docs" / "pages" / "whole-steps.svg"
+    picture = folder / "docs" / "pages" / "whole-steps.png"
     if path.exists() and picture.exists():
         about = "Time of a step above the computation, of both sides, and the bare collectives"
         text = f"![{about}]({picture.name})\n\n{text}"

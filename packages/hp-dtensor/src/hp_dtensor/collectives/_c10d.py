@@ -30,7 +30,6 @@ from ._interface import (
     Axis,
     Collectives,
     Parts,
-    RankMismatchError,
     ReduceOp,
     Waitable,
     Work,
@@ -343,12 +342,11 @@ class TorchCollectives:
         divide: Sequence[_Finish] = ()
         if op == "avg":
             op, divide = _average(axis, outputs)
-        checks = [partial(_SizeCheck, axis, inputs, methods[1])] if methods[1] and inputs else []
         if len(inputs) == len(outputs) == 1 and not inputs[0].dtype.is_complex:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                starts = [*checks, partial(_scatter, out, x, op, axis.size, methods)]
-                return _start("reduce_scatter", axis, starts, divide, [out], [x])
+                works = [_scatter(out, x, op, axis.size, methods)]
+                return _PendingWork("reduce_scatter", axis, works, [out], [x], divide)
         inputs = [x.contiguous().resolve_conj() for x in inputs]
         dense, copies = _dense(outputs)
         pairs = list(zip(dense, inputs, strict=True))
@@ -363,7 +361,6 @@ class TorchCollectives:
             starts = [partial(_method(axis, _SCATTER_LIST), *parts, _SCATTER_OPTIONS[op])]
         else:
             starts = [partial(_scatter, *pair, op, axis.size, methods) for pair in pairs]
-            starts = [*checks, *starts]
         used, finishes = [x for pair in pairs for x in pair], [*copies, *divide]
         return _start("reduce_scatter", axis, starts, finishes, list(outputs), used)
 
@@ -609,39 +606,6 @@ def _scatter(
     ):
         return _BlockReduction(output, input, op, ranks, exchange)
     return scatter(output, input, _SCATTER_OPTIONS[op])
-
-
-class _SizeCheck:
-    """Handle of an all-to-all that compares the bytes of a reduce-scatter between the ranks.
-
-    If a rank sends smaller blocks than the others, gloo's all-to-all leaves the rest of the
-    received blocks as they were, without an error.
-
-    Args:
-        axis: Axis of the reduce-scatter.
-        inputs: Inputs of the reduce-scatter.
-        exchange: Method of the process group that starts an all-to-all.
-    """
-
-    __slots__ = ("_axis", "_sizes", "_work")
-
-    def __init__(self, axis: Axis, inputs: Sequence[Tensor], exchange: Callable[..., Any]) -> None:
-        own = torch.full((axis.size,), sum(map(bytes_of, inputs)), dtype=torch.int64, device=_CPU)
-        self._axis = axis
-        self._sizes = torch.empty_like(own)
-        self._work = exchange(self._sizes, own, [], [], _EXCHANGE_OPTIONS)
-
-    def wait(self) -> None:
-        """Wait for the sizes. Raises `RankMismatchError` if they differ."""
-        self._work.wait()
-        sizes = self._sizes.tolist()
-        if len(set(sizes)) > 1:
-            pairs = zip(self._axis.ranks, sizes, strict=True)
-            found = ", ".join(f"rank {rank} has {size}" for rank, size in pairs)
-            raise RankMismatchError(
-                f"the inputs of a reduce_scatter over {self._axis.name} have different numbers of "
-                f"bytes: {found}; pass tensors of the same sizes on all ranks"
-            )
 
 
 class _BlockReduction:
