@@ -261,19 +261,6 @@ def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> Non
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
 
 
-def test_the_readme_has_the_committed_ratios_of_whole_steps() -> None:
-    root = Path(__file__).resolve().parents[1]
-    found = json.loads((root / "tools/bench_results/whole.json").read_text(encoding="utf-8"))
-    ratios = {row["name"]: row["ratio"] for row in found["rows"]}
-    cases = [name.removesuffix(": step") for name in ratios if name.endswith(": step")]
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    assert len(cases) == 7
-    for case in cases:
-        kinds = ("step", "above compute", "peak memory")
-        cells = " | ".join(f"{ratios[f'{case}: {kind}']:.2f}" for kind in kinds)
-        assert f"| {case} | {cells} |" in readme
-
-
 def received_bytes(rank: int) -> dict[str, int]:
     """Run collectives of both of torch's interfaces, and return the bytes that were counted."""
     own = torch.ones(4)

@@ -128,10 +128,10 @@ def copied(layout: Layout, dims: tuple[int, int], **options: Any) -> list[tuple[
 def packed_by_gather(layout: Layout) -> list[int]:
     """Return the bytes that each rank copies for gather's all-to-all of gradients.
 
-    That includes own keys, whose memory among the gathered ones the gradients take. Counted: at
-    most the gradients of all keys, and own keys.
+    With Contiguous that includes own keys, whose memory the gradients take. Counted: at most the
+    gradients of all keys, and own keys.
     """
-    parts = (2, 10, 6, 8) if isinstance(layout, Contiguous) else (9, 8, 7, 10)
+    parts = (2, 10, 6, 8) if isinstance(layout, Contiguous) else (7, 6, 5, 8)
     return [KEYS * part for part in parts]
 
 

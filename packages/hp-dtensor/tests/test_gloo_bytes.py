@@ -1,4 +1,4 @@
-"""Over gloo, collectives receive no more bytes than they need, and no second copy of the result."""
+"""Large all-gathers over gloo receive in the output, and calls with unusual tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,42 +30,6 @@ class Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             self.found[func._schema.name.partition("::")[2]] += 1
         return func(*args, **(kwargs or {}))
-
-
-def reduced(rank: int) -> tuple[list[Tensor], Counter[str]]:
-    axis, collectives = world_axis(), TorchCollectives()
-    rows = torch.arange(2.0 * 3 * axis.size).view(-1, 3) * (rank + 1)
-    out = nn.Parameter(torch.zeros(2, 3))
-    with Operations() as operations:
-        results = [
-            *collectives.reduce_scatter(axis, [rows]).wait(),
-            *collectives.reduce_scatter(axis, [rows], op="max").wait(),
-            *collectives.reduce_scatter(axis, [rows], op="avg").wait(),
-            *collectives.reduce_scatter(axis, [rows], [out]).wait(),
-            *collectives.reduce_scatter(axis, [rows.to(torch.complex64)]).wait(),
-            *collectives.reduce_scatter(axis, [rows, rows.to(torch.int64)]).wait(),
-        ]
-        own = torch.empty(2, 3)
-        handle = collectives.prepare_reduce_scatter(axis)(own, rows)
-        handle.wait()
-        handle.wait()  # changes nothing
-        results.append(own)
-    return [x.detach() for x in results], operations.found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_reduce_scatter_is_one_all_to_all(ranks: Pools, size: int) -> None:
-    rows = torch.arange(2.0 * 3 * size).view(-1, 3)
-    total = size * (size + 1) / 2
-    for rank, (results, operations) in enumerate(ranks(size).run(reduced)):
-        assert operations == {"alltoall_base_": 8}
-        block = rows[2 * rank : 2 * rank + 2]
-        wanted = [block * total, block * size, block * total / size, block * total]
-        wanted += [(block * total).to(torch.complex64), block * total]
-        wanted += [(block * total).to(torch.int64), block * total]
-        for found, right in zip(results, wanted, strict=True):
-            assert found.dtype == right.dtype
-            assert torch.equal(found, right)
 
 
 def gathered(rank: int) -> tuple[list[Tensor], Counter[str]]:
@@ -117,7 +81,6 @@ def in_subgroup(rank: int) -> tuple[list[Tensor], list[str]]:
         lambda: collectives.all_gather(axis, [block], [whole.double()]),
         lambda: collectives.all_gather(axis, [block], [torch.empty(3 * LARGE)]),
         lambda: collectives.reduce_scatter(axis, [block.double()[:4]], [torch.empty(2)]),
-        lambda: collectives.prepare_reduce_scatter(axis)(torch.empty(3), block[:4]),
     ]
     for call in calls:
         try:
@@ -134,7 +97,7 @@ def test_some_ranks_of_the_world_and_wrong_outputs(ranks: Pools) -> None:
             gathered, part = results
             assert torch.equal(gathered, whole)
             assert part.tolist() == [[0.0, 3.0], [6.0, 9.0]][rank - 1]
-            assert len(errors) == 4
+            assert len(errors) == 3
 
 
 def conjugated(rank: int) -> list[Tensor]:
@@ -153,16 +116,3 @@ def test_lazy_conjugates_and_inputs_that_require_grad(ranks: Pools) -> None:
         assert part.tolist() == [2 - 1j] * 2
         assert whole.tolist() == [1 + 0j] * 4 + [1 - 1j] * 4
         assert all(torch.equal(x, torch.ones(6)) for x in ones)
-
-
-def not_a_number(rank: int) -> Tensor:
-    rows = torch.tensor([1.0, float("nan") if rank else 2.0]).repeat(2, 1)
-    (found,) = TorchCollectives().reduce_scatter(world_axis(), [rows], op="max").wait()
-    return found
-
-
-def test_the_maximum_keeps_nan(ranks: Pools) -> None:
-    """gloo's own maximum loses a NaN that is on any rank except the first."""
-    for found in ranks(2).run(not_a_number):
-        assert found[0, 0] == 1.0
-        assert found[0, 1].isnan()

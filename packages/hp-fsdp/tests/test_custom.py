@@ -89,8 +89,7 @@ def test_gradients_are_bit_equal_to_those_without_custom_collectives(
 ) -> None:
     world = torch.Size(modes()[mode][0]).numel()
     for found, expected, calls in ranks(world).run(compared, mode, waits):
-        # Over gloo, torch's collectives add the gradients of four ranks in another order.
-        assert worst(found, expected) <= (0 if world == 2 else 1e-15)
+        assert worst(found, expected) == 0
         assert calls == called
 
 

@@ -600,13 +600,8 @@ def calls(mode: CommDebugMode) -> dict[str, int]:
     found = {"gather": 0, "scatter": 0, "reduce": 0}
     for operator, count in mode.get_comm_counts().items():
         name = str(operator)
-        # Over gloo, hp-dtensor's reduce-scatter is one all-to-all.
-        for each, parts in (
-            ("gather", ("gather",)),
-            ("scatter", ("scatter", "alltoall")),
-            ("reduce", ("allreduce",)),
-        ):
-            found[each] += count if any(part in name for part in parts) else 0
+        for each, part in (("gather", "gather"), ("scatter", "scatter"), ("reduce", "allreduce")):
+            found[each] += count if part in name else 0
     return found
 
 

@@ -71,6 +71,7 @@ class RankSchedule:
     regions: Ranges | None
     by_rank: Ranges
     own_rows: Ranges
+    own_place: range | None  # of this rank's rows in those that are gathered, if they are one range
     origin: Origin
 
 
@@ -103,6 +104,7 @@ def rank_schedule_of(
     where, rank = str(device) if mask_mod is not None else "cpu", groups.ring.index
     part = executed_part_of(plan, rank, backends.windows, where)
     own_rows = whole(part.lengths[rank])
+    one = mine.places and len(mine.places[rank]) <= 1
     alike = groups.ring.whole and len({tuple(map(len, held)) for held in mine.places}) == 1
     return RankSchedule(
         plan=plan,
@@ -125,6 +127,7 @@ def rank_schedule_of(
         else None,
         by_rank=_by_rank(mine.places),
         own_rows=own_rows,
+        own_place=next(iter(mine.places[rank]), range(0)) if one else None,
         origin=Origin(plan),
     )
 
@@ -577,7 +580,7 @@ class _Attend(torch.autograd.Function):
                 for batch in schedule.batches[source]:
                     forward_batch(batch, queries, held_k, held_v, kernel, rows)
         out, lse = rows.result(sinks)
-        own = (None, None) if kept and schedule.places else (k, v)  # the gathered keys contain them
+        own = (None, None) if kept and schedule.own_place is not None else (k, v)
         ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
         ctx.schedule, ctx.peers, ctx.origin = schedule, peers, schedule.origin
         ctx.sources = sources
@@ -592,10 +595,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         schedule: RankSchedule = ctx.schedule
-        if k is None:
+        if k is None and (place := schedule.own_place) is not None:
             # Copies: gradients overwrite the gathered keys while this rank's keys are still needed.
-            places = schedule.places[schedule.rank] or (range(0),)
-            k, v = (torch.cat([x[:, p.start : p.stop] for p in places], 1) for x in kept)
+            k, v = (x[:, place.start : place.stop].clone() for x in kept)
         grad = grad.contiguous()
         finished = RowViews(grad, q, out, lse)
         dq = RowSum(q)

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 from .._errors import LayoutError
-from .._torch import backend_object, backend_of, is_plain_gloo, keep_eager, timeout_of
+from .._torch import backend_object, backend_of, is_plain_gloo, timeout_of
 from ._interface import (
     Axis,
     Collectives,
@@ -38,7 +38,6 @@ from ._interface import (
     check_outputs,
     own_fault,
 )
-from ._uneven import reduce_blocks
 
 
 def _names(*names: str) -> tuple[str, ...]:
@@ -89,7 +88,6 @@ _REDUCE_LIST_OPTIONS = {
     name: _asynchronous(AllreduceCoalescedOptions(), op) for name, op in _OPS.items()
 }
 
-_CPU = torch.device("cpu")
 _MAX_BROADCASTS = 8  # for one all-gather over gloo; see `_gathers`
 _BROADCAST_OPTIONS = [_asynchronous(BroadcastOptions()) for _ in range(_MAX_BROADCASTS)]
 for _source, _options in enumerate(_BROADCAST_OPTIONS):
@@ -321,7 +319,17 @@ class TorchCollectives:
             tensor([4., 4.])
         """
         _check_prepared(axis)
-        return partial(_scatter, op=op, ranks=axis.size, methods=_scatter_methods(axis))
+        scatter = _method(axis, _SCATTER)
+        options, for_bools = _SCATTER_OPTIONS[op], _SCATTER_OPTIONS[_for_bools(op)]
+
+        def start(output: Tensor, input: Tensor) -> Waitable:
+            if input.is_complex():
+                output, input = _real(output, op), _real(input, op)
+            use = options if input.dtype is not torch.bool else for_bools
+            work: Waitable = scatter(output, input, use)
+            return work
+
+        return start
 
     def reduce_scatter(
         self,
@@ -338,14 +346,13 @@ class TorchCollectives:
             outputs = [x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) for x in inputs]
         else:
             check_outputs("reduce_scatter", axis, outputs, inputs)
-        methods = _scatter_methods(axis)
         divide: Sequence[_Finish] = ()
         if op == "avg":
             op, divide = _average(axis, outputs)
         if len(inputs) == len(outputs) == 1 and not inputs[0].dtype.is_complex:
             (x,), (out,) = inputs, outputs
             if x.is_contiguous() and out.is_contiguous():
-                works = [_scatter(out, x, op, axis.size, methods)]
+                works = [_scatter(out, x, op, axis)]
                 return _PendingWork("reduce_scatter", axis, works, [out], [x], divide)
         inputs = [x.contiguous().resolve_conj() for x in inputs]
         dense, copies = _dense(outputs)
@@ -355,12 +362,12 @@ class TorchCollectives:
         if over_gloo and len(dtypes) == 1 and sum(map(bytes_of, inputs)) < _MIN_BYTES_UNPACKED:
             packed, unpack = _packed(pairs, axis.size, 1)
             pairs, copies = [packed], [unpack, *copies]
-        takes_list = several and not over_gloo and torch.bool not in dtypes
+        takes_list = len(pairs) > 1 and torch.bool not in dtypes
         if takes_list and _takes_lists(axis, _SCATTER_LIST, inputs[0].device):
             parts = [_real(x.detach(), op) for x in dense], [_real(x, op) for x in inputs]
             starts = [partial(_method(axis, _SCATTER_LIST), *parts, _SCATTER_OPTIONS[op])]
         else:
-            starts = [partial(_scatter, *pair, op, axis.size, methods) for pair in pairs]
+            starts = [partial(_scatter, *pair, op, axis) for pair in pairs]
         used, finishes = [x for pair in pairs for x in pair], [*copies, *divide]
         return _start("reduce_scatter", axis, starts, finishes, list(outputs), used)
 
@@ -564,87 +571,15 @@ def _gathers(output: Tensor, input: Tensor, axis: Axis) -> list[Callable[[], Any
     return [partial(start, source) for source in range(axis.size)]
 
 
-_ScatterMethods = tuple[Callable[..., Any], Callable[..., Any] | None]
-
-
-@keep_eager
-def _scatter_methods(axis: Axis) -> _ScatterMethods:
-    """Return the method that starts a reduce-scatter, and the one to be used on CPUs over gloo.
-
-    The second one starts an all-to-all. It is None if the group of the axis does not use gloo for
-    CPUs, or not directly. See `_BlockReduction`.
-    """
-    over_gloo = is_plain_gloo(axis.group, _CPU)
-    return _method(axis, _SCATTER), _method(axis, _EXCHANGE) if over_gloo else None
-
-
-def _scatter(
-    output: Tensor, input: Tensor, op: ReduceOp, ranks: int, methods: _ScatterMethods
-) -> Any:
-    """Start a reduce-scatter of one contiguous tensor, and return a handle with ``wait()``."""
+def _scatter(output: Tensor, input: Tensor, op: ReduceOp, axis: Axis) -> Any:
+    """Start a reduce-scatter of one contiguous tensor, and return torch's work."""
     if output.requires_grad:
         output = output.detach()  # gloo writes to it with autograd enabled
-    if input.requires_grad:
-        input = input.detach()
-    if input.dtype.is_complex:
+    if input.is_complex():
         output, input = _real(output, op), _real(input, op)
     elif input.dtype is torch.bool:
         op = _for_bools(op)
-    scatter, exchange = methods
-    if input.ndim == output.ndim == 1:  # attributes cost less host time than calls
-        fits = input.shape[0] == ranks * output.shape[0]
-    else:
-        fits = input.numel() == ranks * output.numel()
-    if (
-        exchange is not None
-        and fits
-        and input.dtype is output.dtype
-        and input.device.type == "cpu"
-        and op != "avg"
-        and not input.dtype.is_complex
-        and input.is_contiguous()
-    ):
-        return _BlockReduction(output, input, op, ranks, exchange)
-    return scatter(output, input, _SCATTER_OPTIONS[op])
-
-
-class _BlockReduction:
-    """Handle of a reduce-scatter over gloo: an all-to-all of blocks, which `wait` reduces.
-
-    gloo's own reduce-scatter all-reduces a copy of the input, so each rank receives twice the bytes
-    (torch 2.11 to 2.13).
-
-    Args:
-        output: Contiguous tensor of one block, which does not require grad.
-        input: Contiguous tensor of one block for each rank, not complex.
-        op: Reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
-        ranks: Number of ranks.
-        exchange: Method of the process group that starts an all-to-all.
-    """
-
-    __slots__ = ("_op", "_output", "_pending")
-
-    def __init__(
-        self, output: Tensor, input: Tensor, op: ReduceOp, ranks: int, exchange: Callable[..., Any]
-    ) -> None:
-        self._output = output
-        self._op = op
-        blocks = input.new_empty((ranks, *output.shape))
-        work = exchange(blocks, input, [], [], _EXCHANGE_OPTIONS)
-        self._pending: tuple[Any, Tensor] | None = work, blocks
-
-    def wait(self) -> None:
-        """Wait for the blocks of all ranks, and reduce them in rank order."""
-        if self._pending is None:  # an earlier call has ended
-            return
-        work, blocks = self._pending
-        work.wait()
-        if self._output.is_inference():
-            with torch.inference_mode():
-                reduce_blocks(blocks, self._op, self._output)
-        else:
-            reduce_blocks(blocks, self._op, self._output)
-        self._pending = None  # releases the blocks and the input
+    return _method(axis, _SCATTER)(output, input, _SCATTER_OPTIONS[op])
 
 
 def _reduce(tensor: Tensor, op: ReduceOp, axis: Axis) -> Any:
