@@ -1,7 +1,10 @@
-"""Large all-gathers over gloo receive in the output, and calls with unusual tensors."""
+"""Large collectives over gloo receive no more bytes than they need, and no copy of the output."""
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +67,76 @@ def test_large_blocks_are_broadcast_into_the_output(ranks: Pools, size: int) -> 
         assert torch.equal(last, right + 1)
 
 
+def reduced(rank: int) -> tuple[list[Tensor], Counter[str]]:
+    axis, collectives = world_axis(), TorchCollectives()
+    rows = torch.arange(float(axis.size * LARGE)) * (rank + 1)
+    out = nn.Parameter(torch.zeros(LARGE))
+    with Operations() as operations:
+        results = [
+            *collectives.reduce_scatter(axis, [rows]).wait(),
+            *collectives.reduce_scatter(axis, [rows], op="avg").wait(),
+            *collectives.reduce_scatter(axis, [rows], [out]).wait(),
+            *collectives.reduce_scatter(axis, [rows.to(torch.complex64)]).wait(),
+            *collectives.reduce_scatter(axis, [rows.double()]).wait(),
+        ]
+        own = torch.empty(LARGE)
+        handle = collectives.prepare_reduce_scatter(axis)(own, rows.requires_grad_())
+        handle.wait()
+        handle.wait()  # changes nothing
+        results.append(own)
+    return [x.detach() for x in results], operations.found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_sums_are_an_all_to_all_of_blocks(ranks: Pools, size: int) -> None:
+    total = size * (size + 1) // 2
+    factors = [total, total / size, total, total, total, total]
+    kinds = [torch.float32] * 3 + [torch.complex64, torch.float64, torch.float32]
+    for rank, (results, operations) in enumerate(ranks(size).run(reduced)):
+        assert operations == {"alltoall_base_": 2 * 6}  # one of the sizes, one of the blocks
+        block = torch.arange(float(size * LARGE))[rank * LARGE :][:LARGE]
+        for found, factor, dtype in zip(results, factors, kinds, strict=True):
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, (block * factor).to(dtype), rtol=1e-6, atol=0)
+
+
+def others(rank: int) -> tuple[list[Tensor], Counter[str]]:
+    axis, collectives = world_axis(), TorchCollectives()
+    rows = torch.arange(axis.size * LARGE) % 7 + rank
+    with Operations() as operations:
+        results = [
+            *collectives.reduce_scatter(axis, [rows]).wait(),
+            *collectives.reduce_scatter(axis, [rows.float()], op="max").wait(),
+            *collectives.reduce_scatter(axis, [rows.float()[: 2 * axis.size]]).wait(),
+        ]
+    return results, operations.found
+
+
+def test_integers_other_reductions_and_small_tensors_use_gloos_reduce_scatter(ranks: Pools) -> None:
+    for rank, (results, operations) in enumerate(ranks(2).run(others)):
+        assert not any("alltoall" in name for name in operations)
+        rows = torch.arange(2 * LARGE) % 7
+        block = rows[rank * LARGE :][:LARGE]
+        assert torch.equal(results[0], 2 * block + 1)
+        assert torch.equal(results[1], block + 1.0)
+        assert torch.equal(results[2], 2.0 * rows[2 * rank :][:2] + 1)
+
+
+def in_half_precision(rank: int) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(rank)
+    rows = torch.randn(4 * 2 * LARGE, generator=gen).bfloat16()
+    (found,) = TorchCollectives().reduce_scatter(world_axis(), [rows]).wait()
+    return found, rows
+
+
+def test_sums_of_bfloat16_are_rounded_once(ranks: Pools) -> None:
+    results = ranks(4).run(in_half_precision)
+    rows = torch.stack([rows for _, rows in results]).float()
+    for rank, (found, _) in enumerate(results):
+        block = rows[:, rank * 2 * LARGE :][:, : 2 * LARGE]
+        assert torch.equal(found, block.sum(0).bfloat16())
+
+
 def in_subgroup(rank: int) -> tuple[list[Tensor], list[str]]:
     group: Any = dist.new_group([1, 2])
     if rank == 0:
@@ -98,6 +171,40 @@ def test_some_ranks_of_the_world_and_wrong_outputs(ranks: Pools) -> None:
             assert torch.equal(gathered, whole)
             assert part.tolist() == [[0.0, 3.0], [6.0, 9.0]][rank - 1]
             assert len(errors) == 3
+
+
+SIZES = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from hp_dtensor import Axis, TorchCollectives
+rank = int(sys.argv[2])
+store = dist.FileStore(sys.argv[1], 3)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=5))
+axis = Axis("all", dist.group.WORLD, (0, 1, 2))
+try:
+    TorchCollectives().reduce_scatter(axis, [torch.ones(3 * (400000 - rank % 2))]).wait()
+    print("no error")
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_ranks_with_inputs_of_other_sizes_do_not_get_wrong_sums(tmp_path: Path) -> None:
+    """Each rank is a process of its own, because gloo ends the one with the smaller input.
+
+    The others raise gloo's error if that process ended before it sent its size.
+    """
+    command = [sys.executable, "-c", SIZES, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    texts = [process.communicate(timeout=60)[0] for process in ranks]
+    for text in (texts[0], texts[2]):
+        found = "rank 0 has 1200000 elements, rank 1 has 1199997 elements, rank 2 has 1200000"
+        assert text.startswith("RankMismatchError") if found in text else "RuntimeError" in text
 
 
 def conjugated(rank: int) -> list[Tensor]:
