@@ -20,6 +20,7 @@ from .meshes import world_axis
 
 Pools = Callable[[int], RankPool]
 LARGE = 2**18 + 3  # elements of a block, above the 1 MiB from which blocks are broadcast
+SUMMED = 2**16  # elements of a block of 256 KiB, from which on blocks are summed locally
 
 
 class Operations(TorchDispatchMode):
@@ -69,8 +70,8 @@ def test_large_blocks_are_broadcast_into_the_output(ranks: Pools, size: int) -> 
 
 def reduced(rank: int) -> tuple[list[Tensor], Counter[str]]:
     axis, collectives = world_axis(), TorchCollectives()
-    rows = torch.arange(float(axis.size * LARGE)) * (rank + 1)
-    out = nn.Parameter(torch.zeros(LARGE))
+    rows = torch.arange(float(axis.size * SUMMED)) * (rank + 1)
+    out = nn.Parameter(torch.zeros(SUMMED))
     with Operations() as operations:
         results = [
             *collectives.reduce_scatter(axis, [rows]).wait(),
@@ -79,7 +80,7 @@ def reduced(rank: int) -> tuple[list[Tensor], Counter[str]]:
             *collectives.reduce_scatter(axis, [rows.to(torch.complex64)]).wait(),
             *collectives.reduce_scatter(axis, [rows.double()]).wait(),
         ]
-        own = torch.empty(LARGE)
+        own = torch.empty(SUMMED)
         handle = collectives.prepare_reduce_scatter(axis)(own, rows.requires_grad_())
         handle.wait()
         handle.wait()  # changes nothing
@@ -94,7 +95,7 @@ def test_large_sums_are_an_all_to_all_of_blocks(ranks: Pools, size: int) -> None
     kinds = [torch.float32] * 3 + [torch.complex64, torch.float64, torch.float32]
     for rank, (results, operations) in enumerate(ranks(size).run(reduced)):
         assert operations == {"alltoall_base_": 2 * 6}  # one of the sizes, one of the blocks
-        block = torch.arange(float(size * LARGE))[rank * LARGE :][:LARGE]
+        block = torch.arange(float(size * SUMMED))[rank * SUMMED :][:SUMMED]
         for found, factor, dtype in zip(results, factors, kinds, strict=True):
             assert found.dtype == dtype
             torch.testing.assert_close(found, (block * factor).to(dtype), rtol=1e-6, atol=0)
@@ -102,12 +103,12 @@ def test_large_sums_are_an_all_to_all_of_blocks(ranks: Pools, size: int) -> None
 
 def others(rank: int) -> tuple[list[Tensor], Counter[str]]:
     axis, collectives = world_axis(), TorchCollectives()
-    rows = torch.arange(axis.size * LARGE) % 7 + rank
+    rows = torch.arange(axis.size * SUMMED) % 7 + rank
     with Operations() as operations:
         results = [
             *collectives.reduce_scatter(axis, [rows]).wait(),
             *collectives.reduce_scatter(axis, [rows.float()], op="max").wait(),
-            *collectives.reduce_scatter(axis, [rows.float()[: 2 * axis.size]]).wait(),
+            *collectives.reduce_scatter(axis, [rows.float()[: (SUMMED - 1) * axis.size]]).wait(),
         ]
     return results, operations.found
 
@@ -115,16 +116,16 @@ def others(rank: int) -> tuple[list[Tensor], Counter[str]]:
 def test_integers_other_reductions_and_small_tensors_use_gloos_reduce_scatter(ranks: Pools) -> None:
     for rank, (results, operations) in enumerate(ranks(2).run(others)):
         assert not any("alltoall" in name for name in operations)
-        rows = torch.arange(2 * LARGE) % 7
-        block = rows[rank * LARGE :][:LARGE]
+        rows = torch.arange(2 * SUMMED) % 7
+        block = rows[rank * SUMMED :][:SUMMED]
         assert torch.equal(results[0], 2 * block + 1)
         assert torch.equal(results[1], block + 1.0)
-        assert torch.equal(results[2], 2.0 * rows[2 * rank :][:2] + 1)
+        assert torch.equal(results[2], 2.0 * rows[(SUMMED - 1) * rank :][: SUMMED - 1] + 1)
 
 
 def in_half_precision(rank: int) -> tuple[Tensor, Tensor]:
     gen = torch.Generator().manual_seed(rank)
-    rows = torch.randn(4 * 2 * LARGE, generator=gen).bfloat16()
+    rows = torch.randn(4 * 2 * SUMMED, generator=gen).bfloat16()
     (found,) = TorchCollectives().reduce_scatter(world_axis(), [rows]).wait()
     return found, rows
 
@@ -133,7 +134,7 @@ def test_sums_of_bfloat16_are_rounded_once(ranks: Pools) -> None:
     results = ranks(4).run(in_half_precision)
     rows = torch.stack([rows for _, rows in results]).float()
     for rank, (found, _) in enumerate(results):
-        block = rows[:, rank * 2 * LARGE :][:, : 2 * LARGE]
+        block = rows[:, rank * 2 * SUMMED :][:, : 2 * SUMMED]
         assert torch.equal(found, block.sum(0).bfloat16())
 
 

@@ -99,6 +99,8 @@ _Finish = Callable[[], None]  # copies or divides outputs after the communicatio
 # Over gloo, small tensors are packed into one buffer. For tensors of at least this many bytes,
 # copying to and from the buffer takes longer than separate calls.
 _MIN_BYTES_UNPACKED = 2**20
+# Over gloo, a sum of blocks of at least this many bytes is an all-to-all; see `_start_block_sum`.
+_MIN_BYTES_BLOCK_SUM = 2**18
 
 
 class _PendingWork:
@@ -584,7 +586,7 @@ def _scatter(
     elif input.dtype is torch.bool:
         op = _for_bools(op)
     if (
-        output.nbytes >= _MIN_BYTES_UNPACKED
+        output.nbytes >= _MIN_BYTES_BLOCK_SUM
         and op == "sum"
         and input.dtype.is_floating_point
         and output.dtype is input.dtype
