@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import bench
 import bench_rows
@@ -17,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import vendor
+from bench_whole import best_of
 from rank_pool import RankError, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from whole_step.instruments import ReceivedBytes, component_of
+from whole_step.instruments import MOST, WARM_UP, Probe, ReceivedBytes, component_of, timed
 
 
 def test_vendoring_moves_imports_of_siblings_and_nothing_else() -> None:
@@ -251,6 +254,7 @@ def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> Non
         "host time above compute",
         "bare collectives above compute",
         "compute",
+        "rounds left out",
         "tokens/s",
         "peak memory",
         "received",
@@ -259,6 +263,73 @@ def test_whole_steps_of_both_sides_are_measured_and_drawn(tmp_path: Path) -> Non
     ours, theirs = (row[side]["received_bytes"] for side in ("hp", "torch"))
     assert ours["all-gather"] == pytest.approx(theirs["all-gather"], rel=0.05)
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+
+class Loaded(Probe):
+    """A probe whose times are given."""
+
+    def __init__(self, loads: Sequence[float]) -> None:
+        super().__init__(0)
+        self._loads = iter(loads)
+
+    def seconds(self) -> float:
+        """Return the next of the given times."""
+        return next(self._loads)
+
+
+class Numbered:
+    """An arm that records the numbers of its steps."""
+
+    name = "numbered"
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def step(self, number: int) -> None:
+        """Record the number."""
+        self.numbers.append(number)
+        time.sleep(0.01 * (number == WARM_UP + 1))
+
+
+def rounds(rank: int, loads: Sequence[float]) -> tuple[list[int], list[float], int]:
+    arm: Any = Numbered()
+    found = timed([arm], 2, torch.device("cpu"), Loaded(loads))
+    return arm.numbers, found.seconds["numbered"], found.discarded
+
+
+def test_rounds_in_which_the_machine_was_used_are_repeated(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    quiet, disturbed = [1.0] * WARM_UP, 1.5
+    (found,) = ranks(1).run(rounds, [*quiet, 1.0, disturbed, 1.1])
+    numbers, seconds, discarded = found
+    assert numbers == list(range(WARM_UP + 3))
+    assert len(seconds) == 2
+    assert max(seconds) < 0.01  # the slow step was in the disturbed round
+    assert discarded == 1
+    (found,) = ranks(1).run(rounds, [*quiet, *[disturbed] * 2 * MOST])
+    numbers, seconds, discarded = found
+    assert len(numbers) == WARM_UP + 2 * MOST
+    assert (len(seconds), discarded) == (2, 2 * MOST - 2)
+
+
+def test_of_settings_that_are_about_as_fast_the_smallest_is_chosen() -> None:
+    peaks = {"large": 9, "small": 5, "slow": 1}
+    assert best_of({"large": 100.0, "small": 101.9, "slow": 103.0}, peaks) == "small"
+    assert best_of({"large": 100.0, "small": 102.1, "slow": 103.0}, peaks) == "large"
+
+
+def test_the_readme_has_the_committed_ratios_of_whole_steps() -> None:
+    root = Path(__file__).resolve().parents[1]
+    found = json.loads((root / "tools/bench_results/whole.json").read_text(encoding="utf-8"))
+    ratios = {row["name"]: row["ratio"] for row in found["rows"]}
+    cases = [name.removesuffix(": step") for name in ratios if name.endswith(": step")]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert len(cases) == 7
+    for case in cases:
+        kinds = ("step", "above compute", "peak memory")
+        cells = " | ".join(f"{ratios[f'{case}: {kind}']:.2f}" for kind in kinds)
+        assert f"| {case} | {cells} |" in readme
 
 
 def received_bytes(rank: int) -> dict[str, int]:

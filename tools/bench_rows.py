@@ -275,6 +275,9 @@ def _whole(result: Json) -> Iterator[Row]:
         bare = f"{row['case']}: bare collectives above compute"
         yield Row(name=bare, ours=each["ours_ms"], unit="ms")
         yield Row(name=f"{row['case']}: compute", ours=row["compute"]["ms"], unit="ms")
+        yield Row(
+            name=f"{row['case']}: rounds left out", ours=row["discarded_rounds"], unit="rounds"
+        )
         speeds = hp["tokens_per_second"], other["tokens_per_second"]
         # The chart has ratios that are better if they are smaller.
         name = f"{row['case']}: tokens/s"

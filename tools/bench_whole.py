@@ -12,10 +12,12 @@ update with AdamW. Before the measurement, each arm is compared with one process
 three steps and the gradient norm of the first step must agree within 1e-4. Each rank has one
 thread. Tensor parallelism is torch's on both sides, with the trainer's plan.
 
-For each side, the fastest of several settings is chosen first. The chosen arms and the computation
-then run in the same processes, one step each in random order. The slowest rank gives the time of a
-step. Ratios are medians of paired ratios, with quartiles. In these rounds, the learning rate is 0,
-and all arms have the same batch. So the experts of both sides receive the same rows.
+For each side, the fastest of several settings is chosen first. Of settings within 2 % of the
+fastest, it is the one with the lowest peak memory. The chosen arms and the computation then run in
+the same processes, one step each in random order. The slowest rank gives the time of a step. Ratios
+are medians of paired ratios, with quartiles. In these rounds, the learning rate is 0, and all arms
+have the same batch. So the experts of both sides receive the same rows. A fixed computation before
+each step shows whether other programs use the machine. Such rounds are repeated.
 
 | row | meaning |
 |---|---|
@@ -66,6 +68,7 @@ from whole_step.cases import Case, Size, cases_of, host_case
 from whole_step.instruments import (
     COMPONENTS,
     BareCollectives,
+    Probe,
     components,
     named_waits,
     received,
@@ -92,6 +95,7 @@ Json = dict[str, Any]
 SIDES = ("hp", "torch")
 BOUND = 1e-4  # largest relative difference of losses and norms between an arm and one process
 TUNING = 4  # rounds among all settings of both sides
+ALIKE = 1.02  # settings whose steps differ by less in these rounds count as equally fast
 ROUNDS = 11
 HOST_ROUNDS = 15
 AIM = 0.5
@@ -251,15 +255,16 @@ def measured(rank: int, ranks: int, store: str, plan: Plan) -> list[Json]:
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group(backend, store=FileStore(store, ranks), rank=rank, world_size=ranks)
     rows = []
+    probe = Probe(rank)
     for case in plan.cases:
         with nullcontext() if plan.profile is None else named_waits():
-            rows.append(measure(case, plan, rank, device))
+            rows.append(measure(case, plan, rank, device, probe))
         if rank == 0:
             (show if plan.profile is None else show_components)(rows[-1])
     return rows
 
 
-def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
+def measure(case: Case, plan: Plan, rank: int, device: torch.device, probe: Probe) -> Json:
     """Return the row of a case, from all ranks of the current world.
 
     Raises:
@@ -285,13 +290,15 @@ def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
         chosen = settings if plan.tune else settings[:1]
         arms[side], peaks = checked_arms(base, case, chosen, expected, rank, device)
         row[side] = {"candidates_peak_bytes": peaks}
-    medians = medians_of([*arms["hp"], *arms["torch"]], device) if plan.tune else {}
+    medians = medians_of([*arms["hp"], *arms["torch"]], device, probe) if plan.tune else {}
     for side, own in arms.items():
-        best[side] = arm = min(own, key=lambda each: medians.get(each.name, 0.0))
+        peaks = row[side]["candidates_peak_bytes"]
+        name = best_of({each.name: medians.get(each.name, 0.0) for each in own}, peaks)
+        best[side] = arm = next(each for each in own if each.name == name)
         row[side] |= {
             "settings": arm.settings,
             "candidates_ms": {each.name: medians[each.name] for each in own if medians},
-            "peak_bytes": row[side]["candidates_peak_bytes"][arm.name],
+            "peak_bytes": peaks[name],
         }
     del arms
     rows = received_rows(best["hp"]) if case.model == "MoE" else None
@@ -305,7 +312,9 @@ def measure(case: Case, plan: Plan, rank: int, device: torch.device) -> Json:
         row["profiled"] = plan.profile
         return row
     bare = BareCollectives(best["hp"], best["compute"])
-    times, host = (slowest(t) for t in timed([*best.values(), bare], plan.rounds, device))
+    found = timed([*best.values(), bare], plan.rounds, device, probe)
+    times, host = slowest(found.seconds), slowest(found.host)
+    row["discarded_rounds"] = found.discarded
     row["seconds"] = {name: times[arm.name] for name, arm in best.items()}
     row["seconds"]["bare"] = times[bare.name]
     if device.type == "cuda":
@@ -399,10 +408,21 @@ def check(name: str, case: Case, step: int, found: list[float], expected: list[f
             )
 
 
-def medians_of(arms: Sequence[Arm], device: torch.device) -> dict[str, float]:
+def medians_of(arms: Sequence[Arm], device: torch.device, probe: Probe) -> dict[str, float]:
     """Return the median step of each arm in ms, by name. All arms alternate."""
-    times = slowest(timed(arms, TUNING, device)[0])
+    times = slowest(timed(arms, TUNING, device, probe).seconds)
     return {name: 1e3 * statistics.median(each) for name, each in times.items()}
+
+
+def best_of(medians: dict[str, float], peaks: dict[str, int]) -> str:
+    """Return the arm with the lowest peak memory among those that are about as fast as the fastest.
+
+    Args:
+        medians: Median step of each arm in ms.
+        peaks: Peak memory of each arm in bytes.
+    """
+    longest = ALIKE * min(medians.values())
+    return min((name for name, ms in medians.items() if ms <= longest), key=peaks.__getitem__)
 
 
 def of_slowest_rank(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -475,7 +495,8 @@ def host_times(rank: int, ranks: int, store: str, plan: Plan, rows: list[Json]) 
             fields = {k: v for k, v in row[side]["settings"].items() if k in kind.__slots__}
             arms[side] = make_arm(base, small, kind(**fields), 0, device)
         arms["compute"] = compute_arm(base, small, 0, device)
-        times = timed(list(arms.values()), HOST_ROUNDS if plan.large else 2, device)[0]
+        turns = HOST_ROUNDS if plan.large else 2
+        times = timed(list(arms.values()), turns, device, Probe(rank)).seconds
         found.append(_host({name: times[arm.name] for name, arm in arms.items()}))
     return found
 
@@ -483,7 +504,10 @@ def host_times(rank: int, ranks: int, store: str, plan: Plan, rows: list[Json]) 
 def show(row: Json) -> None:
     """Print the table of a case."""
     hp, other = row["hp"], row["torch"]
-    print(f"{row['case']}: {row['tokens']:,} tokens per step, {row['rounds']} rounds")
+    print(
+        f"{row['case']}: {row['tokens']:,} tokens per step, {row['rounds']} rounds, "
+        f"{row['discarded_rounds']} left out"
+    )
     print(f"  settings: hp {hp['settings']['name']}; torch {other['settings']['name']}")
     for note in row["notes"]:
         print(f"  note: {note}")

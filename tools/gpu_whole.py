@@ -15,6 +15,7 @@ from bench_whole import SIDES, Json, Plan, measure
 from gpu_rows import Result, Rows, World, main, nccl, skipped
 from whole_step import peer
 from whole_step.cases import Case, cases_of
+from whole_step.instruments import Probe
 
 ROUNDS = 15
 
@@ -48,7 +49,7 @@ def add(case: Case, device: torch.device, large: bool, rows: Rows) -> None:
                     tune=large,
                     large=large,
                 )
-                found.append(measure(case, plan, 0, device))
+                found.append(measure(case, plan, 0, device, Probe(0)))
             return result(found[0])
 
         return run

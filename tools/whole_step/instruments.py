@@ -1,12 +1,13 @@
 """Measure arms: times, memory, received bytes, and the components of a step."""
 
 import gc
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from hp_dtensor import RaggedTensor
 from .sides import Arm
 
 WARM_UP = 2
+QUIET = 1.2  # the probe of a quiet round takes at most this many times the shortest time
+MOST = 2  # at most this many times the wanted rounds
 _resolve_group: Callable[[str], Any] = vars(distributed_c10d)["_resolve_process_group"]
 
 
@@ -32,27 +35,78 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Probe:
+    """A fixed computation of about 15 ms, which takes longer while other programs use the machine.
+
+    It runs on as many ranks as there are CPU cores.
+
+    Args:
+        rank: Rank of this process.
+
+    Attributes:
+        fastest: The shortest mean time of a round so far in seconds, on the slowest rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.fastest = float("inf")
+        self._runs = rank < (os.cpu_count() or 1)
+        self._square = torch.ones(512, 512)
+        self._long = torch.ones(2**22)
+        self._copy = torch.empty(2**22)
+
+    def seconds(self) -> float:
+        """Run the computation once, and return its time in seconds."""
+        start = time.perf_counter()
+        if self._runs:
+            for _ in range(2):
+                torch.mm(self._square, self._square)
+                self._copy.copy_(self._long)
+        return time.perf_counter() - start
+
+    def is_quiet(self, load: float) -> bool:
+        """Return whether a round with this mean time was not disturbed."""
+        return load <= QUIET * self.fastest
+
+
+class Times(NamedTuple):
+    """Seconds of each round on this rank, by the name of an arm.
+
+    Attributes:
+        seconds: Until the device has finished.
+        host: Until the host has returned.
+        discarded: Number of rounds that are not included.
+    """
+
+    seconds: dict[str, list[float]]
+    host: dict[str, list[float]]
+    discarded: int
+
+
 def timed(
-    arms: "Sequence[Arm | BareCollectives]", rounds: int, device: torch.device
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    arms: "Sequence[Arm | BareCollectives]", rounds: int, device: torch.device, probe: Probe
+) -> Times:
     """Run each arm once per round, in random order, after `WARM_UP` rounds.
 
     In one round, all arms have the same batch. All ranks start each step together. Python's garbage
     collection runs between the rounds.
 
-    Returns:
-        Two dicts from the name of an arm to the seconds of each round on this rank: until the
-        device has finished, and until the host has returned.
+    The probe runs before each step. More rounds follow, up to `MOST` times ``rounds``, until
+    ``rounds`` of them were quiet. The rounds in which the probe took longest are discarded, with
+    the times of all arms.
     """
     seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     host: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    loads: list[float] = []
     shuffle = random.Random(0)  # the same order on all ranks
     gc.disable()
     try:
-        for turn in range(WARM_UP + rounds):
+        for turn in range(WARM_UP + MOST * rounds):
             gc.collect()
+            probed = []
             for arm in shuffle.sample(list(arms), len(arms)):
                 synchronize(device)
+                dist.barrier()
+                probed.append(probe.seconds())
                 dist.barrier()
                 start = time.perf_counter()
                 arm.step(turn)
@@ -61,9 +115,21 @@ def timed(
                 if turn >= WARM_UP:
                     seconds[arm.name].append(time.perf_counter() - start)
                     host[arm.name].append(returned - start)
+            load = torch.tensor(sum(probed) / len(probed), dtype=torch.float64)
+            dist.all_reduce(load, dist.ReduceOp.MAX)
+            probe.fastest = min(probe.fastest, load.item())
+            if turn >= WARM_UP:
+                loads.append(load.item())
+            if sum(map(probe.is_quiet, loads)) >= rounds:
+                break
     finally:
         gc.enable()
-    return seconds, host
+    kept = sorted(sorted(range(len(loads)), key=loads.__getitem__)[:rounds])
+
+    def chosen(times: dict[str, list[float]]) -> dict[str, list[float]]:
+        return {name: [every[number] for number in kept] for name, every in times.items()}
+
+    return Times(chosen(seconds), chosen(host), discarded=len(loads) - len(kept))
 
 
 def slowest(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

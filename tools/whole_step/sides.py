@@ -89,6 +89,7 @@ def candidates(case: Case) -> dict[str, Sequence[Settings]]:
     ours = [
         HpSettings(name="trainer"),
         HpSettings(name="separate ends", separate_ends=True),
+        HpSettings(name="accumulate", options={"grads": "accumulate"}),
     ]
     theirs = [
         TorchSettings(name="tuned"),
@@ -110,6 +111,8 @@ def candidates(case: Case) -> dict[str, Sequence[Settings]]:
         ragged = {"layout": "ragged"}
         ours.append(HpSettings(name="ragged", options=ragged))
         ours.append(HpSettings(name="ragged, separate ends", options=ragged, separate_ends=True))
+        accumulate = ragged | {"grads": "accumulate"}
+        ours.append(HpSettings(name="ragged, accumulate", options=accumulate))
     if case.cp > 1:
         ours.append(HpSettings(name="Ulysses", ulysses_degree=case.cp))
         theirs.append(TorchSettings(name="tuned, all-to-all", rotate="ALL_TO_ALL"))
