@@ -45,6 +45,7 @@ calls, host time, memory and overlap. It says nothing about the time on GPUs.
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -438,7 +439,8 @@ def of_slowest_rank(figures: dict[str, dict[str, float]]) -> dict[str, dict[str,
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> Json:
     """Return medians in milliseconds, and the median and quartiles of the paired ratios.
 
-    There are no ratios if a figure of the peer is not above 0.
+    In a round in which the peer's figure is not above 0, the ratio counts as infinite. A median or
+    quartile that would be infinite is None.
     """
     row: Json = {
         "ours_ms": 1e3 * statistics.median(ours),
@@ -446,10 +448,12 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> Json:
         "ratio": None,
         "quartiles": None,
     }
-    if min(theirs) > 0:
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        row |= {"ratio": statistics.median(ratios), "quartiles": [quartiles[0], quartiles[2]]}
+    ratios = [a / b if b > 0 else math.inf for a, b in zip(ours, theirs, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    if math.isfinite(middle := statistics.median(ratios)):
+        row["ratio"] = middle
+    if math.isfinite(low) and math.isfinite(high):
+        row["quartiles"] = [low, high]
     return row
 
 
