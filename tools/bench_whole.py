@@ -17,7 +17,7 @@ fastest, it is the one with the lowest peak memory. The chosen arms and the comp
 the same processes, one step each in random order. The slowest rank gives the time of a step. Ratios
 are medians of paired ratios, with quartiles. In these rounds, the learning rate is 0, and all arms
 have the same batch. So the experts of both sides receive the same rows. A fixed computation before
-each step shows whether other programs use the machine. Such rounds are repeated.
+each step shows whether other programs use the machine. Disturbed rounds are repeated.
 
 | row | meaning |
 |---|---|
